@@ -1,0 +1,293 @@
+"""Configuration: nested dataclasses, filled from a TOML file, overridden on the command line.
+
+    python train.py configs/aogpt_small.toml --optim.lr 3e-4 --train.steps 1000
+
+A key that does not exist, a value of the wrong type or an impossible combination is a ValueError that names the key,
+the file and the nearest valid name. Nothing in a config file is ever executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from model import ModelConfig
+from orders import OrderConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    folder: str = "data/openwebtext"
+    """Folder that data/prepare.py wrote."""
+    verify: bool = False
+    """Check the sha256 of the token files before training."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at lr * min_lr_ratio."""
+    warmup_steps: int = 2000
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.05
+    """On matrices only: not on biases, norm weights and the start vector."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    ema_decay: float = 0.9999
+    """Decay of the averaged weights, warmed up as min(ema_decay, (1 + t) / (10 + t))."""
+
+    def __post_init__(self):
+        for name, low, high in (
+            ("min_lr_ratio", 0, 1),
+            ("beta1", 0, 1),
+            ("beta2", 0, 1),
+            ("ema_decay", 0, 1),
+            ("lr", 0, math.inf),
+            ("weight_decay", 0, math.inf),
+            ("grad_clip", 0, math.inf),
+            ("warmup_steps", 0, math.inf),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; give a number from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 500_000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 512
+    """Sequences in one optimizer step, over all processes."""
+    micro_batch_size: int = 16
+    """Sequences in one forward pass of one process."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of matrix work; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights stay float32."""
+    device: str = "auto"
+    compile: bool = True
+    """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
+    log_interval: int = 10
+    """Steps between lines of metrics.jsonl."""
+    max_skipped_steps: int = 10
+    """Stop after this many steps in a row with a non-finite loss or gradient."""
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "micro_batch_size", "log_interval", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"train.batch_size ({self.batch_size}) must be a multiple of "
+                f"train.micro_batch_size ({self.micro_batch_size})"
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    interval: int = 1000
+    """Steps between evaluations on the validation split; 0 switches them off."""
+    sequences: int = 256
+    """Sequences scored, left-to-right and in one random order each."""
+
+    def __post_init__(self):
+        if self.interval < 0 or self.sequences < 1:
+            raise ValueError("eval.interval must not be negative and eval.sequences must be at least 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    interval: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 3
+    """Newest checkpoints kept, besides the best one."""
+
+    def __post_init__(self):
+        if self.interval < 1 or self.keep < 1:
+            raise ValueError("checkpoint.interval and checkpoint.keep must be at least 1")
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    mode: Literal["disabled", "online", "offline"] = "disabled"
+    project: str = "aogpt"
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "aogpt"
+    """The run's name; its folder is OUT/NAME."""
+    out: str = "out"
+    """Folder that holds the run folders."""
+    seed: int = 0
+    """Of the weights, the data shuffle and the orders."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    order: OrderConfig = field(default_factory=OrderConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.out) / self.name
+
+    def __post_init__(self):
+        if not self.name or Path(self.name).name != self.name:
+            raise ValueError(f"name is {self.name!r}; give a plain folder name without a path")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; give a non-negative integer")
+        if self.optim.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps ({self.train.steps}): the learning "
+                "rate would never reach its peak; lower the first or raise the second"
+            )
+        random = self.order.kind == "random" or self.order.kind == "mixture" and self.order.l2r_prob < 1
+        if self.model.target == "none" and random:
+            raise ValueError(
+                f"order.kind = {self.order.kind!r} needs a model that is told its target position, but model.target is "
+                "'none'; set model.target to 'adaln' or 'input', or order.kind to 'l2r'"
+            )
+        if self.order.kind == "fixed_blockwise" and self.order.block > self.model.block_size:
+            raise ValueError(
+                f"order.block ({self.order.block}) exceeds model.block_size ({self.model.block_size}); lower order.block"
+            )
+
+
+# ---- TOML ------------------------------------------------------------------------------------------------------------
+
+
+def load_toml(path: str | Path) -> Config:
+    """Read a config file; keys it leaves out take their defaults."""
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError:
+        folder = Path(path).parent
+        found = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
+        nearest = difflib.get_close_matches(Path(path).name, found, n=1)
+        hint = f"; did you mean {folder / nearest[0]}?" if nearest else ""
+        raise ValueError(f"there is no config file {path}{hint}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder; give the .toml file, e.g. {Path(path) / 'config.toml'}") from None
+    return from_dict(values, str(path))
+
+
+def from_dict(values: dict, source: str) -> Config:
+    """Build a Config from nested plain values; `source` is what error messages call it."""
+    try:
+        return _build(Config, values, source, "")
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(source) else f"{source}: {message}") from None
+
+
+def _build(cls, values: dict, source: str, prefix: str):
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        name = prefix + key
+        if key not in hints:
+            raise ValueError(f"{source}: unknown key {name!r}{_nearest(key, prefix)}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise ValueError(f"{source}: {name!r} is a table; write [{name}] and its keys below it")
+            arguments[key] = _build(hints[key], value, source, name + ".")
+        else:
+            arguments[key] = _typed(value, hints[key], source, name)
+    return cls(**arguments)
+
+
+def _typed(value, hint, source: str, name: str):
+    if typing.get_origin(hint) is Literal:
+        options = typing.get_args(hint)
+        if value in options:
+            return value
+        near = difflib.get_close_matches(str(value), [str(o) for o in options], n=1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{source}: {name} is {value!r}, but it must be one of {', '.join(map(repr, options))}{guess}")
+    if isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint):
+        hint = next(t for t in typing.get_args(hint) if t is not type(None))
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+        raise ValueError(f"{source}: {name} is {value!r}, but it must be {words[hint]}")
+    return value
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key of a config file."""
+    keys = []
+    for name, hint in typing.get_type_hints(Config).items():
+        inner = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else None
+        keys += [name] if inner is None else [f"{name}.{key}" for key in inner]
+    return keys
+
+
+def _nearest(key: str, prefix: str) -> str:
+    keys = valid_keys()
+    elsewhere = [k for k in keys if k.rsplit(".", 1)[-1] == key]
+    here = [k for k in keys if k.startswith(prefix)] if prefix else [k.split(".")[0] for k in keys]
+    near = elsewhere or difflib.get_close_matches(prefix + key, here, n=1) or difflib.get_close_matches(key, keys, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(dict.fromkeys(here))}"
+
+
+def to_dict(config: Config) -> dict:
+    return dataclasses.asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as a TOML document that `load_toml` reads back to an equal Config."""
+    values = to_dict(config)
+    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for table, inner in values.items():
+        if isinstance(inner, dict):
+            lines += ["", f"[{table}]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in inner.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value)  # TOML's strings, integers, floats and booleans are JSON's
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple]:
+    """Dotted keys whose values differ: {key: (old value, new value)}."""
+
+    def flat(values: dict, prefix: str = "") -> dict:
+        result = {}
+        for key, value in values.items():
+            result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return result
+
+    before, after = flat(to_dict(old)), flat(to_dict(new))
+    return {key: (before[key], after[key]) for key in after if before[key] != after[key]}
+
+
+def from_command_line(arguments: list[str], description: str) -> Config:
+    """`CONFIG.toml [--table.key value ...]` -> Config. Exits with status 2 and tyro's message for an unknown option."""
+    import tyro
+
+    if arguments and not arguments[0].startswith("-"):
+        path, overrides = arguments[0], arguments[1:]
+        default = load_toml(path)
+    elif "--help" in arguments or "-h" in arguments:
+        path, overrides, default = "CONFIG.toml", arguments, Config()
+    else:
+        raise ValueError("give a config file first, e.g. python train.py configs/quickstart.toml")
+    return tyro.cli(Config, default=default, args=overrides, prog=f"train.py {path}", description=description)

@@ -1,0 +1,193 @@
+"""Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
+
+A dataset is a folder with `meta.json` and one flat file of token ids per split (see prepare.py). A split is
+cut into blocks of `block_size` tokens; the few tokens after the last whole block are not used. Each epoch
+visits every block once, in an order that follows from (seed, epoch) alone, so the batch of a step follows from
+(seed, step): resuming needs no loader state, and the number of processes changes nothing.
+
+Shapes: B sequences, T block_size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # torch makes the tensors at the end, nothing else: prepare.py and its workers do without
+    import torch
+
+FORMAT = 1
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+# Philox streams are told apart by the top word of the counter, so that no two uses of one seed share numbers
+SHUFFLE_STREAM = 1
+SPLIT_STREAM = 2
+
+
+def dtype_name(vocab_size: int) -> str:
+    """The smaller of "uint16" and "uint32" that holds the ids 0 .. vocab_size - 1."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def random_bits(seed: int, index: int, count: int, stream: int) -> np.ndarray:
+    """`count` uint64 numbers, a pure function of the arguments: raw Philox output, the same in every numpy version."""
+    words = 2**64 - 1
+    key = np.array([seed & words, index & words], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=np.array([0, 0, 0, stream], dtype=np.uint64)).random_raw(count)
+
+
+def load_meta(folder) -> dict:
+    """The contents of `folder`/meta.json.
+
+    Raises FileNotFoundError where the folder or the file is missing, ValueError where the file is damaged, not
+    a dataset's, or of a newer format.
+    """
+    folder = Path(folder)
+    hint = "make one with: python data/prepare.py NAME --out DIR"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such dataset folder; {hint}")
+    path = folder / "meta.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not a prepared dataset: it has no meta.json; {hint}")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
+    if isinstance(meta, dict) and isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
+        raise ValueError(f"{path} has format {meta['format']}, this code reads up to {FORMAT}: "
+                         "update the code, or prepare the dataset again")
+    _check_keys(meta, path)
+    return meta
+
+
+def _check_keys(meta, path: Path) -> None:
+    needed = ("format", "tokenizer", "vocab_size", "eot", "dtype", "splits")
+    missing = [key for key in needed if key not in meta] if isinstance(meta, dict) else list(needed)
+    if missing:
+        raise ValueError(f"{path} was not written by data/prepare.py (it lacks {', '.join(missing)}); "
+                         "prepare the dataset again")
+    if meta["dtype"] not in DTYPES:
+        raise ValueError(f"{path}: unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}; "
+                         "prepare the dataset again")
+    entries = meta["splits"].values() if isinstance(meta["splits"], dict) else [None]
+    if not all(isinstance(entry, dict) and {"file", "tokens", "sha256"} <= entry.keys() for entry in entries):
+        raise ValueError(f"{path}: every split needs file, tokens and sha256; prepare the dataset again")
+
+
+def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
+    """Path of a split's token file, after comparing its size (and, with `verify`, its sha256) with `meta`.
+
+    Raises FileNotFoundError or ValueError that say what does not fit.
+    """
+    folder = Path(folder)
+    if split not in meta["splits"]:
+        raise ValueError(f"{folder} has no split {split!r}; its splits are {', '.join(map(repr, meta['splits']))}")
+    entry = meta["splits"][split]
+    path = folder / entry["file"]
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing although meta.json lists it; prepare the dataset again")
+    size, expected = path.stat().st_size, entry["tokens"] * DTYPES[meta["dtype"]].itemsize
+    if size != expected:
+        raise ValueError(f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
+                         f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again")
+    if verify:
+        found = sha256_file(path)
+        if found != entry["sha256"]:
+            raise ValueError(f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
+                             f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again")
+    return path
+
+
+def sha256_file(path) -> str:
+    """sha256 of a file's bytes, as 64 hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class TokenDataset:
+    """One split of a prepared dataset, as blocks of `block_size` tokens.
+
+    Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split); `num_blocks`.
+    `verify` compares the file's sha256 as well as its size. Raises FileNotFoundError or ValueError for a missing,
+    damaged or newer dataset and for a split with fewer tokens than one block.
+    """
+
+    def __init__(self, folder, split: str, block_size: int, verify: bool = False):
+        self.meta = load_meta(folder)
+        self.block_size = block_size
+        path = check_file(folder, self.meta, split, verify)
+        count = self.meta["splits"][split]["tokens"]
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        if count < block_size:
+            raise ValueError(f"the {split} split of {folder} has {count:,} tokens, fewer than one block of "
+                             f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text")
+        self.tokens = np.memmap(path, dtype=DTYPES[self.meta["dtype"]], mode="r", shape=(count,))
+        self.num_blocks = count // block_size
+        self._rows = self.tokens[: self.num_blocks * block_size].reshape(self.num_blocks, block_size)
+        self._shuffles: dict[tuple[int, int], np.ndarray] = {}
+
+    def blocks(self, indices) -> torch.LongTensor:
+        """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B, T)."""
+        import torch
+
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if indices.size and not (0 <= indices.min() and indices.max() < self.num_blocks):
+            raise ValueError(f"block numbers run from 0 to {self.num_blocks - 1}, "
+                             f"got {indices.min()} to {indices.max()}")
+        return torch.from_numpy(self._rows[indices].astype(np.int64))
+
+    def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
+        """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step` -> LongTensor (B, T).
+
+        A pure function of its arguments and of the file. Sequence g = step * global_batch + row of the run is block
+        shuffle_e[g % num_blocks] of epoch e = g // num_blocks.
+        """
+        if step < 0 or (len(rows) and not (0 <= min(rows) and max(rows) < global_batch)):
+            raise ValueError(f"step {step} and rows {rows} must not be negative, and rows stay below {global_batch=}")
+        sequence = step * global_batch + np.asarray(rows, dtype=np.int64)
+        epochs, places = np.divmod(sequence, self.num_blocks)
+        indices = np.empty_like(places)
+        for epoch in np.unique(epochs):  # two where the batch straddles an epoch, more if it outgrows the dataset
+            here = epochs == epoch
+            indices[here] = self._shuffle(seed, int(epoch))[places[here]]
+        return self.blocks(indices)
+
+    def _shuffle(self, seed: int, epoch: int) -> np.ndarray:
+        """The order of the blocks in an epoch, int64 (num_blocks,)."""
+        key = (seed, epoch)
+        if key not in self._shuffles:
+            if len(self._shuffles) >= 2:  # a batch moves from one epoch to the next: older ones are not needed again
+                self._shuffles.pop(next(iter(self._shuffles)))
+            # a sort of raw bits: Generator.permutation may change with numpy's version
+            self._shuffles[key] = np.argsort(random_bits(seed, epoch, self.num_blocks, SHUFFLE_STREAM), kind="stable")
+        return self._shuffles[key]
+
+
+def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Plug-in entropies of `tokens` (n,), ids below `vocab_size`: (H(X_i), H(X_i | X_{i-1})) in nats per token.
+
+    What a model that knows only the frequencies of tokens, and of pairs of neighbours, would reach: the two marks
+    a training curve should fall below. Exact; holds the distinct pairs, never a vocab_size**2 table.
+    Raises ValueError for fewer than two tokens or an id outside the vocabulary.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.size < 2:
+        raise ValueError(f"entropies of pairs need a flat array of at least 2 tokens, got shape {ids.shape}")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}")
+    pairs = ids[:-1].astype(np.int64)
+    pairs *= vocab_size
+    pairs += ids[1:]
+    joint = _entropy(np.unique(pairs, return_counts=True)[1])
+    previous = _entropy(np.bincount(ids[:-1], minlength=vocab_size))
+    return _entropy(np.bincount(ids, minlength=vocab_size)), max(joint - previous, 0.0)
+
+
+def _entropy(counts: np.ndarray) -> float:
+    counts = counts[counts > 0].astype(np.float64)
+    total = counts.sum()
+    return float(np.log(total) - (counts * np.log(counts)).sum() / total)

@@ -1,0 +1,115 @@
+"""Prediction orders: which position is predicted at which step.
+
+An order sigma of length T is a permutation of the positions 0..T-1; ``order[b, i]`` is the position that sequence b
+predicts at step i. The distribution over orders is the *formulation* axis of the project: left-to-right gives an
+autoregressive model, uniform over all T! orders gives an any-order model, which is a masked diffusion model.
+
+Randomness is counter-based (Philox): the order of a sequence is a function of (seed, step, index in the global batch)
+and of nothing else, so neither resuming nor the number of processes can change it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+OrderKind = Literal["l2r", "random", "mixture", "fixed_random", "fixed_blockwise"]
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """A distribution over prediction orders."""
+
+    kind: OrderKind = "mixture"
+    """l2r; random: uniform, drawn per sequence; mixture: l2r with probability l2r_prob, else random; fixed_random: one
+    permutation for the whole run; fixed_blockwise: blocks from left to right, one permutation inside every block."""
+    l2r_prob: float = 0.1
+    """Share of left-to-right sequences (mixture only)."""
+    block: int = 32
+    """Positions in a block (fixed_blockwise only)."""
+    seed: int = 0
+    """Seed of the fixed permutation (fixed_random and fixed_blockwise only)."""
+
+    def __post_init__(self):
+        if not 0.0 <= self.l2r_prob <= 1.0:
+            raise ValueError(f"order.l2r_prob is a probability, but it is {self.l2r_prob}; give a number from 0 to 1")
+        if self.block < 1:
+            raise ValueError(f"order.block is {self.block}; a block holds at least 1 position")
+
+
+def philox_bits(seed: int, step: int, rows: range, width: int) -> np.ndarray:
+    """Random 64-bit integers of some rows of an endless table: a pure function of (seed, step, row, column).
+
+    Args:
+        seed, step: non-negative integers that name the table.
+        rows: the rows wanted, contiguous.
+        width: numbers in a row.
+
+    Returns: uint64 array (len(rows), width). Row r is the same whichever other rows are drawn with it.
+    """
+    if seed < 0 or step < 0:
+        raise ValueError(f"seed and step must not be negative, but they are {seed} and {step}")
+    counts_per_row = -(-width // 4)  # one Philox counter yields four numbers
+    stream = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).advance(rows.start * counts_per_row)
+    return stream.random_raw(len(rows) * counts_per_row * 4).reshape(len(rows), -1)[:, :width]
+
+
+def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:
+    """Orders of the sequences `rows` of the global batch of one step.
+
+    Args:
+        config: the distribution.
+        seed, step: of the run; the result is a pure function of (config, seed, step, row, length).
+        rows: indices in the global batch.
+        length: T, positions in a sequence.
+
+    Returns: LongTensor (len(rows), T) of positions.
+    """
+    if length < 1:
+        raise ValueError(f"an order needs at least one position, but length is {length}")
+    identity = torch.arange(length).expand(len(rows), length)
+    if config.kind == "l2r":
+        return identity.clone()
+    if config.kind == "fixed_random":
+        return _permutation(config.seed, length).expand(len(rows), length).clone()
+    if config.kind == "fixed_blockwise":
+        return _blockwise(config, length).expand(len(rows), length).clone()
+    bits = philox_bits(seed, step, rows, length + 1)
+    # Ties among 64-bit keys (probability below T^2 / 2^65) are broken by position.
+    order = torch.from_numpy(bits[:, 1:].argsort(axis=1, kind="stable"))
+    if config.kind == "mixture":
+        coin = torch.from_numpy((bits[:, 0] >> np.uint64(11)) * 2.0**-53)  # uniform in [0, 1) with 53 bits
+        order = torch.where(coin[:, None] < config.l2r_prob, identity, order)
+    return order
+
+
+def sample_orders(config: OrderConfig, batch_size: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw `batch_size` orders from `config`.
+
+    Args:
+        config: the distribution.
+        batch_size, length: B and T.
+        generator: source of randomness; it is advanced by one draw.
+
+    Returns: LongTensor (B, T) on the CPU.
+    """
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return orders_at(config, seed, 0, range(batch_size), length)
+
+
+def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
+    """The step at which each position is predicted: ``inverse[b, order[b, i]] == i``. (B, T) -> (B, T)."""
+    steps = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, steps)
+
+
+def _permutation(seed: int, length: int) -> torch.Tensor:
+    return torch.from_numpy(philox_bits(seed, 0, range(1), length)[0].argsort(kind="stable"))
+
+
+def _blockwise(config: OrderConfig, length: int) -> torch.Tensor:
+    inside = _permutation(config.seed, config.block)
+    starts = torch.arange(0, length, config.block)
+    order = (starts[:, None] + inside).flatten()
+    return order[order < length]  # the last block may be shorter

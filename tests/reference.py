@@ -1,0 +1,285 @@
+"""What the tests compare the project with: the formulas written out, one token at a time, and exact enumerations.
+
+`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) from its formulas alone: plain loops over
+sequences, steps, heads and earlier steps; it uses no layer, no fused kernel and no code of the project, only the named
+parameters. The rest enumerates every sequence, every order and every plan of tiny problems.
+"""
+
+import itertools
+import math
+from fractions import Fraction
+
+import torch
+
+# ---- the Transformer, from its formulas ------------------------------------------------------------------------------
+
+
+def log_probs(config, params, tokens, order):
+    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params` (name -> tensor)."""
+    rows = [_sequence(config, params, x, s) for x, s in zip(tokens.tolist(), order.tolist(), strict=True)]
+    return torch.stack(rows)
+
+
+def _sequence(config, params, tokens, order):
+    stream = []
+    for i, target in enumerate(order):
+        if i == 0:
+            x = params["start"] + params["wpe.weight"][0]
+        else:
+            previous = order[i - 1]
+            x = params["wte.weight"][tokens[previous]] + params["wpe.weight"][previous + 1]
+        if config.target == "input":
+            x = x + params["wtpe.weight"][target]
+        stream.append(x)
+    for layer in range(config.n_layer):
+        stream = _block(config, params, f"blocks.{layer}.", stream, order)
+    head = params["wte.weight"] if config.tied_head else params["head.weight"]
+    result = []
+    for x, (position, target) in zip(stream, zip(order, order, strict=True), strict=True):
+        x = _norm(config, params, "norm_f.", x)
+        if config.target == "adaln":
+            shift, scale = _conditioning(params, "adaln_f.", target).chunk(2)
+            x = x * (1 + scale) + shift
+        logits = head @ x
+        if config.head_bias:
+            logits = logits + params["head.bias"]
+        result.append(logits[tokens[position]] - logits.exp().sum().log())
+    return torch.stack(result)
+
+
+def _block(config, params, name, stream, order):
+    width = config.n_embd
+    if config.target == "adaln":
+        vectors = [_conditioning(params, name + "adaln.", target).split(width) for target in order]
+    else:  # modulation by shift 0, scale 0 and gate 1 is none
+        zero, one = torch.zeros_like(stream[0]), torch.ones_like(stream[0])
+        vectors = [(zero, zero, one, zero, zero, one)] * len(order)
+    normed = [
+        _norm(config, params, name + "norm1.", x) * (1 + scale1) + shift1
+        for x, (shift1, scale1, *_) in zip(stream, vectors, strict=True)
+    ]
+    attended = _attention(config, params, name + "attn.", normed)
+    result = []
+    for x, a, (_, _, gate1, shift2, scale2, gate2) in zip(stream, attended, vectors, strict=True):
+        x = x + gate1 * a
+        h = _norm(config, params, name + "norm2.", x) * (1 + scale2) + shift2
+        h = _linear(config, params, name + "mlp.fc.", h)
+        x = x + gate2 * _linear(config, params, name + "mlp.proj.", _gelu(config, h))
+        result.append(x)
+    return result
+
+
+def _attention(config, params, name, stream):
+    """Causal: step i sees the steps j <= i and no other."""
+    width, heads = config.n_embd, config.n_head
+    size = width // heads
+    qkv = [_linear(config, params, name + "qkv.", x) for x in stream]
+    outputs = []
+    for i in range(len(stream)):
+        by_head = []
+        for h in range(heads):
+            part = slice(h * size, (h + 1) * size)
+            query = _head_norm(config, params, name + "q_norm.", qkv[i][:width][part])
+            scores, values = [], []
+            for j in range(i + 1):
+                key = _head_norm(config, params, name + "k_norm.", qkv[j][width : 2 * width][part])
+                scores.append((query * key).sum() / math.sqrt(size))
+                values.append(qkv[j][2 * width :][part])
+            weights = torch.stack(scores).exp()
+            weights = weights / weights.sum()
+            by_head.append(sum(w * v for w, v in zip(weights, values, strict=True)))
+        outputs.append(_linear(config, params, name + "proj.", torch.cat(by_head)))
+    return outputs
+
+
+def _conditioning(params, name, target):
+    """Linear(SiLU(c)), with c the embedding of this token's own target position; it always has a bias."""
+    c = params["wtpe.weight"][target]
+    return params[name + "weight"] @ (c / (1 + (-c).exp())) + params[name + "bias"]
+
+
+def _linear(config, params, name, x):
+    y = params[name + "weight"] @ x
+    return y + params[name + "bias"] if config.bias else y
+
+
+def _rms_norm(weight, x):
+    return x / (x.pow(2).mean() + 1e-5).sqrt() * weight
+
+
+def _norm(config, params, name, x):
+    if config.norm == "rmsnorm":
+        return _rms_norm(params[name + "weight"], x)
+    centred = x - x.mean()
+    y = centred / (centred.pow(2).mean() + 1e-5).sqrt() * params[name + "weight"]
+    return y + params[name + "bias"] if config.bias else y
+
+
+def _head_norm(config, params, name, x):
+    return _rms_norm(params[name + "weight"], x) if config.qk_norm else x
+
+
+def _gelu(config, x):
+    if config.gelu == "tanh":
+        return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+    return 0.5 * x * (1 + (x / math.sqrt(2)).erf())
+
+
+# ---- random models and orders ----------------------------------------------------------------------------------------
+
+
+def randomise(model, seed, scale=1.0):
+    """Give every parameter a random value of a size that matters (at initialisation adaLN does nearly nothing)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            if "norm" in name and name.endswith("weight"):
+                noise = 1 + 0.3 * noise
+            elif name.endswith("bias"):
+                noise = 0.3 * noise
+            elif p.dim() == 2 and not name.startswith(("wte", "wpe", "wtpe")):
+                noise = scale * noise / math.sqrt(p.shape[1])
+            p.copy_(noise)
+    return model.eval()
+
+
+def random_tokens(vocab_size, batch_size, length, seed):
+    return torch.randint(vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_orders(batch_size, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(length, generator=generator) for _ in range(batch_size)])
+
+
+def order_through(context, target, length):
+    """Positions in the order (context, target, all others): step len(context) predicts `target` from `context`."""
+    rest = [p for p in range(length) if p not in context and p != target]
+    return [*context, target, *rest]
+
+
+# ---- enumeration of tiny problems ------------------------------------------------------------------------------------
+
+
+def all_sequences(vocab_size, length):
+    """Every sequence, (vocab_size ** length, length), the last position running fastest."""
+    return torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
+
+
+def conditionals(model, vocab_size, length):
+    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for every sequence x."""
+    sequences = all_sequences(vocab_size, length)
+    keys = [
+        (context, target)
+        for size in range(length)
+        for context in itertools.permutations(range(length), size)
+        for target in range(length)
+        if target not in context
+    ]
+    orders = torch.tensor([order_through(context, target, length) for context, target in keys])
+    rows = model.token_log_probs(
+        sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
+    ).unflatten(0, (len(keys), len(sequences)))
+    return {key: row[:, len(key[0])].double().exp() for key, row in zip(keys, rows, strict=True)}
+
+
+def mask_sets(length):
+    """Every non-empty set of masked positions, as a tuple."""
+    return [m for size in range(1, length + 1) for m in itertools.combinations(range(length), size)]
+
+
+def mdm_weight(masked, length):
+    """int_0^1 (1/t) t^m (1-t)^(n-m) dt = B(m, n-m+1) = (m-1)! (n-m)! / n!, exactly."""
+    m = len(masked)
+    return Fraction(math.factorial(m - 1) * math.factorial(length - m), math.factorial(length))
+
+
+def compositions(total, parts):
+    """All ways to write `total` as an ordered sum of `parts` non-negative integers."""
+    if parts == 1:
+        return [(total,)]
+    return [(first, *rest) for first in range(total + 1) for rest in compositions(total - first, parts - 1)]
+
+
+def exact_plans(free, given, steps):
+    """Every (probability, order, group sizes) when each position of `free` unmasks at its own U(0, 1) time, observed
+    in `steps` equal steps: the counts are multinomial, and independent of the order, which is uniform."""
+    k = len(free)
+    for perm in itertools.permutations(free):
+        for counts in compositions(k, steps):
+            ways = Fraction(math.factorial(k), math.prod(map(math.factorial, counts)))
+            yield ways / steps**k / math.factorial(k), (*given, *perm), counts
+
+
+def fixed_plans(free, given, counts):
+    """Every (probability, order, group sizes) of a uniformly random order cut into groups of given sizes."""
+    for perm in itertools.permutations(free):
+        yield Fraction(1, math.factorial(len(free))), (*given, *perm), counts
+
+
+def plan_distribution(conditional, plans, n_given=0):
+    """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens of a group are independent, each
+    drawn given the groups before it in the order in which they were revealed."""
+    total = 0
+    for probability, order, counts in plans:
+        product, known = torch.ones_like(next(iter(conditional.values()))), n_given
+        for count in counts:
+            for target in order[known : known + count]:
+                product = product * conditional[order[:known], target]
+            known += count
+        assert known == len(order)
+        total = total + float(probability) * product
+    return total
+
+
+def one_stage_distribution(conditional, length, steps):
+    """Distribution over all sequences, (V ** T,), of the reverse process in its plain form (the paper, section 4.3).
+
+    From time t to s < t every masked position computes its distribution over V + 1 outcomes: stay masked with
+    probability s/t, take token v with probability (1 - s/t) p(v | context). Positions revealed in the same step enter
+    the order in uniformly random order. A state is (revealed positions in order, their tokens): `reached[context][x]`
+    is the probability of being there with the tokens that sequence x has at these positions.
+    """
+    reached = {(): torch.ones_like(next(iter(conditional.values())))}
+    for k in range(steps):
+        t, s = Fraction(steps - k, steps), Fraction(steps - k - 1, steps)
+        stay, following = float(s / t), {}
+        for context, weight in reached.items():
+            masked = [p for p in range(length) if p not in context]
+            for size in range(len(masked) + 1):
+                for revealed in itertools.combinations(masked, size):
+                    probability = weight * stay ** (len(masked) - size)
+                    for position in revealed:
+                        probability = probability * ((1 - stay) * conditional[context, position])
+                    for perm in itertools.permutations(revealed):
+                        state, share = context + perm, probability / math.factorial(size)
+                        following[state] = following.get(state, 0) + share
+        reached = following
+    assert all(len(context) == length for context in reached if reached[context].sum() > 0)
+    return sum(weight for context, weight in reached.items() if len(context) == length)
+
+
+# ---- chi-square ------------------------------------------------------------------------------------------------------
+
+
+def chi_square_p(observed, expected):
+    """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same total.
+
+    Cells are merged, smallest first, until each expects at least 5; something observed where nothing can be is p = 0.
+    """
+    observed, expected = observed.double(), expected.double()
+    assert abs(float(observed.sum() - expected.sum())) < 1e-6 * float(expected.sum())
+    if bool((observed[expected == 0] > 0).any()):
+        return 0.0
+    index = expected.argsort()
+    cells, seen, wanted = [], 0.0, 0.0
+    for o, e in zip(observed[index].tolist(), expected[index].tolist(), strict=True):
+        seen, wanted = seen + o, wanted + e
+        if wanted >= 5:
+            cells.append((seen, wanted))
+            seen, wanted = 0.0, 0.0
+    cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
+    statistic = sum((o - e) ** 2 / e for o, e in cells)
+    half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
