@@ -149,8 +149,8 @@ class Config:
             raise ValueError(f"seed is {self.seed}; give a non-negative integer")
         if self.optim.warmup_steps > self.train.steps:
             raise ValueError(
-                f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps ({self.train.steps}): the learning "
-                "rate would never reach its peak; lower the first or raise the second"
+                f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps ({self.train.steps}): the "
+                "learning rate would never reach its peak; lower the first or raise the second"
             )
         random = self.order.kind == "random" or self.order.kind == "mixture" and self.order.l2r_prob < 1
         if self.model.target == "none" and random:
@@ -160,7 +160,7 @@ class Config:
             )
         if self.order.kind == "fixed_blockwise" and self.order.block > self.model.block_size:
             raise ValueError(
-                f"order.block ({self.order.block}) exceeds model.block_size ({self.model.block_size}); lower order.block"
+                f"order.block ({self.order.block}) exceeds model.block_size ({self.model.block_size}); lower it"
             )
 
 

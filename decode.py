@@ -60,7 +60,12 @@ def l2r_plan(batch_size: int, length: int, given: Tensor | None = None) -> Plan:
 
 
 def mdm_plan(
-    batch_size: int, length: int, steps: int, generator: torch.Generator, given: Tensor | None = None, even: bool = False
+    batch_size: int,
+    length: int,
+    steps: int,
+    generator: torch.Generator,
+    given: Tensor | None = None,
+    even: bool = False,
 ) -> Plan:
     """Masked-diffusion sampling in `steps` equal steps of the linear schedule (the paper, section 4.3).
 
@@ -194,6 +199,8 @@ def generate(
         progress: called after every model call with the number of positions it revealed.
     """
     B, T = plan.order.shape
+    if B == 0:
+        raise ValueError("the plan holds no samples; plan at least one")
     if T > model.config.block_size:
         raise ValueError(f"samples of {T} tokens, but the model was built for up to {model.config.block_size}")
     if tokens is None:
@@ -202,6 +209,11 @@ def generate(
         tokens = torch.zeros(B, T, dtype=torch.long)
     if tokens.shape != (B, T):
         raise ValueError(f"tokens are {tuple(tokens.shape)}, but the plan is for {(B, T)}")
+    if uniforms is not None and uniforms.shape != (B, T):
+        raise ValueError(f"uniforms are {tuple(uniforms.shape)}, but the plan is for {(B, T)}")
+    for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; give at least 1, or None for all")
     given = tokens.cpu()[plan.given()]
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < model.config.vocab_size:
         raise ValueError(f"a given token is outside the model's vocabulary of {model.config.vocab_size}")

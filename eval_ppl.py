@@ -63,11 +63,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     meta = load_meta(a.data)
     if meta["tokenizer"] != loaded.tokenizer:
         raise ValueError(
-            f"{a.data} holds {meta['tokenizer']} tokens, but the model was trained on {loaded.tokenizer} tokens; prepare "
-            f"the text again with --tokenizer {loaded.tokenizer}"
+            f"{a.data} holds {meta['tokenizer']} tokens, but the model was trained on {loaded.tokenizer} tokens; "
+            f"prepare the text again with --tokenizer {loaded.tokenizer}"
         )
     if loaded.model.config.target == "none" and "random" in a.orders:
-        raise ValueError("this model is not told its target position and has no any-order perplexity; give --orders l2r")
+        raise ValueError("this model is not told its target position: no any-order perplexity; give --orders l2r")
     dataset = TokenDataset(a.data, a.split, loaded.model.config.block_size)
     count = min(dataset.num_blocks, a.max_sequences or dataset.num_blocks)
     results = {}
@@ -81,7 +81,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             write_json(a, results, entropies, loaded, meta, procs)
 
 
-def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: int, a: Arguments, procs) -> torch.Tensor:
+def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: int, a: Arguments, procs):
     """Nats per token of the first `count` blocks under `draws` orders each, (count, draws), on every process.
 
     The orders of a block follow from (seed, draw, block) alone, so neither batches nor processes change a number.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,9 @@ class ModelConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"model.{name} is {getattr(self, name)!r}; it must be one of {get_args(hint)}")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "target_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
@@ -236,9 +239,13 @@ class AOGPT(nn.Module):
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
         """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm.
 
-        Raises ValueError if the shapes differ, T exceeds block_size or a token is not in the vocabulary.
+        Raises ValueError if the shapes differ, T exceeds block_size, a token is not in the vocabulary or a row of
+        `order` is not a permutation.
         """
         self._check(tokens, order)
+        steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        if not torch.equal(order.sort(dim=1).values, steps):
+            raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
         with torch.no_grad():
             return -self(tokens, order)
 
@@ -272,7 +279,7 @@ class AOGPT(nn.Module):
         return x
 
     def adaln_tables(self, length: int | None = None):
-        """Yield the modulation of every block, (length, 6 D), then of the final norm, (length, 2 D); none without adaLN.
+        """Yield the modulation of every block, (length, 6 D), then of the final norm, (length, 2 D), if there is adaLN.
 
         The modulation depends on the target position only, so one row per position serves the whole batch.
         """
@@ -307,7 +314,8 @@ class AOGPT(nn.Module):
         if not 1 <= tokens.shape[1] <= self.config.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens a sequence; this model takes 1 to {self.config.block_size}")
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(f"token {int(tokens.max())} or {int(tokens.min())} is outside 0..{self.config.vocab_size - 1}")
+            low, high = int(tokens.min()), int(tokens.max())
+            raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {self.config.vocab_size - 1}")
 
     # ---- parallel prediction: many targets that see the same context ---------------------------------------------
 

@@ -9,7 +9,7 @@ and of nothing else, so neither resuming nor the number of processes can change 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class OrderConfig:
     """Seed of the fixed permutation (fixed_random and fixed_blockwise only)."""
 
     def __post_init__(self):
+        if self.kind not in get_args(OrderKind):
+            raise ValueError(f"order.kind is {self.kind!r}; it must be one of {get_args(OrderKind)}")
         if not 0.0 <= self.l2r_prob <= 1.0:
             raise ValueError(f"order.l2r_prob is a probability, but it is {self.l2r_prob}; give a number from 0 to 1")
         if self.block < 1:
@@ -48,11 +50,11 @@ def philox_bits(seed: int, step: int, rows: range, width: int) -> np.ndarray:
 
     Returns: uint64 array (len(rows), width). Row r is the same whichever other rows are drawn with it.
     """
-    if seed < 0 or step < 0:
-        raise ValueError(f"seed and step must not be negative, but they are {seed} and {step}")
-    counts_per_row = -(-width // 4)  # one Philox counter yields four numbers
+    if not (0 <= seed < 2**64 and 0 <= step < 2**64):
+        raise ValueError(f"seed and step must be from 0 to 2**64 - 1, but they are {seed} and {step}")
+    counts_per_row = -(-width // 4)  # one Philox counter yields four numbers; its top word stays 0 (data uses 1 and up)
     stream = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).advance(rows.start * counts_per_row)
-    return stream.random_raw(len(rows) * counts_per_row * 4).reshape(len(rows), -1)[:, :width]
+    return stream.random_raw(len(rows) * counts_per_row * 4).reshape(len(rows), counts_per_row * 4)[:, :width]
 
 
 def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:

@@ -29,8 +29,8 @@ class Arguments:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME) or checkpoint file."""
     mode: Literal["mdm", "even", "l2r"] = "mdm"
-    """mdm: masked diffusion, exact: every position unmasks at its own random time. even: a random order in equal groups.
-    l2r: left to right, one token a step."""
+    """mdm: masked diffusion, exact: every position unmasks at its own random time.
+    even: a random order in equal groups. l2r: left to right, one token a step."""
     steps: int | None = None
     """Steps of mdm and even; by default one per token to generate."""
     prompt: str = ""
@@ -76,21 +76,25 @@ def sample(arguments: Arguments, procs) -> None:
     rows = slice(procs.share(a.num_samples).start, procs.share(a.num_samples).stop)
     started = time.perf_counter()
     bar = tqdm(total=int((plan[rows].step >= 0).sum()), unit="token", disable=None if procs.main else True, leave=False)
-    part = generate(
-        loaded.model.to(dtype),
-        plan[rows],
-        tokens[rows],
-        uniforms=uniforms[rows],
-        choice=choice,
-        vocab_size=tokenizer.vocab_size,
-        batch_size=a.batch_size,
-        progress=bar.update,
-    )
+    own = []
+    if rows.start < rows.stop:  # with more processes than samples, some have none
+        own.append(
+            generate(
+                loaded.model.to(dtype),
+                plan[rows],
+                tokens[rows],
+                uniforms=uniforms[rows],
+                choice=choice,
+                vocab_size=tokenizer.vocab_size,
+                batch_size=a.batch_size,
+                progress=bar.update,
+            )
+        )
     bar.close()
-    parts = procs.gather(part)
+    parts = sum(procs.gather(own), [])
     if procs.main:
         seconds = time.perf_counter() - started
-        settings = dataclasses.asdict(a) | {"jsonl": None, "dtype": str(dtype).removeprefix("torch."), "noise": "float64"}
+        settings = dataclasses.asdict(a) | {"dtype": str(dtype).removeprefix("torch."), "noise": "float64"}
         settings |= {"checkpoint": loaded.describe(), "versions": versions()}
         report(parts, tokenizer, settings, a.jsonl, len(prompt))
         calls, forwards = sum(p.model_calls for p in parts), sum(p.token_forwards for p in parts)
@@ -106,8 +110,8 @@ def draw(a: Arguments, config, prompt: list[int]) -> tuple[Plan, torch.Tensor, t
     length = config.block_size if a.length is None else a.length
     if not len(prompt) < length <= config.block_size:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and --length is {length}: the length must exceed the prompt and be at "
-            f"most the model's block size, {config.block_size}"
+            f"the prompt has {len(prompt)} tokens and --length is {length}: the length must exceed the prompt and be "
+            f"at most the model's block size, {config.block_size}"
         )
     if config.target == "none" and a.mode != "l2r":
         raise ValueError(f"--mode {a.mode} needs a model that is told its target position; this one takes --mode l2r")

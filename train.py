@@ -3,9 +3,9 @@
     python train.py configs/quickstart.toml
     torchrun --nproc_per_node=8 train.py configs/aogpt_small.toml --optim.lr 3e-4
 
-The first argument is a config file; every key of it can be overridden. The run lives in OUT/NAME. Started again with the
-same command, it goes on from its newest checkpoint and gives the same weights as if it had never stopped. SIGTERM and
-Ctrl-C finish the step, save and exit.
+The first argument is a config file; every key of it can be overridden. The run lives in OUT/NAME. Started again with
+the same command, it goes on from its newest checkpoint and gives the same weights as if it had never stopped. SIGTERM
+and Ctrl-C finish the step, save and exit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from config import Config
 from data.loader import TokenDataset
 from model import AOGPT
 from objectives import ao_ar_loss, sequence_nll
-from orders import OrderConfig, orders_at
+from orders import OrderConfig, orders_at, philox_bits
 from runtime import Processes, autocast, peak_flops, pick_dtype, processes, run_script
 
 
@@ -127,7 +127,7 @@ def train_step(step: int, model, optimizer, data: TokenDataset, config: Config, 
     """
     t, device = config.train, procs.device
     if config.model.dropout:  # dropout, too, follows from the step alone
-        torch.manual_seed(hash((config.seed, step, procs.rank)) % 2**63)
+        torch.manual_seed(int(philox_bits(config.seed, step, range(procs.rank, procs.rank + 1), 1)[0, 0]))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config)
     micro_steps = t.batch_size // (t.micro_batch_size * procs.world_size)
@@ -260,8 +260,8 @@ def resume(config: Config, data_meta: dict, model, ema: EMA, optimizer, say) -> 
     for key, (before, after) in configuration.differences(old, config).items():
         if key.startswith("model."):
             raise ValueError(
-                f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}: the architecture of "
-                "a run cannot change; set it back, or start another run with --name"
+                f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}: the architecture "
+                "of a run cannot change; set it back, or start another run with --name"
             )
         say(f"changed since {path}: {key} = {after!r} (was {before!r})")
     if state["data"]["tokenizer"] != data_meta["tokenizer"]:
@@ -275,7 +275,10 @@ def resume(config: Config, data_meta: dict, model, ema: EMA, optimizer, say) -> 
     for name, average in ema.weights.items():
         average.copy_(state["ema"]["weights"][name])
     ema.updates = state["ema"]["updates"]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)  # the configuration rules, not the checkpoint
     say(f"resumed from {path}")
     return Progress(step=state["step"], best=state["best"], skipped=state["skipped"])
 
@@ -349,7 +352,9 @@ class Log:
             }
         )
         if not sys.stderr.isatty():
-            print(f"step {step}: loss {loss:.4f}, {speed:,.0f} tokens/s, mfu {mfu}" if speed else f"step {step}", flush=True)
+            percent = mfu if mfu == "unknown" else f"{mfu:.1%}"
+            rest = f", {speed:,.0f} tokens/s, MFU {percent}" if speed else ""
+            print(f"step {step}: loss {loss:.4f}{rest}", flush=True)
         self._restart_clock()
 
     def validation(self, losses: dict[str, float]) -> None:
@@ -385,7 +390,8 @@ class Log:
                 self.warn(f"cannot write {self.path}: {error}; training goes on without it")
             self.warned = True
         if self.wandb:
-            self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+            numbers = {k: v for k, v in values.items() if k != "step" and isinstance(v, int | float)}
+            self.wandb.log(numbers, step=values["step"])
 
 
 def drop_later_lines(path: Path, step: int) -> None:

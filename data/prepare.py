@@ -234,7 +234,7 @@ def _split_documents(corpus: Corpus, fraction: float, seed: int, limit: int | No
     if documents == 1:
         yield from _split_one_document(corpus, fraction, limit)
         return
-    group_size = 1 / max(fraction, 1 / documents)
+    group_size = min(1 / fraction, documents)
     group, index = 0, 0
     chosen = _chosen(seed, group, group_size)
     for text, end in _limited(corpus, limit):
@@ -247,8 +247,8 @@ def _split_documents(corpus: Corpus, fraction: float, seed: int, limit: int | No
 
 def _chosen(seed: int, group: int, group_size: float) -> int:
     """The document that group number `group` gives to validation."""
-    place = int(random_bits(seed, group, 1, SPLIT_STREAM)[0]) / 2**64
-    return int((group + min(place, 1 - 2**-40)) * group_size)
+    first, last = math.ceil(group * group_size), math.ceil((group + 1) * group_size)
+    return first + int(random_bits(seed, group, 1, SPLIT_STREAM)[0]) % (last - first)
 
 
 def _split_one_document(corpus: Corpus, fraction: float, limit: int | None) -> Iterator[RoutedPiece]:
@@ -393,6 +393,7 @@ def _progress_bar(unit: str):
 
     # a log file needs a line now and then, a terminal a bar that moves
     interval = 0.2 if sys.stderr.isatty() else 30
+    unit = unit if unit == "B" else f" {unit}"
     return tqdm(desc="tokenising", unit=unit, unit_scale=True, mininterval=interval, file=sys.stderr)
 
 

@@ -124,7 +124,7 @@ def _opened(path: Path):
     import lzma
     import zlib
 
-    packing = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}.get(path.suffix.lower())
+    packing = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
     try:
         with open(path, "rb") as raw, (packing(raw) if packing else contextlib.nullcontext(raw)) as unpacked:
             yield raw, unpacked

@@ -39,11 +39,11 @@ class Tokenizer:
         End-of-text becomes "<|endoftext|>"; bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id
         outside the vocabulary.
         """
-        ids = [int(i) for i in ids]
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"id {i} is not in the vocabulary of the {self.name!r} tokenizer, "
-                                 f"whose ids are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?")
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, "
+                             f"whose ids are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?")
         return self._decode(ids)
 
     def _decode(self, ids: list[int]) -> str:
@@ -61,8 +61,13 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(_without_lone_surrogates(text).encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
     def _decode(self, ids: list[int]) -> str:
-        pieces = [END_OF_TEXT.encode() if i == self.eot else bytes((i,)) for i in ids]
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        documents, start = [], 0
+        for _ in range(ids.count(self.eot)):
+            end = ids.index(self.eot, start)
+            documents.append(bytes(ids[start:end]))
+            start = end + 1
+        documents.append(bytes(ids[start:]))
+        return END_OF_TEXT.encode().join(documents).decode("utf-8", errors="replace")
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -121,7 +126,8 @@ def _cut_long_spaces(text: str) -> list[str]:
 
     GPT-2 splits text so that such a run, without its last character, is one word: the cut is where it cuts as well.
     """
-    ends = [match.end() - 1 for match in re.finditer(f"[{WHITE_SPACE}]{{100000,}}(?=[^{WHITE_SPACE}])", text)]
+    runs = (match.span() for match in re.finditer(f"[{WHITE_SPACE}]+", text))
+    ends = [end - 1 for start, end in runs if end - start >= 100_000 and end < len(text)]
     return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 

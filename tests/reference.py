@@ -35,7 +35,7 @@ def _sequence(config, params, tokens, order):
         stream = _block(config, params, f"blocks.{layer}.", stream, order)
     head = params["wte.weight"] if config.tied_head else params["head.weight"]
     result = []
-    for x, (position, target) in zip(stream, zip(order, order, strict=True), strict=True):
+    for x, target in zip(stream, order, strict=True):
         x = _norm(config, params, "norm_f.", x)
         if config.target == "adaln":
             shift, scale = _conditioning(params, "adaln_f.", target).chunk(2)
@@ -43,7 +43,7 @@ def _sequence(config, params, tokens, order):
         logits = head @ x
         if config.head_bias:
             logits = logits + params["head.bias"]
-        result.append(logits[tokens[position]] - logits.exp().sum().log())
+        result.append(logits[tokens[target]] - logits.exp().sum().log())
     return torch.stack(result)
 
 
@@ -279,6 +279,7 @@ def chi_square_p(observed, expected):
         if wanted >= 5:
             cells.append((seen, wanted))
             seen, wanted = 0.0, 0.0
+    assert len(cells) >= 2, "too few counts to test anything"
     cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
     statistic = sum((o - e) ** 2 / e for o, e in cells)
     half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)

@@ -1,0 +1,772 @@
+"""train.py: one step, exact resume after any kind of end, processes, skipped steps, and what the run folder holds."""
+
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, assert_user_error, run_script, torchrun
+from test_checkpoint import assert_same, flip_byte
+
+import checkpoint
+import config as configuration
+import train
+from config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, WandbConfig
+from data.loader import TokenDataset
+from data.prepare import Prepare, prepare
+from model import AOGPT, ModelConfig
+from orders import OrderConfig, orders_at
+from runtime import Processes
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def make_data(folder, words=4000, seed=0):
+    """A prepared dataset of bytes: random English words, so that a small model has something to learn."""
+    rng = random.Random(seed)
+    vocabulary = ["any", "order", "model", "token", "mask", "block", "step", "learn", "the", "of", "predict"]
+    text = folder / "text.txt"
+    text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
+    return prepare(Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=folder / "data"))
+
+
+def tiny_config(data, out, name="run", steps=40, **changes):
+    """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
+    config = Config(
+        name=name,
+        out=str(out),
+        seed=7,
+        model=ModelConfig(vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, target_dim=8, dropout=0.1),
+        order=OrderConfig("mixture", 0.25),
+        data=DataConfig(str(data)),
+        optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
+        train=TrainConfig(steps, batch_size=8, micro_batch_size=4, device="cpu", compile=False, log_interval=1),
+        eval=EvalConfig(interval=5, sequences=7),
+        checkpoint=CheckpointConfig(interval=4, keep=2),
+    )
+    return change(config, **changes)
+
+
+def change(config, **changes):
+    """change(config, optim__lr=1.0) sets optim.lr."""
+    for key, value in changes.items():
+        table, _, name = key.rpartition("__")
+        config = replace(
+            config, **{table: replace(getattr(config, table), **{name: value})} if table else {name: value}
+        )
+    return config
+
+
+def write_config(config):
+    path = Path(config.out) / f"{config.name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(configuration.to_toml(config))
+    return path
+
+
+def metrics(config, key=None):
+    """The lines of metrics.jsonl without the clock's values; with `key`, {step: value} of the lines that have it."""
+    lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    if key:
+        return {line["step"]: line[key] for line in lines if key in line}
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def newest(config):
+    return checkpoint.read(checkpoint.find(config.run_folder)[-1], verify=True)
+
+
+def assert_same_run(config, reference):
+    """Same weights, average, optimizer, counters (bit for bit), losses and files; names and paths may differ."""
+    ours, expected = newest(config), newest(reference)
+    for state in (ours, expected):
+        del state["config"]
+    assert_same(ours, expected)
+    assert metrics(config) == metrics(reference)
+    assert files(config.run_folder) == files(reference.run_folder)
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """train() takes over SIGTERM and SIGINT: give them back to pytest."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def reference(data, tmp_path_factory):
+    """An undisturbed run of 40 steps, by the script itself."""
+    config = tiny_config(data, tmp_path_factory.mktemp("reference"))
+    done = run_script("train.py", write_config(config))
+    assert "finished 40 steps" in done.stdout
+    return config
+
+
+def copy_of(reference, out, **changes):
+    """The finished run, copied to another folder, to be damaged or continued."""
+    shutil.copytree(reference.run_folder, out / reference.name)
+    return change(reference, out=str(out), **changes)
+
+
+# ---- the learning rate, the optimizer and one step -------------------------------------------------------------------
+
+
+def test_the_learning_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
+    config = change(
+        tiny_config("", ""), train__steps=100, optim__warmup_steps=10, optim__lr=0.5, optim__min_lr_ratio=0.2
+    )
+    rates = [train.learning_rate(step, config) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11))
+    progress = np.arange(91) / 90
+    np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * (1 + np.cos(np.pi * progress)) / 2)
+    assert rates[100] == pytest.approx(0.1)
+    assert train.learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
+
+
+@pytest.mark.parametrize("target, tied", [("adaln", False), ("input", True), ("none", False)])
+def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied):
+    kind = "l2r" if target == "none" else "random"
+    config = tiny_config("", "", order__kind=kind, model__target=target, model__tied_head=tied, optim__weight_decay=0.5)
+    model = AOGPT(config.model)
+    optimizer = train.make_optimizer(model, config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # without a gradient AdamW moves a weight by its decay alone
+    optimizer.step()
+    for name, p in model.named_parameters():
+        factor = 1 - 3e-3 * 0.5 if p.dim() >= 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor, rtol=1e-6, atol=0, msg=name)
+
+
+def one_step(config, dataset, procs=ALONE):
+    """Gradients of step 3 of a fresh model: (model, loss, norm)."""
+    torch.manual_seed(config.seed)
+    model = AOGPT(config.model)
+    optimizer = train.make_optimizer(model, config)
+    loss, norm = train.train_step(3, model, optimizer, dataset, config, procs, train.StopRequest(procs))
+    return model, loss, norm
+
+
+def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(data):
+    config = tiny_config(data, "", model__dropout=0.0, optim__grad_clip=0.25)
+    dataset = TokenDataset(data, "train", 16)
+    torch.manual_seed(config.seed)
+    plain = AOGPT(config.model)
+    tokens, order = dataset.batch(7, 3, range(8), 8), orders_at(config.order, 7, 3, range(8), 16)
+    expected = plain(tokens, order).mean()
+    expected.backward()
+    norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).double().norm().item()
+    assert norm > 0.5, "clipping must have something to do here"
+    model, loss, reported = one_step(config, dataset)
+    # two micro-batches are summed in another order than one batch: float32 rounding, relative 1e-7 an operation
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert reported == pytest.approx(norm, rel=1e-5)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad * (0.25 / norm), rtol=1e-3, atol=1e-6)
+    unclipped, _, reported = one_step(change(config, optim__grad_clip=0.0), dataset)
+    total = torch.cat([p.grad.flatten() for p in unclipped.parameters()]).double().norm().item()
+    assert total == pytest.approx(norm, rel=1e-5) and reported == pytest.approx(norm, rel=1e-5)
+
+
+# ---- what a finished run leaves --------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(reference):
+    assert configuration.load_toml(reference.run_folder / "config.toml") == reference
+    expected = ["best.pt", "checkpoints/step_00000036.pt", "checkpoints/step_00000040.pt"]
+    assert files(reference.run_folder) == [*expected, "config.toml", "loss.png", "metrics.jsonl"]
+    assert (reference.run_folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_metrics_hold_every_step_with_its_rate_its_tokens_and_its_speed(reference):
+    lines = [json.loads(line) for line in (reference.run_folder / "metrics.jsonl").read_text().splitlines()]
+    training = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in training] == list(range(1, 41))
+    for line in training:
+        assert line["lr"] == train.learning_rate(line["step"] - 1, reference)
+        assert line["tokens"] == line["step"] * 8 * 16
+        assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and line["skipped_steps"] == 0
+    assert training[0]["loss"] == pytest.approx(math.log(320), abs=0.1)  # a fresh model knows nothing
+    assert training[-1]["loss"] < training[0]["loss"] - 1
+    assert [line["step"] for line in lines if "val_loss_l2r" in line] == [5, 10, 15, 20, 25, 30, 35, 40]
+
+
+def test_validation_losses_are_those_of_the_averaged_weights_on_held_out_blocks(reference):
+    model = checkpoint.load_model(reference.run_folder, "ema")
+    tokens = TokenDataset(reference.data.folder, "val", 16).blocks(range(7))
+    last = json.loads((reference.run_folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for kind in ("l2r", "random"):
+        order = orders_at(OrderConfig(kind), reference.seed, 0, range(7), 16)
+        expected = -model.token_log_probs(tokens, order).double().mean().item()
+        # batches of 4 and 3 against one of 7: float32 rounding only
+        assert last[f"val_loss_{kind}"] == pytest.approx(expected, rel=1e-6)
+    raw = checkpoint.load_model(reference.run_folder, "raw")
+    order = orders_at(OrderConfig("l2r"), 0, 0, range(7), 16)
+    assert abs(-raw.token_log_probs(tokens, order).mean().item() - last["val_loss_l2r"]) > 1e-3
+
+
+def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss_in_the_orders_of_the_run(reference):
+    losses = metrics(reference, "val_loss_random")
+    best = checkpoint.read(reference.run_folder / "best.pt")
+    assert best["step"] == min(losses, key=losses.get) == best["best"]["step"]
+    assert best["best"]["loss"] == min(losses.values())
+
+
+@pytest.mark.parametrize(
+    "order, target, kinds",
+    [
+        (OrderConfig("l2r"), "none", {"l2r"}),
+        (OrderConfig("random"), "input", {"l2r", "random"}),
+        (OrderConfig("fixed_random"), "adaln", {"l2r", "random", "fixed"}),
+        (OrderConfig("fixed_blockwise", block=4), "adaln", {"l2r", "random", "fixed"}),
+    ],
+    ids=lambda value: value.kind if isinstance(value, OrderConfig) else None,
+)
+def test_every_kind_of_order_trains_and_is_evaluated_where_the_model_can(data, tmp_path, order, target, kinds):
+    config = tiny_config(data, tmp_path, steps=8, order=order, model__target=target, eval__interval=4)
+    train.train(config, ALONE)
+    last = metrics(config)[-1]
+    assert {key for key in last if key.startswith("val")} == {f"val_loss_{kind}" for kind in kinds}
+    own = {"l2r": "l2r", "random": "random"}.get(order.kind, "fixed")
+    assert newest(config)["best"]["loss"] == min(metrics(config, f"val_loss_{own}").values())
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(data, tmp_path, reference):
+    config = change(reference, out=str(tmp_path))
+    train.train(config, ALONE)
+    assert_same_run(config, reference)
+    other = change(config, name="other", seed=8, train__steps=5)
+    train.train(other, ALONE)
+    assert metrics(other, "loss")[1] != metrics(reference, "loss")[1]
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(reference, tmp_path, capsys):
+    config = copy_of(reference, tmp_path)
+    before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
+    assert train.train(config, ALONE) == 0
+    assert "is finished at step 40; give more --train.steps" in capsys.readouterr().out
+    assert {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)} == before
+
+
+def test_a_changed_architecture_is_an_error_that_leaves_the_run_as_it_was(reference, tmp_path):
+    config = copy_of(reference, tmp_path, train__steps=45)
+    before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
+    for key, value in (("n_layer", 3), ("target", "input"), ("norm", "layernorm"), ("vocab_size", 384)):
+        old = getattr(config.model, key)
+        message = f"model.{key} = {old!r}, but now it is {value!r}: the architecture of a run cannot change"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            train.train(change(config, **{f"model__{key}": value}), ALONE)
+    assert {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)} == before
+
+
+def test_a_changed_learning_rate_is_said_in_the_log_and_used(reference, tmp_path, capsys):
+    config = copy_of(reference, tmp_path, train__steps=42, optim__lr=1e-4)
+    train.train(config, ALONE)
+    said = capsys.readouterr().out
+    assert "optim.lr = 0.0001 (was 0.003)" in said and "train.steps = 42 (was 40)" in said
+    assert metrics(config, "lr")[42] == train.learning_rate(41, config)
+    assert configuration.load_toml(config.run_folder / "config.toml") == config
+
+
+def test_other_data_are_said_in_the_log_and_another_tokenizer_is_an_error(reference, tmp_path, capsys):
+    other = make_data(tmp_path, words=3000, seed=1)
+    config = copy_of(reference, tmp_path / "out", train__steps=41, data__folder=str(other))
+    train.train(config, ALONE)
+    assert f"the training data in {other}" in capsys.readouterr().out
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "gpt2"}))
+    with pytest.raises(ValueError, match="was trained on bytes tokens, but .* holds gpt2 tokens"):
+        train.train(change(config, train__steps=42), ALONE)
+
+
+def test_a_run_can_go_on_from_the_config_in_its_own_folder(reference, tmp_path):
+    config = copy_of(reference, tmp_path, train__steps=50)
+    own = config.run_folder / "config.toml"
+    resumed = configuration.from_command_line([str(own), "--out", str(tmp_path), "--train.steps", "50"], "")
+    assert resumed == config
+
+
+# ---- killed anywhere, resumed, the same bit for bit ------------------------------------------------------------------
+
+DRIVER = """
+# Imports everything once, then forks a run of train.py whenever it is asked to, so that a run can be killed and started
+# again dozens of times. A run can be told to die before its n-th file operation, or when a file grows past a size.
+import json, os, resource, signal, sys
+import matplotlib.pyplot, torch, torch._dynamo, tyro
+import train
+from runtime import run_script
+
+def die_before(count):
+    left = [count]
+    def wrap(function):
+        def call(*arguments, **keywords):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **keywords)
+        return call
+    for name in ("fsync", "replace", "link", "unlink"):
+        setattr(os, name, wrap(getattr(os, name)))
+
+torch.set_num_threads(1)
+matplotlib.pyplot.figure().savefig(os.devnull, format="png")  # loads the fonts
+while line := sys.stdin.readline():
+    order = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0), os.dup2(null, 1)
+        sys.argv = ["train.py", *order["arguments"]]
+        if order["operation"]:
+            die_before(order["operation"])
+        if order["file_size"]:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process in the middle of its write
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"],) * 2)
+        try:
+            run_script(train.main)
+        except SystemExit as stop:
+            os._exit(stop.code)  # without taking the interpreter down, which takes longer than the run
+    print(child, flush=True)
+    sys.stdin.readline()  # until it is asked for the status, the process id stays the child's
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def has_reached(config, step):
+    """Whether metrics.jsonl has the line of a step (the last line may be half written)."""
+    path = config.run_folder / "metrics.jsonl"
+    return path.exists() and f'{{"step": {step}, "loss"' in path.read_text()
+
+
+def wait_for(condition, process=None, seconds=120):
+    """Poll until the condition holds; fails when time is up or the process has ended."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert not process or process.poll() is None, f"it ended: {process.returncode}, {process.communicate()}"
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
+class Driver:
+    """Starts runs of train.py, one at a time, as children of a process that has imported everything already."""
+
+    def __init__(self, log):
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with open(log, "w") as errors:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = subprocess.Popen([sys.executable, "-c", DRIVER], cwd=ROOT, env=env, text=True, **pipes)
+
+    def start(self, path, operation=None, file_size=None):
+        """Start a run and return its process id; it is to die before that file operation or past that file size."""
+        order = {"arguments": [str(path)], "operation": operation, "file_size": file_size}
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def status(self):
+        """Wait for the run; its exit status, or minus the number of the signal that ended it."""
+        print(file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def run(self, path, **death):
+        self.start(path, **death)
+        return self.status()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    driver = Driver(tmp_path_factory.mktemp("driver") / "stderr.txt")
+    yield driver
+    driver.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(reference, tmp_path, driver, seed):
+    config, rng = change(reference, out=str(tmp_path)), random.Random(seed)
+    path = write_config(config)
+    for step in sorted(rng.sample(range(1, 40), 6)):
+        child = driver.start(path)  # killed while it starts, resumes or makes its first steps
+        time.sleep(rng.uniform(0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        driver.status()
+        child = driver.start(path)  # killed soon after it has got as far as `step`
+        wait_for(lambda: has_reached(config, step))  # noqa: B023
+        time.sleep(rng.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert driver.status() == -signal.SIGKILL
+    assert driver.run(path) == 0
+    assert_same_run(config, reference)
+
+
+def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_for_bit(reference, tmp_path, driver):
+    config = change(reference, out=str(tmp_path))
+    path, size = write_config(config), checkpoint.find(reference.run_folder)[-1].stat().st_size
+    assert driver.run(path, operation=20) == -signal.SIGKILL
+    for share in (0.1, 0.5, 0.999):
+        before = checkpoint.find(config.run_folder)
+        assert driver.run(path, file_size=int(size * share)) == -signal.SIGXFSZ
+        (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
+        assert left.stat().st_size == int(size * share), "the run did not die in the middle of a write"
+        assert checkpoint.find(config.run_folder)[-1] == before[-1], "an earlier checkpoint must not suffer"
+    assert driver.run(path) == 0
+    assert_same_run(config, reference)
+
+
+@pytest.fixture(scope="module")
+def killed_before_every_operation(data, tmp_path_factory, driver):
+    """(reference, runs): a short run killed before its n-th fsync, replace, link or unlink and resumed, for every n."""
+    out = tmp_path_factory.mktemp("operations")
+    schedule = {"checkpoint__interval": 3, "checkpoint__keep": 1, "eval__interval": 4}
+    reference = tiny_config(data, out, "reference", steps=8, **schedule)
+    assert driver.run(write_config(reference)) == 0
+    runs = []
+    for n in range(1, 200):
+        config = change(reference, name=f"killed_before_{n}")
+        path = write_config(config)
+        status = driver.run(path, operation=n)
+        if status == 0:  # a run has fewer operations than n
+            break
+        assert status == -signal.SIGKILL
+        assert driver.run(path) == 0
+        runs.append(config)
+    assert len(runs) > 15
+    return reference, runs
+
+
+def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(killed_before_every_operation):
+    reference, runs = killed_before_every_operation
+    for config in runs:
+        ours, expected = newest(config), newest(reference)
+        assert_same(ours | {"config": None}, expected | {"config": None}, config.name)
+        assert metrics(config) == metrics(reference), config.name
+
+
+def test_killed_before_any_file_operation_a_run_keeps_the_right_best_checkpoint(killed_before_every_operation):
+    reference, runs = killed_before_every_operation
+    expected = checkpoint.read(reference.run_folder / "best.pt")["step"]
+    found = {config.name: (config.run_folder / "best.pt") for config in runs}
+    found = {name: checkpoint.read(path)["step"] if path.exists() else None for name, path in found.items()}
+    assert found == dict.fromkeys(found, expected)
+
+
+def test_killed_before_any_file_operation_a_run_leaves_the_files_of_an_undisturbed_one(killed_before_every_operation):
+    reference, runs = killed_before_every_operation
+    expected = files(reference.run_folder)
+    odd = {config.name: sorted(set(files(config.run_folder)) ^ set(expected)) for config in runs}
+    assert {name: difference for name, difference in odd.items() if difference} == {}
+
+
+# ---- stopped by a signal ---------------------------------------------------------------------------------------------
+
+
+def start(*arguments):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(data, tmp_path, number):
+    # no checkpoint is due before the end, and the run would take minutes: what is saved, the signal saved. The learning
+    # rate is constant, so that a run of fewer steps is the beginning of a longer one.
+    far = {"train__steps": 100_000, "checkpoint__interval": 100_000, "eval__interval": 0, "optim__min_lr_ratio": 1.0}
+    config = tiny_config(data, tmp_path, **far)
+    process = start("train.py", write_config(config))
+    wait_for(lambda: has_reached(config, 3), process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in err
+    step = int(re.search(r"stopped at step (\d+) and saved .*; the same command goes on from there", out)[1])
+    assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
+    resumed, undisturbed = change(config, train__steps=step + 4), change(config, name="same", train__steps=step + 4)
+    train.train(resumed, ALONE)
+    train.train(undisturbed, ALONE)
+    assert_same(newest(resumed) | {"config": None}, newest(undisturbed) | {"config": None})
+    assert metrics(resumed) == metrics(undisturbed)
+
+
+def process_of_rank(launcher, rank):
+    """The process id of a worker of torchrun, known by its environment; None before it has started."""
+    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        try:
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return int(child)
+        except OSError:  # it has ended
+            pass
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc")
+@pytest.mark.parametrize("receiver", ["rank 1", "torchrun"])
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_checkpoint(data, tmp_path, receiver):
+    far = {"train__steps": 100_000, "checkpoint__interval": 100_000, "eval__interval": 0}
+    config = tiny_config(data, tmp_path, **far)
+    launcher = start(*"-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split(), write_config(config))
+    wait_for(lambda: has_reached(config, 3), launcher)
+    if receiver == "rank 1":  # the process that neither logs nor saves
+        os.kill(process_of_rank(launcher, 1), signal.SIGTERM)
+    else:
+        launcher.send_signal(signal.SIGTERM)
+    out, err = launcher.communicate(timeout=60)  # with a process one step ahead, the other would wait for it in vain
+    step = int(re.search(r"stopped at step (\d+) and saved", out)[1])
+    assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
+    assert "error (rank" not in err
+    if receiver == "rank 1":  # torchrun, itself told to stop, reports that instead of its workers' exit
+        assert launcher.returncode == 0
+
+
+# ---- processes and micro-batches -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fifty_steps(data, tmp_path_factory):
+    """50 steps on one process in micro-batches of 2; no dropout, whose masks depend on the cut into micro-batches."""
+    out = tmp_path_factory.mktemp("fifty")
+    config = tiny_config(data, out, "one", steps=50, model__dropout=0.0, train__micro_batch_size=2, eval__interval=25)
+    train.train(config, ALONE)
+    return config
+
+
+def assert_same_losses(config, reference, tolerance):
+    for key in ("loss", "val_loss_l2r", "val_loss_random"):
+        ours, expected = metrics(config, key), metrics(reference, key)
+        assert ours.keys() == expected.keys() and len(ours) > 1
+        assert max(abs(ours[step] - expected[step]) for step in ours) < tolerance, key
+
+
+def test_two_processes_give_the_losses_of_one(fifty_steps):
+    config = change(fifty_steps, name="two")
+    torchrun(2, "train.py", write_config(config))
+    assert_same_losses(config, fifty_steps, 1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_larger_micro_batches_give_the_same_losses(fifty_steps, size):
+    """One, two or four micro-batches a step are sums in another order: float32 rounding, amplified over 50 steps."""
+    config = change(fifty_steps, name=f"micro_{size}", train__micro_batch_size=size)
+    train.train(config, ALONE)
+    assert_same_losses(config, fifty_steps, 1e-5)
+
+
+def test_a_batch_that_does_not_divide_among_the_processes_is_an_error_with_the_numbers(data):
+    config, dataset = tiny_config(data, ""), TokenDataset(data, "train", 16)
+    with pytest.raises(
+        ValueError, match=r"train\.batch_size \(8\) must be a multiple of .* \(4\) times the 3 processes"
+    ):
+        train.check_fits(config, dataset, Processes(0, 3, torch.device("cpu")))
+    train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
+
+
+# ---- steps that are not finite ---------------------------------------------------------------------------------------
+
+
+def spoil(monkeypatch, bad_steps, what):
+    """Make the loss, or only its gradient, non-finite at some steps (of two micro-batches), as a bad batch would."""
+    calls, plain = [0], train.ao_ar_loss
+
+    def loss(model, tokens, order):
+        calls[0] += 1
+        if calls[0] / 2 not in bad_steps:
+            return plain(model, tokens, order)
+        if what == "loss":
+            return plain(model, tokens, order) * math.nan
+
+        def spoil_once(gradient):
+            handle.remove()
+            return gradient * math.inf
+
+        handle = model.start.register_hook(spoil_once)
+        return plain(model, tokens, order)
+
+    monkeypatch.setattr(train, "ao_ar_loss", loss)
+
+
+@pytest.mark.parametrize("what, empty", [("loss", "loss"), ("gradient", "grad_norm")])
+def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(data, tmp_path, monkeypatch, what, empty):
+    config = tiny_config(
+        data,
+        tmp_path,
+        steps=9,
+        train__max_skipped_steps=3,
+        checkpoint__interval=1,
+        checkpoint__keep=99,
+        eval__interval=0,
+    )
+    spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
+    train.train(config, ALONE)
+    states = [None, *map(checkpoint.read, checkpoint.find(config.run_folder))]
+    for good, bad in ((3, 5), (6, 8)):
+        for part in ("model", "ema"):
+            assert_same(states[good][part], states[bad][part])
+        assert_same(states[good]["optimizer"]["state"], states[bad]["optimizer"]["state"])
+    assert not torch.equal(states[5]["model"]["start"], states[6]["model"]["start"])  # and training went on
+    assert list(metrics(config, "skipped_steps").values()) == [0, 0, 0, 1, 2, 2, 3, 4, 4]
+    assert [step for step, value in metrics(config, empty).items() if value is None] == [4, 5, 7, 8]
+    train.train(change(config, train__steps=10), ALONE)
+    assert metrics(config, "skipped_steps")[10] == 4, "the count must survive a resume"
+
+
+def test_a_spoiled_step_is_said_even_between_the_lines_of_the_log(data, tmp_path, monkeypatch):
+    config = tiny_config(data, tmp_path, steps=10, train__log_interval=10, eval__interval=0)
+    spoil(monkeypatch, {4}, "loss")
+    train.train(config, ALONE)
+    assert metrics(config, "skipped_steps") == {4: 1, 10: 1}
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_last_good_checkpoint(data, tmp_path):
+    config = tiny_config(
+        data,
+        tmp_path,
+        steps=30,
+        optim__lr=1e30,
+        optim__warmup_steps=0,
+        checkpoint__interval=1,
+        train__max_skipped_steps=4,
+    )
+    done = run_script("train.py", write_config(config), check=False)
+    assert_user_error(done, "not finite 4 steps in a row", "the last good checkpoint is", "--optim.lr")
+    good = re.search(r"the last good checkpoint is (\S+\.pt)", done.stderr)[1]
+    state = checkpoint.read(Path(good), verify=True)
+    assert all(bool(p.isfinite().all()) for p in (state["model"] | state["ema"]["weights"]).values())
+    skipped = metrics(config, "skipped_steps")
+    assert list(skipped.values())[-5:] == [0, 1, 2, 3, 4] and max(skipped) < 30
+
+
+# ---- full disks and damaged checkpoints ------------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(reference, tmp_path):
+    undisturbed = copy_of(reference, tmp_path / "undisturbed", train__steps=47)
+    train.train(undisturbed, ALONE)
+    config = copy_of(reference, tmp_path / "full", train__steps=47)
+    before = {path.name: path.read_bytes() for path in checkpoint.find(config.run_folder)}
+    size = max(len(content) for content in before.values()) // 2  # room for everything but a checkpoint
+    done = subprocess.run(
+        [sys.executable, "train.py", str(write_config(config))],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),  # Python ignores SIGXFSZ
+    )
+    last = checkpoint.find(reference.run_folder)[-1].name
+    path = config.run_folder / "checkpoints" / last
+    assert_user_error(done, "could not write", f"the last good checkpoint is {path}", "disk full", "free some space")
+    assert {path.name: path.read_bytes() for path in checkpoint.find(config.run_folder)} == before
+    assert not [name for name in files(config.run_folder) if name.endswith(".tmp")]
+    assert max(metrics(config, "loss")) == 47, "one failed checkpoint must not end the training before its last step"
+    train.train(config, ALONE)
+    assert_same_run(config, undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    reference, tmp_path, capsys, damage
+):
+    config = copy_of(reference, tmp_path)
+    older, broken = checkpoint.find(config.run_folder)
+    if damage == "cut":
+        os.truncate(broken, broken.stat().st_size // 2)
+    else:
+        flip_byte(broken, broken.stat().st_size // 2)
+    train.train(config, ALONE)
+    said = capsys.readouterr()
+    assert f"warning: {broken}" in said.err and f"resumed from {older}" in said.out
+    assert_same_run(config, reference)
+
+
+def test_when_all_checkpoints_are_broken_the_run_does_not_start_anew_over_them(reference, tmp_path):
+    config = copy_of(reference, tmp_path)
+    for path in checkpoint.find(config.run_folder):
+        os.truncate(path, 1000)
+    before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
+    with pytest.raises(ValueError, match="none of the 2 checkpoints in .* move the folder away to start anew"):
+        train.train(config, ALONE)
+    assert {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)} == before
+
+
+# ---- what a user can get wrong ---------------------------------------------------------------------------------------
+
+
+def test_data_that_are_missing_or_do_not_fit_are_clear_errors(data, tmp_path):
+    config = tiny_config(data, tmp_path)
+    with pytest.raises(OSError, match="no such dataset folder; make one with: python data/prepare.py"):
+        train.train(change(config, data__folder=str(tmp_path / "nowhere")), ALONE)
+    with pytest.raises(ValueError, match="vocabulary of 257, but model.vocab_size is 256; set it to at least that"):
+        train.train(change(config, model__vocab_size=256), ALONE)
+    with pytest.raises(ValueError, match="lower block_size to at most"):
+        train.train(change(config, model__block_size=10**6), ALONE)
+    damaged = shutil.copytree(data, tmp_path / "damaged")
+    flip_byte(damaged / "train.bin", 10)
+    with pytest.raises(ValueError, match="checksum"):
+        train.train(change(config, data__folder=str(damaged), data__verify=True), ALONE)
+    assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
+
+
+# ---- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0)
+    run_script("train.py", write_config(config))
+    run_script("train.py", write_config(change(config, train__steps=8)))
+    (run_id,) = (config.run_folder / "wandb_id").read_text().split()
+    records = list((config.run_folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [path.name for path in records] == [f"run-{run_id}.wandb"] * 2
+    assert all(path.stat().st_size > 0 for path in records)
+    assert list(metrics(config, "loss")) == [1, 2, 3, 4, 5, 6, 7, 8]  # metrics.jsonl always
+
+
+def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("online"))
+    nowhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    assert_user_error(run_script("train.py", write_config(config), check=False, **nowhere), "wandb")
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, tmp_path):
+    changes = {"model__dropout": 0.0, "model__n_layer": 1, "eval__interval": 0}  # compiled dropout draws otherwise
+    eager = tiny_config(data, tmp_path, "eager", steps=6, **changes)
+    compiled = change(eager, name="compiled", train__compile=True)
+    train.train(eager, ALONE)
+    done = run_script("train.py", write_config(compiled), TORCH_LOGS="recompiles,graph_code")
+    ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")
+    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend on the gradient's
+    # size, amplify it
+    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 6
+    log = done.stdout + done.stderr
+    assert "TRACED GRAPH" in log, "nothing was compiled"
+    assert "Recompiling function" not in log
