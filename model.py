@@ -57,6 +57,9 @@ class ModelConfig:
     """The output head shares the token table."""
     head_bias: bool = True
     dropout: float = 0.0
+    position_init: Literal["normal", "sinusoidal"] = "normal"
+    """How the learned position tables start. normal: as the paper does; sinusoidal: as sine waves, so that neighbouring
+    positions start alike, which lets a small any-order model find its neighbours after far fewer steps."""
 
     def __post_init__(self):
         for name, hint in get_type_hints(type(self)).items():
@@ -105,6 +108,14 @@ def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
     return RMSNorm(config.n_embd, eps=1e-5)
+
+
+def sinusoids(rows: int, dim: int, std: float) -> Tensor:
+    """Sine and cosine waves over the rows, wavelengths from 2 pi to pi * rows in geometric steps: (rows, dim)."""
+    frequency = (2 / rows) ** torch.linspace(0, 1, (dim + 1) // 2)
+    angle = torch.arange(rows).unsqueeze(1) * frequency
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]
+    return waves * (std / waves.std())
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -212,6 +223,7 @@ class AOGPT(nn.Module):
             self.head.weight = self.wte.weight
         self.init_weights()
 
+    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Truncated normal (std 0.02, cut at 3 std; residual projections 0.02 / sqrt(2 n_layer)), biases 0."""
         for name, p in self.named_parameters():
@@ -222,6 +234,12 @@ class AOGPT(nn.Module):
             else:
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
                 nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
+        if self.config.position_init == "sinusoidal":
+            self.wpe.weight.copy_(sinusoids(*self.wpe.weight.shape, std=0.04))
+            if self.wtpe is not None:  # adaLN only hears its target through a linear layer of std 0.02
+                rows, dim = self.wtpe.weight.shape
+                std = 2.0 if self.config.target == "adaln" else 0.04
+                self.wtpe.weight.copy_(sinusoids(rows + 1, dim, std)[1:])  # position p is row p + 1 of `wpe`
 
     # ---- scoring: all T predictions of a known sequence in one causal pass --------------------------------------
 

@@ -433,6 +433,8 @@ def plot_losses(folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    if not (folder / "metrics.jsonl").exists():
+        return
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     labels = {"loss": "training, the run's own orders", "val_loss_l2r": "validation, left to right",

@@ -228,6 +228,18 @@ def test_validation_losses_are_those_of_the_averaged_weights_on_held_out_blocks(
     assert abs(-raw.token_log_probs(tokens, order).mean().item() - last["val_loss_l2r"]) > 1e-3
 
 
+def test_the_averaged_weights_of_a_run_are_the_average_of_its_weights_after_every_step(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=8, checkpoint__interval=1, checkpoint__keep=99, optim__ema_decay=0.3)
+    train.train(config, ALONE)
+    torch.manual_seed(config.seed)
+    average = {name: p.detach().double() for name, p in AOGPT(config.model).named_parameters()}
+    for t, path in enumerate(checkpoint.find(config.run_folder)):
+        state, decay = checkpoint.read(path), min(0.3, (1 + t) / (10 + t))  # reaches 0.3 at t = 3
+        for name, weight in state["model"].items():
+            average[name] = decay * average[name] + (1 - decay) * weight.double()
+            torch.testing.assert_close(state["ema"]["weights"][name].double(), average[name], rtol=1e-6, atol=1e-6)
+
+
 def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss_in_the_orders_of_the_run(reference):
     losses = metrics(reference, "val_loss_random")
     best = checkpoint.read(reference.run_folder / "best.pt")
