@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from model import ModelConfig
-from orders import OrderConfig
+from objectives import DECODER_OBJECTIVES, ObjectiveConfig
+from orders import OrderConfig, OrderKind
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix work; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights stay float32."""
     device: str = "auto"
+    init_from: str = ""
+    """Start from the weights of this run, export or released checkpoint. GPT-2's become an adaLN decoder that computes
+    exactly what GPT-2 does until it is trained."""
     compile: bool = True
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     log_interval: int = 10
@@ -122,6 +126,21 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class StageConfig:
+    """One stage of an order schedule (A3's curriculum): from `step` on, these orders and groups."""
+
+    step: int = 0
+    kind: OrderKind = "random"
+    l2r_prob: float = 0.1
+    group: int = 1
+    """Steps in a group (objective.kind = "groupwise" only)."""
+
+    def __post_init__(self):
+        if self.step < 0 or self.group < 1:
+            raise ValueError("schedule: a stage's step must not be negative and its group must be at least 1")
+
+
+@dataclass(frozen=True)
 class Config:
     name: str = "aogpt"
     """The run's name; its folder is OUT/NAME."""
@@ -130,7 +149,10 @@ class Config:
     seed: int = 0
     """Of the weights, the data shuffle and the orders."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
+    schedule: tuple[StageConfig, ...] = ()
+    """Stages that replace order.kind, order.l2r_prob and objective.group as training goes on: [[schedule]] tables."""
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -152,16 +174,42 @@ class Config:
                 f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps ({self.train.steps}): the "
                 "learning rate would never reach its peak; lower the first or raise the second"
             )
-        random = self.order.kind == "random" or self.order.kind == "mixture" and self.order.l2r_prob < 1
-        if self.model.target == "none" and random:
-            raise ValueError(
-                f"order.kind = {self.order.kind!r} needs a model that is told its target position, but model.target is "
-                "'none'; set model.target to 'adaln' or 'input', or order.kind to 'l2r'"
-            )
+        self._check_objective()
+        if [stage.step for stage in self.schedule] != sorted({stage.step for stage in self.schedule}):
+            raise ValueError("schedule: the steps of the stages must rise from one [[schedule]] table to the next")
         if self.order.kind == "fixed_blockwise" and self.order.block > self.model.block_size:
             raise ValueError(
                 f"order.block ({self.order.block}) exceeds model.block_size ({self.model.block_size}); lower it"
             )
+
+    def _check_objective(self) -> None:
+        """Raise ValueError where architecture, objective and orders do not go together."""
+        kind, model = self.objective.kind, self.model
+        if (kind in DECODER_OBJECTIVES) != (model.attention == "causal"):
+            role = "an encoder (model.attention = 'full')" if model.attention == "full" else "a decoder"
+            fit = "lambda_dce, k_dce, t_dce or score_entropy" if model.attention == "full" else "ar, ao_ar or groupwise"
+            raise ValueError(f"objective.kind = {kind!r} does not fit {role}; set objective.kind to {fit}")
+        if (kind == "score_entropy") != model.noise:
+            raise ValueError("objective.kind = 'score_entropy' and model.noise = true belong together")
+        if kind == "groupwise" and model.target != "two_stream":
+            raise ValueError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
+        for stage in (self.order, *self.schedule):
+            random = stage.kind == "random" or stage.kind == "mixture" and stage.l2r_prob < 1
+            if model.attention == "causal" and model.target == "none" and random:
+                raise ValueError(
+                    f"order.kind = {stage.kind!r} needs a model that is told its target position, but model.target is "
+                    "'none'; set model.target to 'adaln' or 'input', or order.kind to 'l2r'"
+                )
+            if kind == "ar" and stage.kind != "l2r":
+                raise ValueError(f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}")
+
+    def stage(self, step: int) -> tuple[OrderConfig, int]:
+        """Orders and group size in force at a step."""
+        current = [stage for stage in self.schedule if stage.step <= step]
+        if not current:
+            return self.order, self.objective.group
+        last = current[-1]
+        return dataclasses.replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
 
 
 # ---- TOML ------------------------------------------------------------------------------------------------------------
@@ -201,13 +249,21 @@ def _build(cls, values: dict, source: str, prefix: str):
         name = prefix + key
         if key not in hints:
             raise ValueError(f"{source}: unknown key {name!r}{_nearest(key, prefix)}")
-        if dataclasses.is_dataclass(hints[key]):
+        if key == "schedule":
+            arguments[key] = _build_schedule(value, source)
+        elif dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise ValueError(f"{source}: {name!r} is a table; write [{name}] and its keys below it")
             arguments[key] = _build(hints[key], value, source, name + ".")
         else:
             arguments[key] = _typed(value, hints[key], source, name)
     return cls(**arguments)
+
+
+def _build_schedule(value, source: str) -> tuple[StageConfig, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(stage, dict) for stage in value):
+        raise ValueError(f"{source}: 'schedule' is a list of tables; write [[schedule]] and its keys below it")
+    return tuple(_build(StageConfig, stage, source, "schedule.") for stage in value)
 
 
 def _typed(value, hint, source: str, name: str):
@@ -232,6 +288,7 @@ def valid_keys() -> list[str]:
     """Every dotted key of a config file."""
     keys = []
     for name, hint in typing.get_type_hints(Config).items():
+        hint = StageConfig if name == "schedule" else hint
         inner = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else None
         keys += [name] if inner is None else [f"{name}.{key}" for key in inner]
     return keys
@@ -252,11 +309,12 @@ def to_dict(config: Config) -> dict:
 def to_toml(config: Config) -> str:
     """The whole configuration as a TOML document that `load_toml` reads back to an equal Config."""
     values = to_dict(config)
+    stages = values.pop("schedule")
     lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    for table, inner in values.items():
-        if isinstance(inner, dict):
-            lines += ["", f"[{table}]"]
-            lines += [f"{key} = {_toml_value(value)}" for key, value in inner.items() if value is not None]
+    tables = [(f"[{name}]", inner) for name, inner in values.items() if isinstance(inner, dict)]
+    for title, inner in tables + [("[[schedule]]", stage) for stage in stages]:
+        lines += ["", title]
+        lines += [f"{key} = {_toml_value(value)}" for key, value in inner.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import AOGPT, KVCache
+from model import AOGPT, KVCache, log_linear_noise
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ def generate(
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Generate the samples of a plan with a KV cache.
+    """Generate the samples of a plan: a decoder with a KV cache, an encoder with a full pass per step.
 
     Args:
         model: in eval mode, on any device.
@@ -251,11 +251,12 @@ def group_sizes(plan: Plan) -> Tensor:
 def _generate_batch(model, plan, tokens, uniforms, choice, vocab_size, tables, progress) -> Generation:
     B, T = plan.order.shape
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
+    encoder = model.config.attention == "full"
     sizes = group_sizes(plan)
     known = (plan.step < 0).sum(dim=1)
     cached = torch.zeros_like(known)
     widest = int(max((known[:, None] + sizes[:, :1]).max(), 2 * sizes.max())) if sizes.numel() else 0
-    cache = KVCache(model.config, B, T + widest, device=device, dtype=dtype)
+    cache = None if encoder else KVCache(model.config, B, T + widest, device=device, dtype=dtype)
 
     order = plan.order.to(device)
     ordered = tokens.to(device).gather(1, order)
@@ -265,18 +266,16 @@ def _generate_batch(model, plan, tokens, uniforms, choice, vocab_size, tables, p
     for g in range(sizes.shape[1]):
         size = sizes[:, g]
         fresh = known - cached  # inputs to feed before the first target's
-        width = int((fresh + size).max())
-        hidden = model.parallel_hidden(
-            ordered, order, cached.to(device), known.to(device), width, cache, int(cached.max()) + width, tables
-        )
-        items = torch.arange(width)
-        is_target = (items >= fresh[:, None]) & (items < (fresh + size)[:, None])
         revealed = ((steps >= known[:, None]) & (steps < (known + size)[:, None])).to(device)
-        logits = model.head(hidden[is_target.to(device)])[:, :vocab_size]
+        if encoder:
+            hidden = _encoder_step(model, ordered, order, known.to(device), revealed)
+        else:
+            hidden = _decoder_step(model, ordered, order, cached, fresh, size, cache, tables)
+        logits = model.logits(hidden)[:, :vocab_size]
         drawn = choose_tokens(logits, ordered_uniforms[revealed], choice)
         ordered[revealed] = drawn
         ordered_log_probs[revealed] = logits.float().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
-        token_forwards += int((fresh + size).sum())
+        token_forwards += T * int((size > 0).sum()) if encoder else int((fresh + size).sum())
         # The first copy stays in the cache. A finished row needs nothing more: it counts as fully cached.
         known = known + size
         finished = known == T
@@ -284,8 +283,32 @@ def _generate_batch(model, plan, tokens, uniforms, choice, vocab_size, tables, p
         if progress is not None:
             progress(int(size.sum()))
 
-    def in_sequence(ordered_values: Tensor) -> Tensor:
-        return torch.empty_like(ordered_values).scatter_(1, order, ordered_values).cpu()
-
+    in_sequence = [torch.empty_like(v).scatter_(1, order, v).cpu() for v in (ordered, ordered_log_probs)]
     step = torch.empty_like(plan.step).scatter_(1, plan.order, plan.step)
-    return Generation(in_sequence(ordered), step, in_sequence(ordered_log_probs), sizes.shape[1], token_forwards)
+    return Generation(in_sequence[0], step, in_sequence[1], sizes.shape[1], token_forwards)
+
+
+def _decoder_step(model: AOGPT, ordered, order, cached, fresh, size, cache: KVCache, tables) -> Tensor:
+    """Hidden states (N, D) of the targets of every row, rows one after the other."""
+    width, device = int((fresh + size).max()), order.device
+    length = int(cached.max()) + width
+    known = cached + fresh
+    hidden = model.parallel_hidden(ordered, order, cached.to(device), known.to(device), width, cache, length, tables)
+    items = torch.arange(width)
+    is_target = (items >= fresh[:, None]) & (items < (fresh + size)[:, None])
+    return hidden[is_target.to(device)]
+
+
+def _encoder_step(model: AOGPT, ordered, order, known, revealed) -> Tensor:
+    """The same for an encoder: one pass of full attention over the rows that reveal something, and over no others."""
+    active = revealed.any(dim=1)
+    visible = torch.arange(order.shape[1], device=order.device) < known[:, None]
+    inputs = torch.where(visible, ordered, model.config.mask_token)
+    inputs = torch.empty_like(inputs).scatter_(1, order, inputs)[active]
+    sigma = None
+    if model.config.noise:
+        masked_share = 1 - known[active] / order.shape[1]
+        sigma = log_linear_noise(masked_share.to(model.wte.weight.dtype))
+    hidden = model.encoder_hidden(inputs, sigma)
+    rows = torch.arange(len(inputs), device=order.device)[:, None]
+    return hidden[rows, order[active]][revealed[active]]

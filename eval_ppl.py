@@ -1,7 +1,7 @@
 """Perplexity of a trained model on prepared text, left to right and in any order.
 
-    python eval_ppl.py out/quickstart --data data/pydocs
-    torchrun --nproc_per_node=8 eval_ppl.py out/aogpt_small --data data/openwebtext --num-orders 8 --json result.json
+python eval_ppl.py out/quickstart --data data/pydocs
+torchrun --nproc_per_node=8 eval_ppl.py out/aogpt_small --data data/openwebtext --num-orders 8 --json result.json
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 import checkpoint
 from data.loader import TokenDataset, load_meta, ngram_entropies
-from objectives import estimate, sequence_nll
-from orders import OrderConfig, orders_at
+from objectives import estimate, held_out_nll
+from orders import OrderConfig
 from runtime import Processes, autocast, pick_dtype, processes, run_script, versions
 
 NGRAM_TOKENS = 10_000_000  # of the training split, for the entropies shown beside the model's
@@ -33,8 +33,9 @@ class Arguments:
     data: Path
     """Folder that data/prepare.py wrote."""
     split: str = "val"
-    orders: tuple[Literal["l2r", "random"], ...] = ("l2r", "random")
-    """Orders to score: left-to-right, and the mean over uniformly random orders (any-order)."""
+    orders: tuple[Literal["l2r", "random"], ...] | None = None
+    """Orders to score: left-to-right, and the mean over uniformly random orders (any-order; an encoder's ELBO). By
+    default all that the model has."""
     num_orders: int = 1
     """Random orders drawn per sequence (Monte Carlo)."""
     max_sequences: int | None = None
@@ -66,12 +67,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             f"{a.data} holds {meta['tokenizer']} tokens, but the model was trained on {loaded.tokenizer} tokens; "
             f"prepare the text again with --tokenizer {loaded.tokenizer}"
         )
-    if loaded.model.config.target == "none" and "random" in a.orders:
-        raise ValueError("this model is not told its target position: no any-order perplexity; give --orders l2r")
+    orders = choose_orders(a.orders, loaded.model.config)
     dataset = TokenDataset(a.data, a.split, loaded.model.config.block_size)
     count = min(dataset.num_blocks, a.max_sequences or dataset.num_blocks)
     results = {}
-    for kind in a.orders:
+    for kind in orders:
         draws = a.num_orders if kind == "random" else 1
         results[kind] = estimate(score(loaded.model, dataset, OrderConfig(kind=kind), count, draws, a, procs))
     if procs.main:
@@ -79,6 +79,17 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         print_table(results, entropies, a, loaded, count)
         if a.json:
             write_json(a, results, entropies, loaded, meta, procs)
+
+
+def choose_orders(orders: tuple[str, ...] | None, config) -> tuple[str, ...]:
+    """The orders to score; ValueError for one that the model has no likelihood for."""
+    encoder = config.attention == "full"
+    possible = ("random",) if encoder else ("l2r",) if config.target == "none" else ("l2r", "random")
+    for kind in orders or possible:
+        if kind not in possible:
+            reason = "is an encoder" if encoder else "is not told its target position"
+            raise ValueError(f"this model {reason} and has no {kind!r} perplexity; give --orders {possible[0]}")
+    return orders or possible
 
 
 def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: int, a: Arguments, procs):
@@ -94,9 +105,8 @@ def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: 
             tokens = dataset.blocks(list(rows)).to(procs.device)
             columns = []
             for draw in range(draws):
-                order = orders_at(orders, a.seed, draw, rows, dataset.block_size).to(procs.device)
                 with autocast(procs.device, pick_dtype(a.dtype, procs.device)):
-                    columns.append(sequence_nll(model, tokens, order).cpu())
+                    columns.append(held_out_nll(model, tokens, orders, a.seed, draw, rows, count).cpu())
                 bar.update(len(rows))
             parts.append(torch.stack(columns, dim=1))
     own = torch.cat(parts) if parts else torch.zeros(0, draws, dtype=torch.float64)

@@ -42,17 +42,32 @@ class ModelConfig:
     n_head: int = 12
     n_embd: int = 768
     """Width of the residual stream; a multiple of n_head."""
-    target: Literal["none", "input", "adaln"] = "adaln"
-    """How a step is told the position it predicts. none: not at all (plain left-to-right GPT); input: a full-width
-    embedding added to the input (sigma-GPT); adaln: it modulates every normalisation (AO-GPT)."""
-    target_dim: int = 128
-    """Width of the target-position embedding under adaln."""
+    attention: Literal["causal", "full"] = "causal"
+    """causal: a decoder, causal along the order. full: an encoder that sees all positions, masked ones as [MASK]."""
+    target: Literal["none", "input", "adaln", "shared", "per_block", "two_stream"] = "adaln"
+    """How a step of a decoder is told the position it predicts. none: not at all (plain left-to-right GPT); input: a
+    full-width embedding added to the input (sigma-GPT); adaln: it modulates every normalisation (AO-GPT); shared: one
+    full-width table added again before every block; per_block: a table per block; two_stream: a query stream that
+    starts from the target position and reads a content stream (XLNet, A3). An encoder has "none"."""
+    cond_dim: int = 128
+    """Width of the vector that adaLN is computed from."""
+    noise: bool = False
+    """adaLN on the noise level of an encoder (SEDD)."""
+    mask_token: int | None = None
+    """Id of [MASK] in an encoder: the first id after the tokenizer's; below vocab_size."""
+    position: Literal["learned", "rotary"] = "learned"
+    """rotary: rotated queries and keys, base 10000 (encoders)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_bias: bool = True
+    """Biases of LayerNorm."""
     qk_norm: bool = True
     """RMSNorm on the queries and keys of each head."""
     gelu: Literal["erf", "tanh"] = "erf"
-    bias: bool = True
-    """Biases on the linear layers of the blocks, and on LayerNorm."""
+    attn_bias: bool = True
+    """Biases on the attention's two linear layers."""
+    mlp_bias: bool = True
+    start: Literal["attended", "hidden"] = "attended"
+    """Whether later steps of a decoder see [None]. hidden: no, as in GPT-2, which has no start token."""
     tied_head: bool = False
     """The output head shares the token table."""
     head_bias: bool = True
@@ -65,13 +80,39 @@ class ModelConfig:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ValueError(f"model.{name} is {getattr(self, name)!r}; it must be one of {get_args(hint)}")
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "target_dim"):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd ({self.n_embd}) must be a multiple of model.n_head ({self.n_head})")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}; give a number from 0 to below 1")
+        self._check_architecture()
+
+    def _check_architecture(self) -> None:
+        encoder = self.attention == "full"
+        if encoder and self.target != "none":
+            raise ValueError(
+                f"model.target is {self.target!r}, but an encoder (model.attention = 'full') predicts every masked "
+                "position at once and has no target position; set model.target to 'none'"
+            )
+        if encoder and not (self.mask_token is not None and 0 < self.mask_token < self.vocab_size):
+            raise ValueError(
+                f"model.mask_token is {self.mask_token}; an encoder (model.attention = 'full') needs the first id "
+                f"after the tokenizer's, below model.vocab_size ({self.vocab_size}): 50257 for gpt2, 257 for bytes"
+            )
+        for name, value in (("mask_token", None), ("noise", False), ("position", "learned")):
+            if not encoder and getattr(self, name) != value:
+                value = getattr(self, name)
+                raise ValueError(f"model.{name} = {value!r} is for encoders; set model.attention to 'full'")
+        if self.position == "rotary" and self.n_embd // self.n_head % 2:
+            raise ValueError(f"rotary positions need an even head width, but it is {self.n_embd // self.n_head}")
+        if self.start == "hidden" and self.target == "two_stream":
+            raise ValueError("model.start = 'hidden' leaves the first query of two_stream nothing to read")
+
+    @property
+    def adaln(self) -> bool:
+        return self.noise or self.target == "adaln"
 
 
 class PermutationGather(torch.autograd.Function):
@@ -106,7 +147,7 @@ class RMSNorm(nn.RMSNorm):
 
 def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "layernorm":
-        return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+        return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.norm_bias)
     return RMSNorm(config.n_embd, eps=1e-5)
 
 
@@ -116,6 +157,11 @@ def sinusoids(rows: int, dim: int, std: float) -> Tensor:
     angle = torch.arange(rows).unsqueeze(1) * frequency
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]
     return waves * (std / waves.std())
+
+
+def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
+    """Noise level sigma(t) = -log(1 - (1 - eps) t) at which a token is masked with probability (1 - eps) t (SEDD)."""
+    return -torch.log1p(-(1 - eps) * t)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -151,35 +197,80 @@ class CachedStep:
         return self.keys[:, : self.length], self.values[:, : self.length]
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, T, H, D/H) by (T, 1, D/H) angles, rotate-half pairing (Su et al. 2021)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Tensor]:
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequency
+    angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@dataclass
+class View:
+    """What the attention of one pass may see, the same for every block."""
+
+    causal: bool = True
+    """Input i sees inputs 0..i. False without a mask: everything."""
+    mask: Tensor | None = None
+    """BoolTensor (B, 1, W, keys), True where a key is seen; replaces `causal`."""
+    query_mask: Tensor | None = None
+    """The same for the query stream, where it differs from `causal`."""
+    hide_start: bool = False
+    """Input 0 is seen by itself only (full passes; in a cached pass the mask says so)."""
+    rotary: tuple[Tensor, Tensor] | None = None
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.attn_bias)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.attn_bias)
         head_dim = config.n_embd // config.n_head
         self.q_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cached: CachedStep | None = None) -> Tensor:
-        """x (B, T, D). mask: BoolTensor (B, 1, T, keys), True where a key is seen; None means causal."""
+    def forward(self, x: Tensor, view: View, cached: CachedStep | None = None, queries: Tensor | None = None):
+        """x (B, T, D) -> (B, T, D); with a query stream (B, T, D) that reads the keys of x, the outputs of both."""
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, D // self.n_head).unbind(2)
         q, k = self.q_norm(q), self.k_norm(k)
+        if view.rotary is not None:
+            q, k = rotate(q, *view.rotary), rotate(k, *view.rotary)
         if cached is not None:
             k, v = cached.update(k, v)
+        y = self._attend(q, k, v, view.mask, view)
+        if queries is None:
+            return y
+        bias = None if self.qkv.bias is None else self.qkv.bias[:D]
+        q = self.q_norm(F.linear(queries, self.qkv.weight[:D], bias).view(B, T, self.n_head, D // self.n_head))
+        return y, self._attend(q, k, v, view.query_mask, view)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, view: View) -> Tensor:
+        """(B, T, H, D/H) queries, (B, keys, H, D/H) keys and values -> projected (B, T, D)."""
         q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
+        own = None
+        if view.hide_start and mask is None:
+            own, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+        causal = view.causal and mask is None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=causal)
+        if own is not None:  # input 0 attends to nothing but itself
+            y = torch.cat([own, y], dim=2)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
-        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.mlp_bias)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x), approximate=self.approximate))
@@ -190,34 +281,61 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = make_norm(config), make_norm(config)
         self.attn, self.mlp = Attention(config), MLP(config)
-        self.adaln = nn.Linear(config.target_dim, 6 * config.n_embd) if config.target == "adaln" else None
+        self.adaln = nn.Linear(config.cond_dim, 6 * config.n_embd) if config.adaln else None
+        self.wtpe = nn.Embedding(config.block_size, config.n_embd) if config.target == "per_block" else None
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, modulation: Tensor | None, mask=None, cached: CachedStep | None = None) -> Tensor:
-        """x (B, T, D); modulation: (B, T, 6 D) rows of this block's adaLN table, None without adaLN."""
+    def forward(self, x: Tensor, view: View, modulation: Tensor | None = None, cached: CachedStep | None = None):
+        """x (B, T, D); modulation: (B, T, 6 D), or (B, 1, 6 D), from this block's adaLN; None without adaLN."""
         if modulation is None:
-            x = x + self.drop(self.attn(self.norm1(x), mask, cached))
+            x = x + self.drop(self.attn(self.norm1(x), view, cached))
             return x + self.drop(self.mlp(self.norm2(x)))
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
-        x = x + gate1 * self.drop(self.attn(modulate(self.norm1(x), shift1, scale1), mask, cached))
+        x = x + gate1 * self.drop(self.attn(modulate(self.norm1(x), shift1, scale1), view, cached))
         return x + gate2 * self.drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
+
+    def two_stream(self, x: Tensor, queries: Tensor, view: View, cached: CachedStep | None = None):
+        """One block for the content stream x and the query stream, which reads the keys and values of x only."""
+        y, answer = self.attn(self.norm1(x), view, cached, self.norm1(queries))
+        x, queries = x + self.drop(y), queries + self.drop(answer)
+        return x + self.drop(self.mlp(self.norm2(x))), queries + self.drop(self.mlp(self.norm2(queries)))
+
+
+class NoiseEmbedding(nn.Module):
+    """Vector (B, dim) of a noise level (B,): 256 cosines and sines, then an MLP (SEDD)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc, self.proj = nn.Linear(256, dim), nn.Linear(dim, dim)
+
+    def forward(self, sigma: Tensor) -> Tensor:
+        frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float32) / 128)
+        angle = sigma[:, None] * frequency.to(sigma.dtype)
+        return self.proj(F.silu(self.fc(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype))))
 
 
 class AOGPT(nn.Module):
-    """Any-order GPT: log p(x | order) of token sequences under any order of prediction (the paper, section 3)."""
+    """One Transformer for every system of the comparison; AO-GPT is its default configuration.
+
+    Decoders model log p(x | order) under any order of prediction (the paper, section 3); encoders predict masked tokens
+    from all others.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        decoder = config.attention == "causal"
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size + 1, config.n_embd)
-        self.start = nn.Parameter(torch.empty(config.n_embd))
-        target_dim = {"none": None, "input": config.n_embd, "adaln": config.target_dim}[config.target]
+        self.wpe = nn.Embedding(config.block_size + decoder, config.n_embd) if config.position == "learned" else None
+        self.start = nn.Parameter(torch.empty(config.n_embd)) if decoder else None
+        self.query = nn.Parameter(torch.empty(config.n_embd)) if config.target == "two_stream" else None
+        target_dim = {"input": config.n_embd, "shared": config.n_embd, "adaln": config.cond_dim}.get(config.target)
         self.wtpe = nn.Embedding(config.block_size, target_dim) if target_dim else None
+        self.noise = NoiseEmbedding(config.cond_dim) if config.noise else None
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm_f = make_norm(config)
-        self.adaln_f = nn.Linear(config.target_dim, 2 * config.n_embd) if config.target == "adaln" else None
+        self.adaln_f = nn.Linear(config.cond_dim, 2 * config.n_embd) if config.adaln else None
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.wte.weight
@@ -235,31 +353,41 @@ class AOGPT(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
                 nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
         if self.config.position_init == "sinusoidal":
-            self.wpe.weight.copy_(sinusoids(*self.wpe.weight.shape, std=0.04))
+            if self.wpe is not None:
+                self.wpe.weight.copy_(sinusoids(*self.wpe.weight.shape, std=0.04))
             if self.wtpe is not None:  # adaLN only hears its target through a linear layer of std 0.02
                 rows, dim = self.wtpe.weight.shape
                 std = 2.0 if self.config.target == "adaln" else 0.04
                 self.wtpe.weight.copy_(sinusoids(rows + 1, dim, std)[1:])  # position p is row p + 1 of `wpe`
 
-    # ---- scoring: all T predictions of a known sequence in one causal pass --------------------------------------
+    # ---- scoring: all T predictions of a known sequence in one pass -----------------------------------------------
 
-    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Negative log-probability of every token given those before it in the order; differentiable.
+    def forward(self, tokens: Tensor, which: Tensor, extra: Tensor | None = None) -> Tensor:
+        """The training pass; differentiable.
 
         Args:
             tokens: LongTensor (B, T), T <= block_size, in sequence order.
-            order: LongTensor (B, T); every row is a permutation of 0..T-1.
+            which: decoder: order, LongTensor (B, T), every row a permutation of 0..T-1. Encoder: masked, BoolTensor.
+            extra: two-stream decoder: LongTensor (B, T), for step i the first step of its group (None: groups of one).
+                Encoder with noise: the noise level sigma, (B,).
 
-        Returns: float tensor (B, T), nats, in prediction order.
+        Returns: (B, T) negative log-probability, nats, of every token given those before it, in prediction order
+            (decoder), or of every masked token given the others, 0 elsewhere, in sequence order (encoder). With noise:
+            (2, B, T), the log of the summed exponentials of the output and the output of the true token.
         """
-        return self.head_nll(self.hidden(tokens, order), tokens.gather(1, order))
+        if self.config.attention == "full":
+            x = self.encoder_hidden(torch.where(which, self.config.mask_token, tokens), extra)
+            return self.head_nll(x, tokens) if self.config.noise else self.head_nll(x, tokens) * which
+        return self.head_nll(self.hidden(tokens, which, extra), tokens.gather(1, which))
 
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm.
+        """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm; for decoders.
 
         Raises ValueError if the shapes differ, T exceeds block_size, a token is not in the vocabulary or a row of
         `order` is not a permutation.
         """
+        if self.config.attention == "full":
+            raise ValueError("an encoder has no log-probabilities along an order; use masked_log_probs")
         self._check(tokens, order)
         steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
         if not torch.equal(order.sort(dim=1).values, steps):
@@ -267,45 +395,75 @@ class AOGPT(nn.Module):
         with torch.no_grad():
             return -self(tokens, order)
 
-    def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Final hidden states (B, T, D) of the training pass; state i predicts position order[:, i]."""
+    def hidden(self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, T, D) of a decoder's training pass; state i predicts position order[:, i].
+
+        group_start: (B, T), two_stream only: step i is predicted from the tokens of steps < group_start[i].
+        """
+        if group_start is not None and self.config.target != "two_stream":
+            raise ValueError("groups in training need model.target = 'two_stream'")
+        T = order.shape[1]
         shifted = order[:, :-1]
         in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))  # its first column stands for [None]
         in_positions = F.pad(shifted + 1, (1, 0))
-        steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        inverse = torch.empty_like(order).scatter_(1, order, steps)
-        tables = self.adaln_tables(order.shape[1])
-        return self._trunk(in_tokens, in_positions, order, tables, lambda t: PermutationGather.apply(t, order, inverse))
+        steps = torch.arange(T, device=order.device)
+        inverse = torch.empty_like(order).scatter_(1, order, steps.expand_as(order))
+        view = View(hide_start=self.config.start == "hidden")
+        if group_start is not None:
+            view.query_mask = (steps <= group_start.unsqueeze(-1)).unsqueeze(1)
+        x = self._embed(in_tokens, in_positions)
+        return self._trunk(x, view, order, lambda table: PermutationGather.apply(table[:T], order, inverse))
 
-    def _trunk(self, in_tokens, in_positions, targets, tables, rows, mask=None, cache: KVCache | None = None, **step):
-        """Embed, run the blocks, normalise: (B, W) inputs and targets -> (B, W, D).
+    def encoder_hidden(self, tokens: Tensor, sigma: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, T, D) of an encoder; tokens (B, T) with [MASK] in place; sigma (B,) with noise."""
+        x, view, c = self.wte(tokens), View(causal=False), self.config
+        if c.position == "rotary":
+            view.rotary = rotary_angles(tokens.shape[1], c.n_embd // c.n_head, x.device, x.dtype)
+        else:
+            x = x + self.wpe.weight[: tokens.shape[1]]
+        tables = None
+        if c.noise:
+            tables = (table.unsqueeze(1) for table in self._adaln_of(F.silu(self.noise(sigma))))
+        return self._trunk(x, view, None, lambda table: table, tables)
 
-        `rows` picks the rows of a per-position table that belong to `targets`: (positions, D) -> (B, W, D).
-        """
+    def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
+        """Inputs of a decoder, (B, W, D): position 0 is [None], whatever its token."""
         x = self.wte(in_tokens)
-        x = torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(in_positions)
-        if self.config.target == "input":
-            x = x + self.wtpe(targets)
-        x = self.drop(x)
-        for i, block in enumerate(self.blocks):
-            modulation = rows(next(tables)) if self.adaln_f is not None else None
-            cached = CachedStep(cache.keys[i], cache.values[i], **step) if cache is not None else None
-            x = block(x, modulation, mask, cached)
-        x = self.norm_f(x)
-        if self.adaln_f is not None:
-            x = modulate(x, *rows(next(tables)).chunk(2, dim=-1))
-        return x
+        return torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(in_positions)
 
-    def adaln_tables(self, length: int | None = None):
-        """Yield the modulation of every block, (length, 6 D), then of the final norm, (length, 2 D), if there is adaLN.
+    def _trunk(self, x, view: View, targets, rows, tables=None, cache: KVCache | None = None, **step) -> Tensor:
+        """Run the blocks and the final norm on embedded inputs (B, W, D).
 
-        The modulation depends on the target position only, so one row per position serves the whole batch.
+        `rows` picks the rows of a per-position table that belong to the targets: (positions, D) -> (B, W, D).
         """
-        if self.adaln_f is None:
-            return
-        c = F.silu(self.wtpe.weight[:length])
+        variant = self.config.target
+        queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
+        added = rows(self.wtpe.weight) if variant in ("input", "shared") else None
+        x = self.drop(x + added if variant == "input" else x)
+        tables = self.adaln_tables() if tables is None else tables
+        for i, block in enumerate(self.blocks):
+            cached = CachedStep(cache.keys[i], cache.values[i], **step) if cache is not None else None
+            if variant == "two_stream":
+                x, queries = block.two_stream(x, queries, view, cached)
+                continue
+            if variant in ("shared", "per_block"):
+                x = x + (added if variant == "shared" else rows(block.wtpe.weight))
+            x = block(x, view, rows(next(tables)) if self.config.adaln else None, cached)
+        x = self.norm_f(x if queries is None else queries)
+        return modulate(x, *rows(next(tables)).chunk(2, dim=-1)) if self.config.adaln else x
+
+    def adaln_tables(self):
+        """Yield the modulation of every block, (block_size, 6 D), then of the final norm, (block_size, 2 D).
+
+        The modulation depends on the target position only, so one row per position serves the whole batch. Nothing
+        without adaLN on the target position.
+        """
+        if self.config.target == "adaln":
+            yield from self._adaln_of(F.silu(self.wtpe.weight))
+
+    def _adaln_of(self, condition: Tensor):
         for layer in [*(block.adaln for block in self.blocks), self.adaln_f]:
-            yield layer(c)
+            yield layer(condition)
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of the output head, (B, T, D), (B, T) -> (B, T), without keeping (B, T, V) float32 logits.
@@ -321,10 +479,18 @@ class AOGPT(nn.Module):
         else:
             chunks = zip(flat_x.split(rows), flat_targets.split(rows), strict=True)
             nll = torch.cat([checkpoint(self._chunk_nll, *chunk, use_reentrant=False) for chunk in chunks])
-        return nll.view(targets.shape)
+        return nll.T.reshape(-1, *targets.shape) if self.config.noise else nll.view(targets.shape)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states (..., D) -> logits (..., V) of the tokens; an encoder's end before [MASK]."""
+        return self.head(x)[..., : self.config.mask_token]
 
     def _chunk_nll(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x), targets, reduction="none")
+        logits = self.logits(x)
+        if self.config.noise:
+            target_logit = logits.gather(1, targets[:, None]).squeeze(1).float()
+            return torch.stack([logits.float().logsumexp(dim=-1), target_logit], dim=1)
+        return F.cross_entropy(logits, targets, reduction="none")
 
     def _check(self, tokens: Tensor, other: Tensor) -> None:
         if tokens.shape != other.shape or tokens.dim() != 2:
@@ -340,8 +506,9 @@ class AOGPT(nn.Module):
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
         """log p(true token | all unmasked tokens) at every masked position, in one pass.
 
-        The unmasked positions, in ascending order, are the context; every masked position is predicted from them and
-        from nothing else (the parallel mask of `parallel_hidden`).
+        Decoder: the unmasked positions, in ascending order, are the context; every masked position is predicted from
+        them and from nothing else (the parallel mask of `parallel_hidden`). Encoder: one pass of full attention, with
+        the noise level, if it has one, that masks this share of the tokens.
 
         Args:
             tokens: LongTensor (B, T), in sequence order.
@@ -350,6 +517,12 @@ class AOGPT(nn.Module):
         Returns: float tensor (B, T) in sequence order, natural logarithm; 0 at unmasked positions.
         """
         self._check(tokens, masked)
+        if self.config.attention == "full":
+            with torch.no_grad():
+                if not self.config.noise:
+                    return -self(tokens, masked)
+                normaliser, output = self(tokens, masked, log_linear_noise(masked.to(self.wte.weight.dtype).mean(1)))
+                return (output - normaliser) * masked
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
         ordered, known = tokens.gather(1, order), (~masked).sum(1)
         with torch.no_grad():
@@ -393,17 +566,14 @@ class AOGPT(nn.Module):
         targets = order.gather(1, slots.clamp(max=T - 1))
         keys = torch.arange(width if cache is None else length, device=order.device)
         mask = (keys < source.unsqueeze(-1)) | (keys == slots.unsqueeze(-1))
+        if self.config.start == "hidden":
+            mask &= (keys > 0) | (slots == 0).unsqueeze(-1)
+        # The content of slot `known` is input `known` itself: queries see it, and nothing after it.
+        view = View(mask=mask.unsqueeze(1), query_mask=(keys <= source.unsqueeze(-1)).unsqueeze(1))
         step = {} if cache is None else {"slots": slots, "length": length}
-        return self._trunk(
-            ordered.gather(1, before),
-            in_positions,
-            targets,
-            iter(tables) if tables is not None else self.adaln_tables(),
-            lambda table: table[targets],
-            mask=mask.unsqueeze(1),
-            cache=cache,
-            **step,
-        )
+        x = self._embed(ordered.gather(1, before), in_positions)
+        tables = iter(tables) if tables is not None else None
+        return self._trunk(x, view, targets, lambda table: table[targets], tables, cache, **step)
 
     # ---- size ----------------------------------------------------------------------------------------------------
 
@@ -411,7 +581,7 @@ class AOGPT(nn.Module):
         """Parameter counts, split as embeddings, blocks, conditioning (target positions and adaLN) and head."""
         counts = dict.fromkeys(("embeddings", "blocks", "conditioning", "head"), 0)
         for name, p in self.named_parameters():
-            if name.startswith("wtpe") or "adaln" in name:
+            if "wtpe" in name or "adaln" in name or name.startswith(("query", "noise")):
                 counts["conditioning"] += p.numel()
             elif name.startswith(("wte", "wpe", "start")):
                 counts["embeddings"] += p.numel()

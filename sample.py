@@ -1,7 +1,7 @@
 """Generate text with a trained model.
 
-    python sample.py out/quickstart --mode mdm --steps 64
-    python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl samples.jsonl
+python sample.py out/quickstart --mode mdm --steps 64
+python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl samples.jsonl
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def draw(a: Arguments, config, prompt: list[int]) -> tuple[Plan, torch.Tensor, t
             f"the prompt has {len(prompt)} tokens and --length is {length}: the length must exceed the prompt and be "
             f"at most the model's block size, {config.block_size}"
         )
-    if config.target == "none" and a.mode != "l2r":
+    if config.attention == "causal" and config.target == "none" and a.mode != "l2r":
         raise ValueError(f"--mode {a.mode} needs a model that is told its target position; this one takes --mode l2r")
     generator = torch.Generator().manual_seed(a.seed)
     tokens = torch.zeros(a.num_samples, length, dtype=torch.long)

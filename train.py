@@ -32,7 +32,15 @@ from checkpoint import EMA, CheckpointError
 from config import Config
 from data.loader import TokenDataset
 from model import AOGPT
-from objectives import ao_ar_loss, sequence_nll
+from objectives import (
+    DECODER_OBJECTIVES,
+    ao_ar_loss,
+    groupwise_loss,
+    held_out_nll,
+    masked_nll,
+    masks_at,
+    score_entropy,
+)
 from orders import OrderConfig, orders_at, philox_bits
 from runtime import Processes, autocast, peak_flops, pick_dtype, processes, run_script
 
@@ -62,6 +70,9 @@ def train(config: Config, procs: Processes) -> int:
 
     torch.manual_seed(config.seed)
     model = AOGPT(config.model).to(procs.device)
+    if config.train.init_from and not checkpoint.find(folder):
+        checkpoint.initialise(model, checkpoint.load_model(config.train.init_from, device=procs.device))
+        say(f"started from the weights of {config.train.init_from}")
     ema = EMA(model, config.optim.ema_decay)
     optimizer = make_optimizer(model, config)
     progress = resume(config, data.meta, model, ema, optimizer, say)
@@ -136,16 +147,30 @@ def train_step(step: int, model, optimizer, data: TokenDataset, config: Config, 
         first = (micro * procs.world_size + procs.rank) * t.micro_batch_size
         rows = range(first, first + t.micro_batch_size)
         tokens = data.batch(config.seed, step, rows, t.batch_size).to(device)
-        order = orders_at(config.order, config.seed, step, rows, config.model.block_size).to(device)
         synchronise = procs.world_size == 1 or micro == micro_steps - 1
         with contextlib.nullcontext() if synchronise else model.no_sync():
             with autocast(device, pick_dtype(t.dtype, device)):
-                loss = ao_ar_loss(model, tokens, order) / micro_steps
+                loss = training_loss(model, tokens, step, rows, config) / micro_steps
             loss.backward()
         total += loss.detach()
     clip = config.optim.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     return stop.agree(total.item()), norm.item()
+
+
+def training_loss(model, tokens: torch.Tensor, step: int, rows: range, config: Config) -> torch.Tensor:
+    """Mean loss of the sequences `rows` of the global batch of `step`, nats per token."""
+    objective, length = config.objective, config.model.block_size
+    if objective.kind in DECODER_OBJECTIVES:
+        order_config, group = config.stage(step)
+        order = orders_at(order_config, config.seed, step, rows, length).to(tokens.device)
+        if objective.kind == "groupwise":
+            return groupwise_loss(model, tokens, order, group)
+        return ao_ar_loss(model, tokens, order)
+    masks = masks_at(objective, config.seed, step, rows, config.train.batch_size, length).to(tokens.device)
+    if objective.kind == "score_entropy":
+        return score_entropy(model, tokens, masks, config.model.mask_token).mean()
+    return masked_nll(model, tokens, masks).mean()
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -195,7 +220,7 @@ class StopRequest:
 
 def evaluate(model, ema: EMA, held_out: TokenDataset, config: Config, procs, progress: Progress, log: Log) -> bool:
     """Validation losses of the averaged weights. Returns whether the run's own order distribution is at its best."""
-    kinds = ["l2r"]
+    kinds = ["l2r"] if config.model.attention == "causal" else ["random"]
     if config.model.target != "none":
         kinds.append("random")
     if config.order.kind.startswith("fixed"):
@@ -205,9 +230,10 @@ def evaluate(model, ema: EMA, held_out: TokenDataset, config: Config, procs, pro
         losses = {kind: validation_loss(model, held_out, kind, config, procs) for kind in kinds}
         model.train()
     own = {"l2r": "l2r", "random": "random", "mixture": "random"}.get(config.order.kind, "fixed")
-    better = losses.get(own, losses["l2r"]) < progress.best["loss"]
+    loss = losses.get(own, losses[kinds[0]])
+    better = loss < progress.best["loss"]
     if better:
-        progress.best = {"step": progress.step, "loss": losses.get(own, losses["l2r"])}
+        progress.best = {"step": progress.step, "loss": loss}
     log.validation(losses)
     return better
 
@@ -220,9 +246,8 @@ def validation_loss(model, held_out: TokenDataset, kind: str, config: Config, pr
     for start in range(share.start, share.stop, size):
         rows = range(start, min(start + size, share.stop))
         tokens = held_out.blocks(list(rows)).to(procs.device)
-        order = orders_at(order_config, config.seed, 0, rows, config.model.block_size).to(procs.device)
         with autocast(procs.device, pick_dtype(config.train.dtype, procs.device)):
-            total += float(sequence_nll(model, tokens, order).sum())
+            total += float(held_out_nll(model, tokens, order_config, config.seed, 0, rows, count).sum())
     return sum(procs.gather(total)) / count
 
 
@@ -241,6 +266,12 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
         raise ValueError(
             f"the data in {config.data.folder} has a vocabulary of {data.meta['vocab_size']}, but model.vocab_size is "
             f"{config.model.vocab_size}; set it to at least that (a multiple of 64 is fastest)"
+        )
+    mask_token = config.model.mask_token
+    if mask_token is not None and mask_token < data.meta["vocab_size"]:
+        raise ValueError(
+            f"model.mask_token is {mask_token}, a token of the data in {config.data.folder}; set it to "
+            f"{data.meta['vocab_size']}, the first id after its vocabulary, and model.vocab_size above that"
         )
 
 
@@ -437,8 +468,12 @@ def plot_losses(folder: Path) -> None:
         return
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    labels = {"loss": "training, the run's own orders", "val_loss_l2r": "validation, left to right",
-              "val_loss_random": "validation, random order", "val_loss_fixed": "validation, the run's fixed order"}
+    labels = {
+        "loss": "training, the run's own orders",
+        "val_loss_l2r": "validation, left to right",
+        "val_loss_random": "validation, random order",
+        "val_loss_fixed": "validation, the run's fixed order",
+    }
     for key, label in labels.items():
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:

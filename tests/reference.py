@@ -100,7 +100,7 @@ def _conditioning(params, name, target):
 
 def _linear(config, params, name, x):
     y = params[name + "weight"] @ x
-    return y + params[name + "bias"] if config.bias else y
+    return y + params[name + "bias"] if name + "bias" in params else y
 
 
 def _rms_norm(weight, x):
@@ -112,7 +112,7 @@ def _norm(config, params, name, x):
         return _rms_norm(params[name + "weight"], x)
     centred = x - x.mean()
     y = centred / (centred.pow(2).mean() + 1e-5).sqrt() * params[name + "weight"]
-    return y + params[name + "bias"] if config.bias else y
+    return y + params[name + "bias"] if name + "bias" in params else y
 
 
 def _head_norm(config, params, name, x):

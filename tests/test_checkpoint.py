@@ -15,7 +15,7 @@ import checkpoint
 from checkpoint import EMA, CheckpointError
 from model import AOGPT, ModelConfig
 
-TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, target_dim=4)
+TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
 
 
 def tiny_model(seed=0):

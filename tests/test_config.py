@@ -69,7 +69,7 @@ def configs(draw):
         n_head=heads,
         n_embd=heads * draw(st.integers(1, 1000)),
         target=draw(one_of(ModelConfig, "target")),
-        target_dim=draw(positive),
+        cond_dim=draw(positive),
         norm=draw(one_of(ModelConfig, "norm")),
         gelu=draw(one_of(ModelConfig, "gelu")),
         dropout=draw(st.floats(0, 1, exclude_max=True)),

@@ -290,7 +290,7 @@ def test_impossible_token_choices_are_refused_by_name(settings, word):
 
 
 def enumerable_model(seed=0, target="adaln"):
-    config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=8, target_dim=4, target=target)
+    config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=8, cond_dim=4, target=target)
     return randomise(AOGPT(config).double(), seed)
 
 
@@ -406,7 +406,7 @@ LENGTH = 12
 
 
 def text_model(seed=0, dtype=torch.float32, **settings):
-    config = {"vocab_size": 17, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 24, "target_dim": 6} | settings
+    config = {"vocab_size": 17, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 24, "cond_dim": 6} | settings
     return randomise(AOGPT(ModelConfig(**config)).to(dtype), seed, scale=0.7)
 
 

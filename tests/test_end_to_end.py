@@ -17,7 +17,7 @@ block_size = {block_size}
 n_layer = 2
 n_head = 2
 n_embd = 32
-target_dim = 16
+cond_dim = 16
 target = "{target}"
 [order]
 kind = "{order}"

@@ -20,7 +20,7 @@ from model import AOGPT, ModelConfig
 from objectives import Estimate, ao_ar_loss, estimate, sequence_nll
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
-ENUMERABLE = {"vocab_size": V, "block_size": N, "n_layer": 2, "n_head": 2, "n_embd": 8, "target_dim": 4}
+ENUMERABLE = {"vocab_size": V, "block_size": N, "n_layer": 2, "n_head": 2, "n_embd": 8, "cond_dim": 4}
 
 
 def make_model(seed, target="adaln"):
@@ -36,7 +36,7 @@ def order_invariant_model(seed):
     norm there (token and position each fill a quarter of the stream with -1 and 1), so that no RMSNorm passes it on.
     The target position modulates everything but the normalisation before attention, whose values the others see.
     """
-    config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=16, target_dim=4)
+    config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=16, cond_dim=4)
     model = randomise(AOGPT(config).double(), seed)
     A, B, width = slice(0, 8), slice(8, 16), config.n_embd
     block = model.blocks[0]

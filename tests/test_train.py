@@ -48,7 +48,7 @@ def tiny_config(data, out, name="run", steps=40, **changes):
         name=name,
         out=str(out),
         seed=7,
-        model=ModelConfig(vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, target_dim=8, dropout=0.1),
+        model=ModelConfig(vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8, dropout=0.1),
         order=OrderConfig("mixture", 0.25),
         data=DataConfig(str(data)),
         optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
