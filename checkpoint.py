@@ -1,4 +1,6 @@
-"""Checkpoints: averaged weights, atomic writing, exact resume, and loading a model from a path.
+"""Checkpoints: averaged weights, atomic writing, exact resume, and loading a model from wherever its weights are.
+
+python checkpoint.py convert SRC DST     # any supported weights -> DST/model.safetensors and DST/config.json
 
 A run folder holds
 
@@ -7,26 +9,40 @@ A run folder holds
     checkpoints/step_00001000.pt, ...   the newest few
     best.pt                the one with the lowest validation loss
 
-A checkpoint is a dict of tensors and plain values. It is read with `torch.load(weights_only=True)`, which runs no code.
+A checkpoint is a dict of tensors and plain values. Files are read with `torch.load(weights_only=True)` or as
+safetensors: neither runs code that a file brings along. released.py knows the layouts of released weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pickle
 import re
 import shutil
 import sys
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import safetensors.torch
 import torch
+import tyro
 
+import released
 from model import AOGPT, ModelConfig
+from runtime import run_script
 
 FORMAT = "aogpt-checkpoint-1"
+EXPORT_FORMAT = "aogpt-export-1"
+FACTS = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`, kept in an export
+SUPPORTED = (
+    "supported are run folders and checkpoints of train.py, folders that checkpoint.py convert wrote, and the released "
+    "weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with model.safetensors or "
+    "pytorch_model.bin)"
+)
 
 
 class CheckpointError(ValueError):
@@ -183,23 +199,46 @@ def find(run_folder: Path) -> list[Path]:
     return sorted(path for path in names if re.fullmatch(r"step_\d{8,}\.pt", path.name))
 
 
-def read(path: Path, verify: bool = False) -> dict:
-    """Read one checkpoint file without running any code of it; verify: check the checksum of every record first."""
+def read_file(path: Path, verify: bool = False) -> dict:
+    """What a PyTorch or safetensors file holds, read without running any code of it.
+
+    verify: check the checksum of every record first. Raises CheckpointError for whatever is not a dict.
+    """
     try:
         if verify and (damaged := zipfile.ZipFile(path).testzip()):
             raise CheckpointError(f"{path} is damaged (checksum of {damaged})")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with open(path, "rb") as file:
+            magic = file.read(9)
+        if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
+            return safetensors.torch.load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=magic.startswith(b"PK"))
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint {path}") from None
     except Exception as error:  # torch raises many kinds for files that are truncated, foreign or unsafe
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint (truncated, foreign, or a file that would run code): {first_line}"
+            f"{path} cannot be read as a checkpoint: {_why_unreadable(error)}; {SUPPORTED}"
         ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = f"keys {sorted(map(str, state))[:6]}" if isinstance(state, dict) else type(state).__name__
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dict; {SUPPORTED}")
+    return state
+
+
+def _why_unreadable(error: Exception) -> str:
+    if name := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it is refused, because loading it would run code ({name[1]})"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is refused, because it is a pickle of more than tensors and plain values, which can run code"
+    first_sentence = " ".join(str(error).split()).split(". ")[0]
+    return f"truncated, or no file of weights ({type(error).__name__}: {first_sentence})"
+
+
+def read(path: Path, verify: bool = False) -> dict:
+    """Read one checkpoint that train.py wrote, as `read_file` does."""
+    state = read_file(path, verify)
+    if state.get("format") != FORMAT:
+        found = f"keys {sorted(map(str, state))[:6]}"
         raise CheckpointError(f"{path} holds {found}; supported are checkpoints that train.py wrote ({FORMAT})")
     return state
 
@@ -222,48 +261,190 @@ def read_newest(run_folder: Path) -> tuple[Path, dict] | None:
     return None
 
 
+# ---- loading a model -------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model ready to use, and where it came from."""
 
     model: AOGPT
     path: str
+    """The file of its weights."""
     step: int
     weights: str
+    """"ema" or "raw"; raw also where averaged weights were asked for, but the file has only one set of weights."""
     tokenizer: str
     vocab_size: int
+    """Of the tokenizer: ids that the model was trained on."""
+    scored_from: int = 0
+    """The first step, left to right, whose prediction means something: 1 for GPT-2, which has no start token."""
 
     def describe(self) -> str:
         return f"{self.path} (step {self.step}, {self.weights} weights)"
 
 
 def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> Loaded:
-    """Load a model from a run folder (its newest checkpoint) or a checkpoint file, in eval mode.
+    """Load a model, in eval mode; what lies at the path is told by its content.
 
     Args:
-        path: run folder or .pt file.
-        weights: "ema" for the averaged weights, "raw" for the last ones.
+        path: a run folder (its newest checkpoint); a file; a folder with weights and config.json; or, where there is
+            none of these, a Hugging Face repo id "org/name".
+        weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
 
     Raises CheckpointError that says what was found and what is supported.
     """
-    path = Path(path)
     if weights not in ("ema", "raw"):
         raise ValueError(f"weights is {weights!r}; give 'ema' or 'raw'")
-    if not path.exists():
-        raise CheckpointError(f"there is no {path}; give a run folder (out/NAME) or a checkpoint file (.pt)")
-    if path.is_dir():
-        found = read_newest(path)
-        if found is None:
-            raise CheckpointError(f"{path} holds no checkpoints/step_*.pt; is it the folder of a run that has trained?")
-        path, state = found
+    path = Path(path) if Path(path).exists() else download(str(path))
+    if path.is_dir() and (found := read_newest(path)):
+        file, contents = found
     else:
-        state = read(path)
-    model = AOGPT(ModelConfig(**state["model_config"]))
-    copy_parameters(model, state["ema"]["weights"] if weights == "ema" else state["model"])
-    data = state["data"]
-    return Loaded(model.to(device).eval(), str(path), state["step"], weights, data["tokenizer"], data["vocab_size"])
+        file = weights_file(path) if path.is_dir() else path
+        contents = read_file(file)
+    try:
+        settings = {} if "model" in contents else _read_json(file.with_name("config.json"))
+        if contents.get("format") == FORMAT:
+            config, tensors, facts = _trained(contents, weights)
+        elif settings.get("format") == EXPORT_FORMAT:
+            config, tensors, facts = _exported(contents, settings, weights)
+        else:
+            config, tensors, facts = _released(contents, settings, weights)
+        model = AOGPT(config)
+        copy_parameters(model, tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{file} is incomplete: it lacks {error}; {SUPPORTED}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
+    return Loaded(model.to(device).eval(), str(file), **facts)
 
 
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of weights in a folder that is not that of a run."""
+    files = [path for name in ("model.safetensors", "pytorch_model.bin") if (path := folder / name).is_file()]
+    files = files[:1] or sorted(folder.glob("*.pt"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(f"{folder} holds {', '.join(path.name for path in files)}; give the path of one of them")
+    raise CheckpointError(
+        f"{folder} holds no checkpoints/step_*.pt (has its run trained?), model.safetensors or pytorch_model.bin; "
+        f"{SUPPORTED}"
+    )
+
+
+def download(repo: str) -> Path:
+    """The folder of a Hugging Face repo's weights, from the network or from Hugging Face's cache."""
+    path = Path(repo)
+    is_file = path.suffix in (".pt", ".bin", ".safetensors")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or is_file or path.parent.is_dir():
+        raise CheckpointError(
+            f"there is no {repo}; give a run folder (out/NAME) or a checkpoint file (.pt), a folder of released "
+            "weights, or a Hugging Face repo id (org/name)"
+        )
+    try:
+        import huggingface_hub
+
+        for name in ("model.safetensors", "pytorch_model.bin", "*.pt"):  # whichever the repo has first
+            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json", name]))
+            if any(folder.glob(name)):
+                break
+    except ImportError as error:
+        raise CheckpointError(
+            f"there is no {repo} here; Hugging Face repos need: pip install huggingface_hub"
+        ) from error
+    except Exception as error:  # no network, no such repo, no access: the library has a class for each
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"there is no {repo} here, and it could not be had from Hugging Face: {type(error).__name__}: {reason}"
+        ) from error
+    return folder
+
+
+def _trained(state: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
+    tensors = state["ema"]["weights"] if weights == "ema" else state["model"]
+    facts = {"step": state["step"], "weights": weights}
+    facts |= {name: state["data"][name] for name in ("tokenizer", "vocab_size")}
+    return ModelConfig(**state["model_config"]), tensors, facts
+
+
+def _exported(tensors: dict, settings: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
+    facts = {name: settings[name] for name in FACTS}
+    if weights == "raw" and facts["weights"] != "raw":
+        raise CheckpointError(f"it holds the {facts['weights']} weights only; convert its source with --weights raw")
+    return ModelConfig(**settings["model"]), tensors, facts
+
+
+def _released(contents: dict, settings: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
+    """AO-GPT and sigma-GPT come as a dict around two state dicts, the others as a state dict beside a config.json."""
+    state, average = contents, None
+    if isinstance(contents.get("model"), dict):
+        state, settings, average = contents["model"], contents.get("model_args"), contents.get("ema_model")
+    config, tensors = released.translate(state, settings)
+    used = "raw"
+    if weights == "ema" and average is not None:
+        used = "ema"
+        config, tensors = released.translate(released.averaged(state, average["shadow_params"]), settings)
+    facts = {"step": int(contents.get("iter_num", 0)), "weights": used, "tokenizer": "gpt2"}
+    facts["vocab_size"] = min(50257, config.mask_token or config.vocab_size)
+    return config, tensors, facts | {"scored_from": int(released.layout(state) == "GPT-2")}
+
+
+def _read_json(path: Path) -> dict:
+    """The object in a JSON file; an empty one if there is no such file."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} holds a {type(settings).__name__}, not an object")
+    return settings
+
+
+# ---- our own format --------------------------------------------------------------------------------------------------
+
+
+def convert(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    weights: Literal["ema", "raw"] = "ema",
+) -> None:
+    """Write any supported weights in this project's own format: DST/model.safetensors and DST/config.json.
+
+    Args:
+        source: Run folder, checkpoint file, folder of released weights, or Hugging Face repo id.
+        destination: New folder; written completely, or not at all.
+        weights: The averaged weights, where the source has them, or the last ones.
+    """
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination} exists already; give a folder that does not, or remove it")
+    loaded = load(source, weights)
+    facts = {name: getattr(loaded, name) for name in FACTS}
+    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)} | facts | {"source": source}
+    tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    temporary = destination.with_name(f".{destination.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
+        text = json.dumps(settings, indent=2) + "\n"
+        write_atomically(temporary / "config.json", lambda file: file.write(text.encode()))
+        os.rename(temporary, destination)
+        _sync_folder(destination.parent)
+    except OSError as error:
+        raise CheckpointError(f"could not write {destination}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    count = sum(loaded.model.num_params().values())
+    print(f"read {loaded.describe()}")
+    print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
+
+
+if __name__ == "__main__":
+    description = __doc__.split("\n\nA run folder")[0]
+    run_script(lambda: tyro.extras.subcommand_cli_from_dict({"convert": convert}, description=description))

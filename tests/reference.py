@@ -1,8 +1,9 @@
 """What the tests compare the project with: the formulas written out, one token at a time, and exact enumerations.
 
-`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) from its formulas alone: plain loops over
-sequences, steps, heads and earlier steps; it uses no layer, no fused kernel and no code of the project, only the named
-parameters. The rest enumerates every sequence, every order and every plan of tiny problems.
+`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target variants, `encoder_outputs` the
+encoders, from their formulas alone: plain loops over sequences, steps, heads and the steps seen; they use no layer, no
+fused kernel and no code of the project, only the named parameters. The rest enumerates every sequence, every order and
+every plan of tiny problems.
 """
 
 import itertools
@@ -14,13 +15,26 @@ import torch
 # ---- the Transformer, from its formulas ------------------------------------------------------------------------------
 
 
-def log_probs(config, params, tokens, order):
-    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params` (name -> tensor)."""
-    rows = [_sequence(config, params, x, s) for x, s in zip(tokens.tolist(), order.tolist(), strict=True)]
+def log_probs(config, params, tokens, order, group=1):
+    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params` (name -> tensor).
+
+    group: steps in a group of the two-stream decoder, whose step i is predicted from the groups before its own.
+    """
+    rows = [_sequence(config, params, x, s, group) for x, s in zip(tokens.tolist(), order.tolist(), strict=True)]
     return torch.stack(rows)
 
 
-def _sequence(config, params, tokens, order):
+def encoder_outputs(config, params, tokens, masked, sigma=None):
+    """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in place of the masked tokens.
+
+    sigma: (B,) noise levels, for SEDD.
+    """
+    sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
+    rows = zip(tokens.tolist(), masked.tolist(), sigmas, strict=True)
+    return torch.stack([_encoded(config, params, x, m, noise_level) for x, m, noise_level in rows])
+
+
+def _sequence(config, params, tokens, order, group):
     stream = []
     for i, target in enumerate(order):
         if i == 0:
@@ -31,59 +45,117 @@ def _sequence(config, params, tokens, order):
         if config.target == "input":
             x = x + params["wtpe.weight"][target]
         stream.append(x)
-    for layer in range(config.n_layer):
-        stream = _block(config, params, f"blocks.{layer}.", stream, order)
-    head = params["wte.weight"] if config.tied_head else params["head.weight"]
-    result = []
-    for x, target in zip(stream, order, strict=True):
-        x = _norm(config, params, "norm_f.", x)
-        if config.target == "adaln":
-            shift, scale = _conditioning(params, "adaln_f.", target).chunk(2)
-            x = x * (1 + scale) + shift
-        logits = head @ x
-        if config.head_bias:
-            logits = logits + params["head.bias"]
-        result.append(logits[tokens[target]] - logits.exp().sum().log())
+    first = 1 if config.start == "hidden" else 0  # the first input that later steps see
+    seen = [range(min(i, first), i + 1) for i in range(len(order))]
+    if config.target == "two_stream":
+        stream = _query_stream(config, params, stream, seen, order, group)
+    else:
+        conditions = [params["wtpe.weight"][target] for target in order] if config.target == "adaln" else None
+        for layer in range(config.n_layer):
+            name = f"blocks.{layer}."
+            if config.target in ("shared", "per_block"):
+                table = params["wtpe.weight" if config.target == "shared" else name + "wtpe.weight"]
+                stream = [x + table[target] for x, target in zip(stream, order, strict=True)]
+            stream = _block(config, params, name, stream, conditions, seen)
+    outputs = _outputs(config, params, stream, conditions if config.target == "adaln" else None)
+    result = [logits[tokens[t]] - logits.exp().sum().log() for logits, t in zip(outputs, order, strict=True)]
     return torch.stack(result)
 
 
-def _block(config, params, name, stream, order):
-    width = config.n_embd
-    if config.target == "adaln":
-        vectors = [_conditioning(params, name + "adaln.", target).split(width) for target in order]
-    else:  # modulation by shift 0, scale 0 and gate 1 is none
-        zero, one = torch.zeros_like(stream[0]), torch.ones_like(stream[0])
-        vectors = [(zero, zero, one, zero, zero, one)] * len(order)
-    normed = [
-        _norm(config, params, name + "norm1.", x) * (1 + scale1) + shift1
-        for x, (shift1, scale1, *_) in zip(stream, vectors, strict=True)
-    ]
-    attended = _attention(config, params, name + "attn.", normed)
+def _query_stream(config, params, content, seen, order, group):
+    """Final states of the query stream, which starts from a learned vector plus its position (row 0 of the position
+    table is the start's) and reads the contents of the groups before its own: inputs 0 ([None]) to the group's start.
+    Both streams share all weights; queries are never keys."""
+    queries = [params["query"] + params["wpe.weight"][target + 1] for target in order]
+    seen_by_query = [range(i - i % group + 1) for i in range(len(order))]
+    for layer in range(config.n_layer):
+        name = f"blocks.{layer}."
+        keys = [_norm(config, params, name + "norm1.", x) for x in content]
+        asking = [_norm(config, params, name + "norm1.", x) for x in queries]
+        contents = _attention(config, params, name + "attn.", keys, seen)
+        answers = _attention(config, params, name + "attn.", keys, seen_by_query, asking)
+        plain = _modulation(config, params, name, None)
+        content = [_residual(config, params, name, x, a, plain) for x, a in zip(content, contents, strict=True)]
+        queries = [_residual(config, params, name, x, a, plain) for x, a in zip(queries, answers, strict=True)]
+    return queries
+
+
+def _encoded(config, params, tokens, masked, sigma):
+    stream = []
+    for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
+        x = params["wte.weight"][config.mask_token if hidden else token]
+        stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
+    seen = [range(len(tokens))] * len(tokens)
+    conditions = None if sigma is None else [_noise_condition(config, params, sigma)] * len(tokens)
+    for layer in range(config.n_layer):
+        stream = _block(config, params, f"blocks.{layer}.", stream, conditions, seen)
+    return torch.stack(_outputs(config, params, stream, conditions))[:, : config.mask_token]
+
+
+def _noise_condition(config, params, sigma):
+    """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000 ** (-127 / 128)."""
+    angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
+    waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
+    x = torch.tensor(waves, dtype=params["wte.weight"].dtype)
+    return _linear(config, params, "noise.proj.", _silu(_linear(config, params, "noise.fc.", x)))
+
+
+def _outputs(config, params, stream, conditions):
+    head = params["wte.weight"] if config.tied_head else params["head.weight"]
     result = []
-    for x, a, (_, _, gate1, shift2, scale2, gate2) in zip(stream, attended, vectors, strict=True):
-        x = x + gate1 * a
-        h = _norm(config, params, name + "norm2.", x) * (1 + scale2) + shift2
-        h = _linear(config, params, name + "mlp.fc.", h)
-        x = x + gate2 * _linear(config, params, name + "mlp.proj.", _gelu(config, h))
-        result.append(x)
+    for i, x in enumerate(stream):
+        x = _norm(config, params, "norm_f.", x)
+        if conditions is not None:
+            shift, scale = _conditioning(params, "adaln_f.", conditions[i]).chunk(2)
+            x = x * (1 + scale) + shift
+        result.append(head @ x + params["head.bias"] if config.head_bias else head @ x)
     return result
 
 
-def _attention(config, params, name, stream):
-    """Causal: step i sees the steps j <= i and no other."""
+def _block(config, params, name, stream, conditions, seen):
+    conditions = [None] * len(stream) if conditions is None else conditions
+    modulations = [_modulation(config, params, name, c) for c in conditions]
+    normed = [
+        _norm(config, params, name + "norm1.", x) * (1 + scale1) + shift1
+        for x, (shift1, scale1, *_) in zip(stream, modulations, strict=True)
+    ]
+    attended = _attention(config, params, name + "attn.", normed, seen)
+    rows = zip(stream, attended, modulations, strict=True)
+    return [_residual(config, params, name, x, a, modulation) for x, a, modulation in rows]
+
+
+def _modulation(config, params, name, condition):
+    """shift1, scale1, gate1, shift2, scale2, gate2; without a condition shift 0, scale 0 and gate 1, which is none."""
+    if condition is None:
+        return 0, 0, 1, 0, 0, 1
+    return _conditioning(params, name + "adaln.", condition).split(config.n_embd)
+
+
+def _residual(config, params, name, x, attended, modulation):
+    _, _, gate1, shift2, scale2, gate2 = modulation
+    x = x + gate1 * attended
+    h = _norm(config, params, name + "norm2.", x) * (1 + scale2) + shift2
+    h = _linear(config, params, name + "mlp.fc.", h)
+    return x + gate2 * _linear(config, params, name + "mlp.proj.", _gelu(config, h))
+
+
+def _attention(config, params, name, stream, seen, queries=None):
+    """Output of every step of `queries` (the stream itself by default), which sees the inputs seen[i] and no other."""
     width, heads = config.n_embd, config.n_head
     size = width // heads
     qkv = [_linear(config, params, name + "qkv.", x) for x in stream]
+    asking = qkv if queries is None else [_linear(config, params, name + "qkv.", x) for x in queries]
     outputs = []
     for i in range(len(stream)):
         by_head = []
         for h in range(heads):
             part = slice(h * size, (h + 1) * size)
-            query = _head_norm(config, params, name + "q_norm.", qkv[i][:width][part])
+            query = _head_norm(config, params, name + "q_norm.", asking[i][:width][part])
+            query = _rotated(config, query, i)
             scores, values = [], []
-            for j in range(i + 1):
+            for j in seen[i]:
                 key = _head_norm(config, params, name + "k_norm.", qkv[j][width : 2 * width][part])
-                scores.append((query * key).sum() / math.sqrt(size))
+                scores.append((query * _rotated(config, key, j)).sum() / math.sqrt(size))
                 values.append(qkv[j][2 * width :][part])
             weights = torch.stack(scores).exp()
             weights = weights / weights.sum()
@@ -92,10 +164,24 @@ def _attention(config, params, name, stream):
     return outputs
 
 
-def _conditioning(params, name, target):
-    """Linear(SiLU(c)), with c the embedding of this token's own target position; it always has a bias."""
-    c = params["wtpe.weight"][target]
-    return params[name + "weight"] @ (c / (1 + (-c).exp())) + params[name + "bias"]
+def _rotated(config, x, position):
+    """Coordinates i and i + size / 2 turned by the angle position * 10000 ** (-2 i / size)."""
+    if config.position != "rotary":
+        return x
+    half = len(x) // 2
+    angles = [position * 10000 ** (-2 * i / len(x)) for i in range(half)]
+    first = [x[i] * math.cos(a) - x[i + half] * math.sin(a) for i, a in enumerate(angles)]
+    second = [x[i + half] * math.cos(a) + x[i] * math.sin(a) for i, a in enumerate(angles)]
+    return torch.stack(first + second)
+
+
+def _conditioning(params, name, condition):
+    """Linear(SiLU(c)); it always has a bias."""
+    return params[name + "weight"] @ _silu(condition) + params[name + "bias"]
+
+
+def _silu(x):
+    return x / (1 + (-x).exp())
 
 
 def _linear(config, params, name, x):
@@ -182,6 +268,19 @@ def conditionals(model, vocab_size, length):
         sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
     ).unflatten(0, (len(keys), len(sequences)))
     return {key: row[:, len(key[0])].double().exp() for key, row in zip(keys, rows, strict=True)}
+
+
+def encoder_conditionals(model, vocab_size, length):
+    """The same dictionary for an encoder: a context listed in another order is the same context."""
+    sequences = all_sequences(vocab_size, length)
+    result = {}
+    for masked in mask_sets(length):
+        context = [p for p in range(length) if p not in masked]
+        rows = torch.tensor([p in masked for p in range(length)]).expand(len(sequences), length)
+        probabilities = model.masked_log_probs(sequences, rows).double().exp()
+        for listed in itertools.permutations(context):
+            result |= {(listed, target): probabilities[:, target] for target in masked}
+    return result
 
 
 def mask_sets(length):

@@ -1,0 +1,305 @@
+"""Released weights under our names: AO-GPT, sigma-GPT, GPT-2, RADD and SEDD.
+
+Pure translation; checkpoint.py reads the files. Layouts are told apart by the names of their tensors. Every tensor of a
+release must have its place and every parameter of the model its tensor, of the right shape; whatever does not fit is a
+ValueError that names it.
+
+What they are: AO-GPT, the decoder of the paper; sigma-GPT (Pannatier et al. 2024), its target position added at the
+input; GPT-2 as `transformers` stores it; RADD (Ou et al. 2024) and SEDD (Lou et al. 2023), masked-diffusion encoders.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import AOGPT, ModelConfig
+
+
+def layout(state: dict) -> str:
+    """The layout of a state dict: "AO-GPT", "sigma-GPT", "GPT-2", "RADD" or "SEDD"; ValueError if it is another."""
+    names = [re.sub(PREFIXES, "", str(name)) for name in state]
+    if "vocab_embed.embedding" in names:
+        return "SEDD" if any(name.startswith("sigma_map.") or "adaLN" in name for name in names) else "RADD"
+    if any(name.startswith("transformer.") and ".adaLN" in name for name in names):
+        return "AO-GPT"
+    if any(name.startswith(("transformer.wtpe.", "transformer.wnonee.")) for name in names):
+        return "sigma-GPT"
+    if any(re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name) for name in names):
+        return "GPT-2"
+    raise ValueError(f"it holds {_list(names)}: none of the known layouts")
+
+
+def translate(state: dict[str, Tensor], config: dict | None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A released state dict as our model: its configuration, and its tensors under the names of model.py's parameters.
+
+    GPT-2 has no start token: its model scores x[0] from a zero [None], and only steps >= 1 (left to right) are GPT-2's.
+
+    Args:
+        state: name -> tensor as released, maybe with the prefixes of torch.compile and DistributedDataParallel.
+        config: what lies beside it: `model_args` of AO-GPT and sigma-GPT, config.json of the others.
+
+    Raises ValueError for unknown layouts, settings this model has no place for, and tensors that are missing, unknown
+    or of the wrong shape.
+    """
+    kind = layout(state)
+    if not isinstance(config, dict | None):
+        raise ValueError(f"its configuration is {type(config).__name__}, not a dict")
+    try:
+        state = _without_prefixes(state)
+        model_config, state, names = LAYOUTS[kind](state, config or {})
+        return model_config, _rename(state, names, model_config)
+    except ValueError as error:
+        raise ValueError(f"its tensors are named as in {kind}, but {error}") from None
+
+
+def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str, Tensor]:
+    """The averaged weights of AO-GPT or sigma-GPT under the names of the last ones.
+
+    The average is a list in the order of the module's parameters(), where a head that is the token table does not
+    appear again.
+    """
+    kind = layout(state)
+    state = _without_prefixes(state)
+    if kind == "sigma-GPT":
+        state = _without_tied_head(state)
+    names = [name for name in gpt_names(kind, _blocks(state)) if name in state]
+    if len(shadow_params) != len(names):
+        raise ValueError(f"ema_model holds {len(shadow_params)} tensors for {len(names)} parameters")
+    for name, average in zip(names, shadow_params, strict=True):
+        if not isinstance(average, Tensor) or average.shape != state[name].shape:
+            shape = tuple(getattr(average, "shape", ()))
+            raise ValueError(f"{name} is {tuple(state[name].shape)} in model, but {shape} in ema_model")
+    return dict(zip(names, shadow_params, strict=True))
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+PREFIXES = r"^((_orig_mod|module)\.)+"  # of torch.compile and DistributedDataParallel
+
+# Their modules -> ours, in the order of their parameters(); within a module, the weight comes before the bias.
+GPT_BLOCK = {
+    "ln_1": "norm1",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.proj",
+    "attn.q_norm": "attn.q_norm",
+    "attn.k_norm": "attn.k_norm",
+    "ln_2": "norm2",
+    "mlp.c_fc": "mlp.fc",
+    "mlp.c_proj": "mlp.proj",
+    "adaLN.1": "adaln",
+}
+DIFFUSION_BLOCK = {
+    "norm1": "norm1",
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "norm2": "norm2",
+    "mlp.0": "mlp.fc",
+    "mlp.2": "mlp.proj",
+    "adaLN_modulation": "adaln",
+}
+
+
+def gpt_names(kind: str, n_layer: int) -> dict[str, str]:
+    """Names in AO-GPT, sigma-GPT and GPT-2 -> ours, in the order of their parameters()."""
+    modules = {"transformer.wte": "wte", "transformer.wpe": "wpe", "transformer.wtpe": "wtpe"}
+    modules |= {"transformer.wnonee": "start"}
+    for i in range(n_layer):
+        modules |= {f"transformer.h.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in GPT_BLOCK.items()}
+    final = "transformer.final_layer." if kind == "AO-GPT" else "transformer."
+    modules |= {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
+    return _with_kinds(modules) | {"transformer.wnonee.weight": "start"}
+
+
+def diffusion_names(n_layer: int) -> dict[str, str]:
+    """Every name in RADD and SEDD -> ours."""
+    modules = {"sigma_map.mlp.0": "noise.fc", "sigma_map.mlp.2": "noise.proj"}
+    for i in range(n_layer):
+        modules |= {f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in DIFFUSION_BLOCK.items()}
+    modules |= {"output_layer.norm_final": "norm_f", "output_layer.linear": "head"}
+    modules |= {"output_layer.adaLN_modulation": "adaln_f"}
+    return _with_kinds(modules) | {"vocab_embed.embedding": "wte.weight"}
+
+
+def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
+    return {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in modules.items() for kind in ("weight", "bias")}
+
+
+# ---- layouts: (state, config) -> (ModelConfig, state, names) ---------------------------------------------------------
+
+
+def _ao_gpt(state: dict, args: dict):
+    config = ModelConfig(
+        **_sizes(args, "vocab_size", "block_size", "n_layer", "n_head", "n_embd"),
+        cond_dim=_width(state, "transformer.wtpe.weight"),
+        attn_bias=args.get("bias", True),
+        mlp_bias=args.get("bias", True),
+    )
+    return config, _start_as_vector(state), gpt_names("AO-GPT", config.n_layer)
+
+
+def _sigma_gpt(state: dict, args: dict):
+    bias = args.get("bias", True)
+    config = ModelConfig(
+        **_sizes(args, "vocab_size", "block_size", "n_layer", "n_head", "n_embd"),
+        target="input",
+        norm="layernorm",
+        norm_bias=bias,
+        attn_bias=bias,
+        mlp_bias=bias,
+        qk_norm=False,
+        tied_head=True,
+        head_bias=False,
+    )
+    return config, _start_as_vector(_without_tied_head(state)), gpt_names("sigma-GPT", config.n_layer)
+
+
+def _gpt2(state: dict, settings: dict):
+    """Linear layers are stored transposed (Conv1D); causal masks are stored as buffers."""
+    fixed = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True}
+    fixed |= {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    _require(settings, fixed)
+    if settings.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise ValueError(f"its activation_function is {settings['activation_function']!r}; known is 'gelu_new'")
+    config = ModelConfig(
+        **_sizes(settings, "vocab_size", "n_layer", "n_head", "n_embd", block_size="n_positions"),
+        target="none",
+        norm="layernorm",
+        qk_norm=False,
+        gelu="tanh",
+        start="hidden",
+        tied_head=True,
+        head_bias=False,
+    )
+    state = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): tensor for name, tensor in state.items()}
+    for name, tensor in list(state.items()):
+        if re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", name):
+            del state[name]
+        elif re.fullmatch(r"transformer\.h\..*\.c_\w+\.weight", name) and tensor.dim() == 2:
+            state[name] = tensor.T
+    if "transformer.wpe.weight" in state:  # our input position p + 1 is GPT-2's p
+        state["transformer.wpe.weight"] = F.pad(state["transformer.wpe.weight"], (0, 0, 1, 0))
+    state["transformer.wnonee.weight"] = torch.zeros(config.n_embd)
+    return config, _without_tied_head(state), gpt_names("GPT-2", config.n_layer)
+
+
+def _radd(state: dict, settings: dict, **sedd):
+    """Rotary positions; the mask is the last row of the token table."""
+    shape = settings.get("model")
+    if not isinstance(shape, dict) or type(settings.get("tokens")) is not int:
+        raise ValueError("there is no config.json beside it that gives `tokens` and `model`")
+    shape = {"length": 1024} | shape
+    config = ModelConfig(
+        **_sizes(shape, block_size="length", n_layer="n_blocks", n_head="n_heads", n_embd="hidden_size"),
+        vocab_size=settings["tokens"] + 1,
+        mask_token=settings["tokens"],
+        attention="full",
+        target="none",
+        position="rotary",
+        norm="layernorm",
+        qk_norm=False,
+        gelu="tanh",
+        attn_bias=False,
+        **sedd,
+    )
+    state = dict(state)
+    frequency = state.pop("rotary_emb.inv_freq", None)
+    if frequency is not None:
+        head_dim = config.n_embd // config.n_head
+        expected = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        # a release in half precision rounds them by up to 2^-8
+        if frequency.shape != expected.shape or not torch.allclose(frequency.float(), expected, rtol=5e-3, atol=1e-7):
+            raise ValueError("rotary_emb.inv_freq is not that of rotary positions with base 10000")
+    return config, state, diffusion_names(config.n_layer)
+
+
+def _sedd(state: dict, settings: dict):
+    result = _radd(state, settings, noise=True, norm_bias=False, cond_dim=_width(state, "sigma_map.mlp.2.weight"))
+    _require(settings.get("graph") or {}, {"type": "absorb"})
+    _require(settings["model"], {"scale_by_sigma": True})
+    return result
+
+
+LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2, "RADD": _radd, "SEDD": _sedd}
+
+
+# ---- shared by the layouts -------------------------------------------------------------------------------------------
+
+
+def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors under our names. ValueError unless they are exactly the parameters of a model of this shape."""
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in AOGPT(config).named_parameters()}
+    missing = [theirs for theirs, ours in names.items() if ours in shapes and theirs not in state]
+    unknown = [theirs for theirs in state if names.get(theirs) not in shapes]
+    problems = [f"it lacks {_list(missing)}"] if missing else []
+    problems += [f"the model has no place for {_list(unknown)}"] if unknown else []
+    if problems:
+        raise ValueError(" and ".join(problems))
+    for theirs, tensor in state.items():
+        expected = shapes[names[theirs]]
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not {expected} as it should be")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{theirs} holds {tensor.dtype}, not floating-point numbers")
+    return {names[theirs]: tensor for theirs, tensor in state.items()}
+
+
+def _without_prefixes(state: dict) -> dict[str, Tensor]:
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is {type(tensor).__name__}, not a tensor")
+    return {re.sub(PREFIXES, "", str(name)): tensor for name, tensor in state.items()}
+
+
+def _without_tied_head(state: dict) -> dict[str, Tensor]:
+    """Without lm_head.weight, which is the token table again."""
+    state = dict(state)
+    head = state.pop("lm_head.weight", None)
+    table = state.get("transformer.wte.weight")
+    if head is not None and table is not None and not torch.equal(head, table):
+        raise ValueError("lm_head.weight and transformer.wte.weight differ, though the layout shares them")
+    return state
+
+
+def _start_as_vector(state: dict) -> dict[str, Tensor]:
+    """With the one row of transformer.wnonee, the learned [None], as a vector."""
+    row = state.get("transformer.wnonee.weight")
+    return state | {"transformer.wnonee.weight": row[0]} if row is not None and row.shape[:1] == (1,) else state
+
+
+def _blocks(state: dict) -> int:
+    numbers = [re.match(r"transformer\.h\.(\d+)\.", name) for name in state]
+    return 1 + max((int(found[1]) for found in numbers if found), default=-1)
+
+
+def _width(state: dict, name: str) -> int:
+    if name not in state or state[name].dim() != 2:
+        raise ValueError(f"it lacks {name}, a matrix")
+    return state[name].shape[1]
+
+
+def _sizes(config: dict, *names: str, **renamed: str) -> dict[str, int]:
+    """Sizes out of a configuration: {our name: number}, `renamed` from our names to theirs."""
+    theirs = {name: name for name in names} | renamed
+    wrong = [name for name in theirs.values() if type(config.get(name)) is not int]
+    if wrong:
+        found = ", ".join(f"{name} = {config[name]!r}" if name in config else f"no {name}" for name in wrong)
+        raise ValueError(f"its configuration (model_args, or config.json beside it) gives {found}: numbers are needed")
+    return {ours: config[name] for ours, name in theirs.items()}
+
+
+def _require(config: dict, fixed: dict) -> None:
+    """Settings that have no place in ModelConfig; where they are left out, they are as they should be."""
+    for name, value in fixed.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"its {name} is {config[name]!r}; known is {value!r}")
+
+
+def _list(names: list[str], limit: int = 4) -> str:
+    """The first few names, and how many they are if that is not all."""
+    shown = ", ".join(names[:limit]) or "nothing"
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown

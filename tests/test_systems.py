@@ -1,0 +1,1032 @@
+"""Every system of the comparison computes its formulas, trains on its objective and samples its own distribution."""
+
+import dataclasses
+import itertools
+import math
+import re
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from reference import (
+    all_sequences,
+    chi_square_p,
+    conditionals,
+    encoder_conditionals,
+    encoder_outputs,
+    exact_plans,
+    fixed_plans,
+    log_probs,
+    mask_sets,
+    mdm_weight,
+    order_through,
+    plan_distribution,
+    random_orders,
+    random_tokens,
+    randomise,
+)
+from test_decode import make_plan, sampled_counts, seeded, some_given, uncached_log_probs
+
+import config as configuration
+import train
+from config import Config, StageConfig
+from decode import Plan, generate, group_sizes
+from model import AOGPT, ModelConfig, log_linear_noise
+from objectives import Masks, ObjectiveConfig, ao_ar_loss, groupwise_loss, masked_nll, masks_at, score_entropy
+from orders import OrderConfig, orders_at
+
+LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
+LENGTH, TOKENS = 9, 11
+TINY = {"vocab_size": TOKENS + 1, "block_size": LENGTH, "n_layer": 2, "n_head": 3, "n_embd": 12, "cond_dim": 5}
+
+GPT2_BLOCKS = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
+DECODERS = {
+    "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
+    "sigma-GPT": {"target": "input"} | GPT2_BLOCKS,
+    "AO-GPT": {},
+    "shared": {"target": "shared"},
+    "per_block": {"target": "per_block"},
+    "two_stream": {"target": "two_stream"},
+}
+ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
+ROTARY_BLOCKS = {"position": "rotary", "norm": "layernorm", "qk_norm": False, "gelu": "tanh", "attn_bias": False}
+ENCODERS = {
+    "RADD": ENCODER | ROTARY_BLOCKS,
+    "SEDD": ENCODER | ROTARY_BLOCKS | {"norm_bias": False, "noise": True},
+    "encoder AO-GPT": ENCODER,
+}
+SYSTEMS = DECODERS | ENCODERS
+
+every_system = pytest.mark.parametrize("system", SYSTEMS)
+every_decoder = pytest.mark.parametrize("system", DECODERS)
+every_encoder = pytest.mark.parametrize("system", ENCODERS)
+
+
+def make_model(system, seed=0, dtype=torch.float64, **settings):
+    return randomise(AOGPT(ModelConfig(**(TINY | SYSTEMS[system] | settings))).to(dtype), seed)
+
+
+def parameters(model):
+    return dict(model.named_parameters())
+
+
+def some_masked(batch_size, length, seed):
+    """Random masks of several rates; the first row masks everything, the second nothing, the third one position."""
+    rates = torch.linspace(0.1, 0.9, batch_size)[:, None]
+    masked = torch.rand(batch_size, length, generator=seeded(seed)) < rates
+    masked[0], masked[1], masked[2] = True, False, torch.arange(length) == 1
+    return masked
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length, seed", [(LENGTH, 0), (6, 1)])  # the whole block, and less than it
+@every_decoder
+def test_a_decoder_computes_its_formulas(system, length, seed):
+    """Float64 against plain loops: both round at 1e-16, a few hundred operations deep, so 1e-9 is far above rounding
+    and far below any difference of formula."""
+    model = make_model(system, seed)
+    tokens, order = random_tokens(TOKENS, 3, length, seed + 1), random_orders(3, length, seed + 2)
+    expected = log_probs(model.config, parameters(model), tokens, order)
+    assert (model.token_log_probs(tokens, order) - expected).abs().max() < 1e-9
+    assert (-model(tokens, order) - expected).abs().max() < 1e-9
+    assert expected.std() > 0.3  # the weights matter: these are not nearly equal numbers
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, LENGTH])
+def test_groupwise_two_stream_computes_its_formulas(group):
+    """1e-9 as above."""
+    model = make_model("two_stream", seed=group)
+    tokens, order = random_tokens(TOKENS, 3, LENGTH, 1), random_orders(3, LENGTH, 2)
+    expected = log_probs(model.config, parameters(model), tokens, order, group)
+    assert (-model(tokens, order, group_starts(order, group)) - expected).abs().max() < 1e-9
+    assert abs(groupwise_loss(model, tokens, order, group) + expected.mean()) < 1e-9
+    assert expected.std() > 0.3
+
+
+@pytest.mark.parametrize("length, seed", [(LENGTH, 0), (6, 1)])
+@every_encoder
+def test_an_encoder_computes_its_formulas(system, length, seed):
+    """1e-9 as above; for every masked position both what training reads and the log-probability."""
+    model = make_model(system, seed)
+    tokens, masked = random_tokens(TOKENS, 6, length, seed + 1), some_masked(6, length, seed + 2)
+    sigma = -torch.log(1 - (1 - 1e-3) * masked.double().mean(dim=1)) if model.config.noise else None
+    outputs = encoder_outputs(model.config, parameters(model), tokens, masked, sigma)
+    normaliser = outputs.exp().sum(dim=-1).log()
+    true = outputs.gather(-1, tokens[..., None]).squeeze(-1)
+    expected = (true - normaliser) * masked
+    assert expected[masked].std() > 0.3
+    assert (model.masked_log_probs(tokens, masked) - expected).abs().max() < 1e-9
+    if model.config.noise:
+        got = model(tokens, masked, sigma)
+        assert ((got - torch.stack([normaliser, true])) * masked).abs().max() < 1e-9
+    else:
+        assert (model(tokens, masked) + expected).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_score_entropy_of_sedd_is_its_formula(seed):
+    """With log-scores log s = output - log expm1(sigma) - log(V - 1), V counting [MASK], and the ratio r = 1 /
+    expm1(sigma) of the true token: the sum over masked positions of sum_y s_y - r log s_x + r (log r - 1), times
+    sigma'(t) / length. 1e-5: the cosines of the noise level are those of its float32 rounding (6e-8, relative)."""
+    model = make_model("SEDD", seed)
+    tokens = random_tokens(TOKENS, 8, LENGTH, seed + 1)
+    masks = masks_at(ObjectiveConfig("score_entropy"), seed, 3, range(8), 8, LENGTH)
+    sigma = masks.sigma[:, None, None]
+    outputs = encoder_outputs(model.config, parameters(model), tokens, masks.masked, masks.sigma)
+    log_scores = outputs - sigma.expm1().log() - math.log(model.config.vocab_size - 1)
+    ratio = 1 / sigma.squeeze(-1).expm1()
+    true = log_scores.gather(-1, tokens[..., None]).squeeze(-1)
+    entropy = log_scores.exp().sum(-1) - ratio * true + ratio * (ratio.log() - 1)
+    expected = masks.weight * (entropy * masks.masked).sum(1) / LENGTH
+    got = score_entropy(model, tokens, masks, vocab=TOKENS)
+    assert ((got - expected) / (1 + expected.abs())).abs().max() < 1e-5
+    assert expected.max() > 0.1
+
+
+def test_gpt2_never_sees_the_start_vector_after_the_first_step():
+    model = make_model("GPT-2")
+    tokens, order = random_tokens(TOKENS, 4, LENGTH, 1), torch.arange(LENGTH).expand(4, LENGTH)
+    before = model.token_log_probs(tokens, order)
+    with torch.no_grad():
+        model.start += torch.randn(model.start.shape, generator=seeded(2), dtype=torch.float64)
+    change = (model.token_log_probs(tokens, order) - before).abs()
+    assert (change[:, 1:] == 0).all() and (change[:, 0] > 1e-3).all()
+
+
+# ---- how many conditionals there are ---------------------------------------------------------------------------------
+
+
+def listed_conditionals(model, length, seed):
+    """log p(token 0 at the target | context), as `generate` computes it for every ordered context and every target:
+    {(context, target): value}. The context holds the tokens of one random sequence."""
+    keys = [
+        (context, target)
+        for size in range(length)
+        for context in itertools.permutations(range(length), size)
+        for target in range(length)
+        if target not in context
+    ]
+    order = torch.tensor([order_through(context, target, length) for context, target in keys])
+    known = torch.tensor([len(context) for context, _ in keys])[:, None]
+    plan = Plan(order, (torch.arange(length) - known).clamp(min=-1))
+    tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed).expand(len(keys), length)
+    uniforms = torch.zeros(order.shape, dtype=torch.float64)  # always the first token
+    got = generate(model, plan, tokens, uniforms=uniforms)
+    return {key: float(row[key[1]]) for key, row in zip(keys, got.log_probs, strict=True)}
+
+
+def count_distinct(values, tolerance=4e-6):
+    """Log-probabilities above -32 are stored as float32, in steps of at most 2e-6: gaps below 4e-6 are none."""
+    values = sorted(values)
+    assert values[0] > -32
+    return 1 + sum(b - a > tolerance for a, b in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("length", [3, 4])
+@every_encoder
+def test_an_encoder_has_one_conditional_per_set_of_context(system, length, seed):
+    """n 2^(n-1) of them (the paper, section 3): 12 and 32. Rotary positions are relative: where all tokens are [MASK],
+    no position differs from another, and n of these conditionals are one."""
+    values = listed_conditionals(make_model(system, seed, block_size=length), length, seed)
+    for (context, target), value in values.items():
+        assert abs(value - values[tuple(sorted(context)), target]) < 1e-6  # float32 of logs of size 1 to 10
+    coinciding = length - 1 if SYSTEMS[system].get("position") == "rotary" else 0
+    assert count_distinct(values.values()) == length * 2 ** (length - 1) - coinciding
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.parametrize("system", [name for name in DECODERS if name != "GPT-2"])
+def test_a_decoder_has_one_conditional_per_order_of_context(system, length, seed):
+    """sum_k C(n, k) (n - k) k! of them, about e n! (the paper, section 3): 15 and 64."""
+    values = listed_conditionals(make_model(system, seed, block_size=length), length, seed)
+    assert count_distinct(values.values()) == sum(
+        math.comb(length, k) * (length - k) * math.factorial(k) for k in range(length)
+    )
+    assert max(abs(values[context, t] - values[tuple(sorted(context)), t]) for context, t in values) > 1e-2
+
+
+def test_one_block_of_two_streams_does_not_know_the_order_of_its_context():
+    """Queries of the first block read embedded tokens and positions, a set; the content behind it knows the order. So
+    the count above is a property of the depth, and the test of it can tell the two numbers apart."""
+    values = listed_conditionals(make_model("two_stream", block_size=4, n_layer=1), 4, 0)
+    assert count_distinct(values.values()) == 4 * 2**3
+
+
+# ---- masked diffusion losses, enumerated -----------------------------------------------------------------------------
+
+N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
+ENUMERABLE = {"vocab_size": V + 1, "block_size": N, "n_layer": 2, "n_head": 2, "n_embd": 8, "cond_dim": 4}
+PATTERNS = torch.tensor(list(itertools.product([False, True], repeat=N)))  # all masks, the last position fastest
+EPS = 1e-3
+
+
+def enumerable_encoder(seed, system="encoder AO-GPT", **settings):
+    settings = ENUMERABLE | {"mask_token": V} | settings
+    return make_model(system, seed, **settings)
+
+
+def pattern_index(masked):
+    return (masked * torch.tensor([2 ** (N - 1 - i) for i in range(N)])).sum(dim=-1)
+
+
+def mask_losses(model, tokens):
+    """Sum over masked positions of -log p(x_i | unmasked), (sequences, 16 masks)."""
+    rows = tokens.repeat_interleave(len(PATTERNS), dim=0)
+    return -model.masked_log_probs(rows, PATTERNS.repeat(len(tokens), 1)).sum(1).view(len(tokens), len(PATTERNS))
+
+
+def ao_ar_of_encoder(model, tokens):
+    """Mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n, from the encoder's own conditionals: (rows,)."""
+    total = torch.zeros(len(tokens), dtype=torch.float64)
+    for order in itertools.permutations(range(N)):
+        for i, position in enumerate(order):
+            masked = torch.tensor([p not in order[:i] for p in range(N)]).expand(len(tokens), N)
+            total -= model.masked_log_probs(tokens, masked)[:, position]
+    return total / math.factorial(N) / N
+
+
+def integral(m, low, high):
+    """int_low^high r^m (1-r)^(n-m) dr, in fractions: of a mask with m masked positions over its rate r."""
+    terms = ((Fraction((-1) ** j * math.comb(N - m, j), m + j + 1), m + j + 1) for j in range(N - m + 1))
+    return sum(factor * (Fraction(high) ** power - Fraction(low) ** power) for factor, power in terms)
+
+
+def expected_estimate(kind, model, tokens):
+    """E[masked_nll] of each sequence over rates and masks, exactly.
+
+    Every mask enters with its probability given the rate (or k) and the weight of that rate. Integrals over the rate
+    are polynomials of degree n - 1 = 3, which Gauss-Legendre quadrature with 6 nodes integrates exactly.
+    """
+    if kind == "k_dce":
+        settings = [(1 / N, k, N / k) for k in range(1, N + 1)]
+    else:
+        nodes, weights = np.polynomial.legendre.leggauss(6)
+        settings = [(w / 2, (u + 1) / 2, 2 / (u + 1)) for u, w in zip(nodes, weights, strict=True)]
+    total = torch.zeros(len(tokens), dtype=torch.float64)
+    for pattern in PATTERNS:
+        m, masked = int(pattern.sum()), pattern.expand(len(tokens), N)
+        for share, at, weight in settings:
+            if kind == "k_dce":
+                probability = (m == at) / math.comb(N, at)
+            else:
+                rate = (1 - EPS) * at if kind == "t_dce" else at
+                probability = rate**m * (1 - rate) ** (N - m)
+            same = torch.full((len(tokens),), weight, dtype=torch.float64)
+            if probability:
+                total += share * probability * masked_nll(model, tokens, Masks(masked, same, same)).detach()
+    return total
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce"])
+def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
+    """For each of 27 sequences, in float64 (1e-12: a thousand terms of size 1). The schedule of t_dce stops at rate 1 -
+    eps, so what it leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added, mask by mask, in fractions."""
+    model = enumerable_encoder(seed)
+    tokens = all_sequences(V, N)[::3]
+    expected, got = ao_ar_of_encoder(model, tokens), expected_estimate(kind, model, tokens)
+    if kind == "t_dce":
+        losses, end = mask_losses(model, tokens), Fraction(1) - Fraction(EPS)
+        for i, pattern in enumerate(PATTERNS.tolist()):
+            m = sum(pattern)
+            if m:  # r^m / r: one masked position fewer
+                rest = sum(
+                    Fraction((-1) ** j * math.comb(N - m, j), m + j) * (1 - end ** (m + j)) for j in range(N - m + 1)
+                )
+                got += float(rest) * losses[:, i] / N
+    assert (got - expected).abs().max() < 1e-12
+    assert expected.std() > 0.1
+
+
+def test_masked_losses_weigh_masks_as_the_time_integral_does():
+    """The expectations of the three estimators, mask by mask, are B(m, n - m + 1) = 1 / (m C(n, m))."""
+    for masked in mask_sets(N):
+        m = len(masked)
+        assert mdm_weight(masked, N) == Fraction(1, m * math.comb(N, m))
+        assert mdm_weight(masked, N) == sum(Fraction((-1) ** j * math.comb(N - m, j), m + j) for j in range(N - m + 1))
+
+
+# ---- the masks that are drawn ----------------------------------------------------------------------------------------
+
+
+def rate_of(masks, kind):
+    """The rate at which the positions of each row were masked, from the weight of the row."""
+    if kind == "score_entropy":  # weight sigma'(t) = (1 - eps) / (1 - rate)
+        return 1 - (1 - EPS) / masks.weight
+    return (1 - EPS if kind == "t_dce" else 1) / masks.weight
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["t_dce", "score_entropy"])
+def test_masks_of_random_times_have_their_distribution(kind, seed):
+    """Which of 16 masks and which quarter of the times, together, in 40,000 rows: chi-square at level 1e-4."""
+    masks = masks_at(ObjectiveConfig(kind), seed, 5, range(40_000), 40_000, N)
+    quarter = (rate_of(masks, kind) / (1 - EPS) * 4).long().clamp(0, 3)
+    observed = (quarter * 16 + pattern_index(masks.masked)).bincount(minlength=64)
+    end = Fraction(1) - Fraction(EPS)
+    probability = [
+        float(integral(sum(pattern), end * q / 4, end * (q + 1) / 4) / end)
+        for q in range(4)
+        for pattern in PATTERNS.tolist()
+    ]
+    assert chi_square_p(observed, 40_000 * torch.tensor(probability, dtype=torch.float64)) > LEVEL
+    assert ((1 - (-masks.sigma).exp()) - rate_of(masks, kind)).abs().max() < 1e-9  # sigma is the rate's noise level
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_masks_of_random_size_have_their_distribution(seed):
+    """k is uniform over 1..n, the mask uniform given k, in 40,000 rows: chi-square at level 1e-4."""
+    masks = masks_at(ObjectiveConfig("k_dce"), seed, 5, range(40_000), 40_000, N)
+    sizes = PATTERNS.sum(1).tolist()
+    probability = torch.tensor([1 / (N * math.comb(N, k)) if k else 0.0 for k in sizes], dtype=torch.float64)
+    assert chi_square_p(pattern_index(masks.masked).bincount(minlength=16), 40_000 * probability) > LEVEL
+    assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6  # the weights may be float32
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, total):
+    """Each row by itself over 4,000 steps: its rate is U(0, 1) and masks its positions independently. Which of 16 masks
+    and which quarter of the rates: chi-square at level 1e-4."""
+    batches = [masks_at(ObjectiveConfig("lambda_dce"), seed, s, range(total), total, N) for s in range(4000)]
+    cells = [
+        float(integral(sum(pattern), Fraction(q, 4), Fraction(q + 1, 4)))
+        for q in range(4)
+        for pattern in PATTERNS.tolist()
+    ]
+    expected = 4000 * torch.tensor(cells, dtype=torch.float64)
+    for row in range(total):
+        masked = torch.stack([masks.masked[row] for masks in batches])
+        quarter = (torch.stack([1 / masks.weight[row] for masks in batches]) * 4).long().clamp(0, 3)
+        observed = (quarter * 16 + pattern_index(masked)).bincount(minlength=64)
+        assert chi_square_p(observed, expected) > LEVEL, f"row {row}"
+
+
+def test_stratified_rates_leave_no_position_always_masked():
+    """A batch of the published size. Each position of a row is masked with probability 1/2 over the steps; 60 steps
+    without one unmasked token would happen once in 2^60 at one of 2,048 positions."""
+    rows = range(2)
+    masks = [masks_at(ObjectiveConfig("lambda_dce"), 0, step, rows, 512, 1024).masked for step in range(60)]
+    masked = torch.stack(masks).double().mean(0)
+    stuck = ((masked == 0) | (masked == 1)).nonzero().tolist()
+    assert not stuck, f"(row, position) masked always or never: {stuck}"
+
+
+def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
+    """1e-6: the rates may be float32."""
+    for step in range(50):
+        masks = masks_at(ObjectiveConfig("lambda_dce"), 1, step, range(8), 8, N)
+        rates = (1 / masks.weight).double()
+        assert sorted((rates * 8).long().clamp(max=7).tolist()) == list(range(8))
+        assert ((1 - (-masks.sigma).exp()) / (1 - EPS) - rates).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce", "score_entropy"])
+def test_masks_are_a_function_of_seed_step_and_row(kind):
+    objective = ObjectiveConfig(kind)
+    whole = masks_at(objective, 3, 7, range(12), 12, LENGTH)
+    for size in (1, 3, 4):
+        parts = [masks_at(objective, 3, 7, range(r, r + size), 12, LENGTH) for r in range(0, 12, size)]
+        for name in ("masked", "weight", "sigma"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    for seed, step in ((4, 7), (3, 8)):
+        other = masks_at(objective, seed, step, range(12), 12, LENGTH)
+        assert not torch.equal(other.masked, whole.masked) and not torch.equal(other.weight, whole.weight)
+    assert len({tuple(row) for row in whole.masked.tolist()}) > 6  # rows differ among themselves
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce"])
+def test_the_mean_loss_over_drawn_masks_is_the_expectation(kind, seed):
+    """Batches of 4 in 3,000 steps, a batch being one draw: within 4.5 standard errors (7e-6, two-sided) of the exact
+    value, which for t_dce differs from the any-order loss by less than eps times the length."""
+    model, tokens = enumerable_encoder(seed), random_tokens(V, 1, N, seed)
+    expected, losses = float(expected_estimate(kind, model, tokens)), mask_losses(model, tokens)[0] / N
+    steps = []
+    for step in range(3000):
+        masks = masks_at(ObjectiveConfig(kind), seed, step, range(4), 4, N)
+        steps.append((masks.weight * losses[pattern_index(masks.masked)]).mean())
+    steps = torch.stack(steps)
+    error = steps.std() / math.sqrt(len(steps))
+    assert abs(steps.mean() - expected) < 4.5 * error and error < 0.05 * expected
+
+
+# ---- stratification --------------------------------------------------------------------------------------------------
+
+
+def loss_given_rate(losses, rates):
+    """E[masked_nll | rate] over all masks: (rows of rates) in, the same shape out."""
+    m = PATTERNS.sum(1)
+    chance = rates.unsqueeze(-1) ** m * (1 - rates.unsqueeze(-1)) ** (N - m)
+    return (chance * losses).sum(-1) / rates / N
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_stratified_rates_lower_the_variance_of_the_batch_loss(seed, batch):
+    """The variance of a batch mean is that of E[loss | rates] plus the mean of Var[loss | rates]. The second is the
+    same for stratified and independent rates, since each rate is U(0, 1) either way; so the first decides. For a slope
+    it falls by the batch size; here by half of that at least. 2,000 batches fix a variance to 3%."""
+    losses = mask_losses(enumerable_encoder(seed), random_tokens(V, 1, N, seed))[0]
+    steps = [masks_at(ObjectiveConfig("lambda_dce"), seed, s, range(batch), batch, N) for s in range(2000)]
+    stratified = loss_given_rate(losses, torch.stack([1 / masks.weight.double() for masks in steps])).mean(1)
+    independent = torch.rand(2000, batch, generator=seeded(seed), dtype=torch.float64)
+    independent = loss_given_rate(losses, independent).mean(1)
+    assert stratified.var() < independent.var() * 2 / batch
+
+
+def copying_encoder(length):
+    """An encoder that says "token 0", the surer the more of it is seen: its loss depends on the mask rate alone.
+
+    Queries of zero average the values of all positions; the value of token 0 moves the coordinate that the head reads.
+    """
+    settings = {"vocab_size": 4, "block_size": length, "n_layer": 1, "n_head": 2, "n_embd": 8, "mask_token": 3}
+    model = AOGPT(ModelConfig(**ENCODER | settings))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        for norm in (model.norm_f, model.blocks[0].norm1, model.blocks[0].norm2):
+            norm.weight.fill_(1)
+        model.wte.weight[0, 0] = model.wte.weight[3, 1] = 1
+        model.blocks[0].attn.qkv.weight[16:] = torch.eye(8)
+        model.blocks[0].attn.proj.weight[2, 0] = 1
+        model.head.weight[0, 2] = 4
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_lambda_dce_batches_vary_less_than_those_of_independent_rates(seed):
+    """The whole loss, masks drawn: 500 batches of 8 each way fix a ratio of variances to 9%. What is left is the
+    randomness of masks of a given rate, the same both ways."""
+    length, batch = 64, 8
+    model, tokens = copying_encoder(length), torch.zeros(batch, length, dtype=torch.long)
+    stratified, independent, generator = [], [], seeded(seed)
+    for step in range(500):
+        masks = masks_at(ObjectiveConfig("lambda_dce"), seed, step, range(batch), batch, length)
+        stratified.append(masked_nll(model, tokens, masks).mean())
+        rate = torch.rand(batch, generator=generator, dtype=torch.float64)
+        masked = torch.rand(batch, length, generator=generator, dtype=torch.float64) < rate[:, None]
+        independent.append(masked_nll(model, tokens, Masks(masked, 1 / rate, rate)).mean())
+    stratified, independent = torch.stack(stratified), torch.stack(independent)
+    assert stratified.var() < 0.6 * independent.var()
+    error = math.sqrt((stratified.var() + independent.var()) / 500)
+    assert abs(stratified.mean() - independent.mean()) < 4.5 * error  # two-sided 7e-6: the same loss in expectation
+
+
+# ---- score entropy ---------------------------------------------------------------------------------------------------
+
+N_SCORES = 3  # positions of the joint distribution: 27 sequences, 7 masks
+
+
+class TableOfOutputs:
+    """A network without a shape: one free output per partly masked sequence, position and token."""
+
+    def __init__(self, outputs):
+        self.outputs = outputs  # (4 ** n, n, V), by the sequence with [MASK] = V
+
+    def __call__(self, tokens, masked, sigma):
+        place = torch.tensor([(V + 1) ** i for i in range(N_SCORES)])
+        outputs = self.outputs[(torch.where(masked, V, tokens) * place).sum(1)]
+        return torch.stack([outputs.logsumexp(-1), outputs.gather(-1, tokens[..., None]).squeeze(-1)])
+
+
+def random_joint(seed):
+    weights = torch.randn(V**N_SCORES, generator=seeded(seed), dtype=torch.float64).exp()
+    return weights / weights.sum()
+
+
+def true_outputs(joint):
+    """The outputs whose scores are the true ratios: log p(y | unmasked tokens) + log N, summed over the joint."""
+    sequences = all_sequences(V, N_SCORES)
+    result = torch.zeros((V + 1) ** N_SCORES, N_SCORES, V, dtype=torch.float64)
+    for index in range((V + 1) ** N_SCORES):
+        state = [index // (V + 1) ** i % (V + 1) for i in range(N_SCORES)]
+        fits = torch.stack([(sequences[:, i] == t) | (t == V) for i, t in enumerate(state)]).all(0)
+        for position, token in enumerate(state):
+            if token == V:
+                mass = [joint[fits & (sequences[:, position] == y)].sum() for y in range(V)]
+                result[index, position] = (torch.stack(mass) / sum(mass)).log() + math.log(V)
+    return result
+
+
+def mean_score_entropy(outputs, joint, t):
+    """Expectation of score_entropy at time t over all sequences and all masks, times the length."""
+    rate = (1 - EPS) * t
+    sequences, total = all_sequences(V, N_SCORES), 0.0
+    for pattern in itertools.product([False, True], repeat=N_SCORES):
+        m, masked = sum(pattern), torch.tensor(pattern).expand(len(sequences), N_SCORES)
+        sigma = log_linear_noise(torch.full((len(sequences),), t, dtype=torch.float64), EPS)
+        weight = torch.full_like(sigma, (1 - EPS) / (1 - rate))
+        loss = score_entropy(TableOfOutputs(outputs), sequences, Masks(masked, weight, sigma), V)
+        total = total + rate**m * (1 - rate) ** (N_SCORES - m) * (joint * loss).sum() * N_SCORES
+    return total
+
+
+@pytest.mark.parametrize("t", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_score_entropy_is_least_at_the_true_ratios(seed, t):
+    """All outputs are free. Float64, 1e-12 relative to values up to 100: the gradient is 0, the value is the true
+    conditionals' (1/t) E[sum over masked positions of -log p], and every other table is worse."""
+    joint = random_joint(seed)
+    best = true_outputs(joint).requires_grad_()
+    least = mean_score_entropy(best, joint, t)
+    (gradient,) = torch.autograd.grad(least, best)
+    least = float(least.detach())
+    assert gradient.abs().max() < 1e-11
+    rate, entropy = (1 - EPS) * t, 0.0
+    sequences = all_sequences(V, N_SCORES)
+    table = TableOfOutputs(best.detach())
+    for pattern in itertools.product([False, True], repeat=N_SCORES):
+        masked = torch.tensor(pattern).expand(len(sequences), N_SCORES)
+        normaliser, true = table(sequences, masked, None)
+        chance = rate ** sum(pattern) * (1 - rate) ** (N_SCORES - sum(pattern))
+        entropy += chance * float((joint * ((normaliser - true) * masked).sum(1)).sum())
+    assert abs(least - entropy / t) < 1e-11 * (1 + least) and entropy > 0.1
+
+    generator = seeded(seed + 10)
+    shapes = [best.shape, best.shape, (*best.shape[:2], 1), (1, 1, V)]  # free, scores scaled as one, one token favoured
+    for shape, size in itertools.product(shapes, (0.3, 0.01)):
+        step = size * torch.randn(shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            assert mean_score_entropy(best + step, joint, t) > least + 1e-3 * size**2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_descent_on_score_entropy_finds_the_true_ratios(seed):
+    """From outputs of 0, Newton's method for each free output (the loss is separable): to 1e-6 in a few steps. States
+    of small probability are reached too, because a Newton step does not depend on the scale of the loss."""
+    joint, t = random_joint(seed), 0.5
+    outputs = torch.zeros_like(true_outputs(joint)).requires_grad_()
+    for _ in range(30):
+        (gradient,) = torch.autograd.grad(mean_score_entropy(outputs, joint, t), outputs, create_graph=True)
+        (curvature,) = torch.autograd.grad(gradient.sum(), outputs)
+        step = torch.where(curvature > 0, gradient / curvature.clamp(min=1e-300), 0.0)
+        outputs = (outputs - step.clamp(-1, 1)).detach().requires_grad_()
+    reached = torch.autograd.grad(mean_score_entropy(outputs, joint, t), outputs)[0]
+    used = true_outputs(joint).abs().sum(-1) > 0  # masked positions; the others are in no loss
+    assert reached.abs().max() < 1e-12
+    assert (outputs - true_outputs(joint))[used].abs().max() < 1e-6
+
+
+# ---- two streams -----------------------------------------------------------------------------------------------------
+
+
+def group_starts(order, group):
+    steps = torch.arange(order.shape[1])
+    return (steps - steps % group).expand_as(order)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+@torch.no_grad()
+def test_predictions_do_not_see_the_tokens_of_their_own_group_or_later(seed, group):
+    """The prediction of step i before the head. Exactly equal: a hidden token takes part in no operation but those
+    weighted 0 by the mask. A token of an earlier group does change it."""
+    model = make_model("two_stream", seed)
+    tokens, order = random_tokens(TOKENS, 1, LENGTH, seed), random_orders(1, LENGTH, seed)
+    starts = group_starts(order, group)
+    before = model.hidden(tokens, order, starts)[0]
+    for j in range(LENGTH):
+        changed = tokens.clone()
+        changed[0, order[0, j]] = (changed[0, order[0, j]] + 1) % TOKENS
+        change = (model.hidden(changed, order, starts)[0] - before).abs().amax(dim=1)
+        sees = starts[0] > j
+        assert (change[~sees] == 0).all()
+        assert (change[sees] > 1e-6).all()
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+@torch.no_grad()
+def test_groupwise_probabilities_of_all_sequences_sum_to_one(seed, group):
+    """1e-12: 81 float64 terms. A leak of any token of the own group or later would break the sum."""
+    model = make_model("two_stream", seed, vocab_size=V, block_size=N)
+    sequences = all_sequences(V, N)
+    for order in random_orders(6, N, seed):
+        rows = order.expand(len(sequences), N)
+        assert abs((-model(sequences, rows, group_starts(rows, group)).sum(1)).exp().sum() - 1) < 1e-12
+
+
+def test_groups_of_one_are_the_any_order_loss():
+    model = make_model("two_stream")
+    tokens, order = random_tokens(TOKENS, 5, LENGTH, 0), random_orders(5, LENGTH, 1)
+    single = model(tokens, order, group_starts(order, 1))
+    assert (single + model.token_log_probs(tokens, order)).abs().max() < 1e-12  # the same sums in another order
+    assert abs(groupwise_loss(model, tokens, order, 1) - ao_ar_loss(model, tokens, order)) < 1e-12
+    assert abs(groupwise_loss(model, tokens, order, 3) - ao_ar_loss(model, tokens, order)) > 1e-3
+
+
+@pytest.mark.parametrize("system", [name for name in DECODERS if name != "two_stream"])
+def test_groups_need_two_streams(system):
+    tokens, order = random_tokens(TOKENS, 2, LENGTH, 0), random_orders(2, LENGTH, 1)
+    with pytest.raises(ValueError, match="two_stream"):
+        make_model(system)(tokens, order, group_starts(order, 2))
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+SAMPLES = 10_000
+MODES = ["exact 1", "exact 2", "exact 3", "even 2", "l2r"]
+
+
+def accept(counts, distribution):
+    """1e-5: the enumeration of SEDD may sum float32 log-probabilities."""
+    total = float(distribution.sum())
+    assert abs(total - 1) < 1e-5
+    return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
+
+
+def enumerable_system(system, seed):
+    if system in ENCODERS:
+        model = enumerable_encoder(seed, system)
+        return model, encoder_conditionals(model, V, N)
+    model = make_model(system, seed, **ENUMERABLE | {"vocab_size": V})
+    return model, conditionals(model, V, N)
+
+
+def distribution_of(mode, plan, conditional, prompt):
+    context, free = tuple(sorted(prompt)), [p for p in range(N) if p not in prompt]
+    if mode == "l2r":
+        plans = [(1, (*context, *free), (1,) * len(free))]
+    elif mode.startswith("even"):
+        plans = fixed_plans(free, context, tuple(group_sizes(plan)[0].tolist()))
+    else:
+        plans = exact_plans(free, context, int(mode[-1]))
+    return plan_distribution(conditional, plans, n_given=len(context))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("system", [*ENCODERS, "two_stream"])
+def test_samples_match_enumeration(system, mode, seed):
+    """All 81 sequences, 10,000 samples: chi-square at level 1e-4."""
+    model, conditional = enumerable_system(system, seed)
+    plan = make_plan(mode, SAMPLES, N, seed=seed + 10)
+    assert accept(sampled_counts(model, plan, seed + 20), distribution_of(mode, plan, conditional, {}))
+
+
+@pytest.mark.parametrize("prompt", [{1: 2}, {0: 1, 3: 0}])
+@pytest.mark.parametrize("mode", ["exact 1", "exact 3", "even 2", "l2r"])
+@pytest.mark.parametrize("system", [*ENCODERS, "two_stream"])
+def test_infilling_matches_enumeration(system, mode, prompt):
+    """As above, over the sequences that hold the prompt."""
+    model, conditional = enumerable_system(system, 3)
+    given = torch.tensor([p in prompt for p in range(N)]).expand(SAMPLES, N)
+    tokens = torch.tensor([prompt.get(p, 0) for p in range(N)]).expand(SAMPLES, N)
+    plan, sequences = make_plan(mode, SAMPLES, N, given, seed=4), all_sequences(V, N)
+    fits = torch.stack([sequences[:, p] == token for p, token in prompt.items()]).all(dim=0)
+    expected = distribution_of(mode, plan, conditional, prompt) * fits
+    assert accept(sampled_counts(model, plan, 5, tokens), expected)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_samples_of_sedd_follow_the_share_of_masked_tokens(seed):
+    """Left to right, with a model that listens to its noise level: accepted against its own enumeration, rejected beyond
+    doubt against the same with the noise level held at that of one masked token in four."""
+    model = enumerable_encoder(seed, "SEDD")
+    with torch.no_grad():
+        model.noise.fc.weight *= 5
+    plan = make_plan("l2r", SAMPLES, N)
+    counts = sampled_counts(model, plan, seed + 20)
+    assert accept(counts, distribution_of("l2r", plan, encoder_conditionals(model, V, N), {}))
+    sequences = all_sequences(V, N)
+    held = log_linear_noise(torch.full((len(sequences),), 0.25, dtype=torch.float64))
+    log_p = torch.zeros(len(sequences), dtype=torch.float64)
+    for i in range(N):
+        masked = (torch.arange(N) >= i).expand(len(sequences), N)
+        with torch.no_grad():
+            normaliser, output = model(sequences, masked, held)
+        log_p += (output - normaliser)[:, i].double()
+    assert abs(float(log_p.exp().sum()) - 1) < 1e-5  # SEDD's outputs are float32
+    assert chi_square_p(counts, SAMPLES * log_p.exp() / log_p.exp().sum()) < 1e-20
+
+
+TEXT = {"vocab_size": 18, "block_size": 16, "n_head": 2, "n_embd": 24, "mask_token": 17}
+
+
+def text_model(system, seed=0):
+    settings = {name: value for name, value in TEXT.items() if system in ENCODERS or name != "mask_token"}
+    model = AOGPT(ModelConfig(**TINY | SYSTEMS[system] | settings))
+    model = randomise(model, seed, scale=0.7)
+    if model.config.tied_head:  # token vectors of size 1 in the head would leave every prediction certain
+        with torch.no_grad():
+            model.norm_f.weight *= 0.2
+            model.norm_f.bias *= 0.2
+    return model
+
+
+@pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
+@pytest.mark.parametrize("mode", ["l2r", "exact 1", "exact 4", "even 4"])
+@every_decoder
+def test_cached_decoding_gives_the_log_probs_of_the_uncached_pass(system, mode, prompted):
+    """Float32: log-probabilities of size 1 to 10 round at about 1e-6."""
+    model = text_model(system)
+    given = some_given(5, 12, seed=7) if prompted else None
+    plan, tokens = make_plan(mode, 5, 12, given, seed=8), random_tokens(17, 5, 12, seed=9)
+    got = generate(model, plan, tokens, generator=seeded(10))
+    assert (got.log_probs - uncached_log_probs(model, got.tokens, plan)).abs().max() < 1e-5
+    assert (got.log_probs[~plan.given()] < 0).all() and (got.log_probs[plan.given()] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["l2r", "exact 1", "exact 4", "even 4"])
+@every_encoder
+def test_an_encoder_decodes_with_the_log_probs_of_its_masked_pass(system, mode):
+    """Each step against one pass with everything not yet revealed masked. Float32, 1e-5 as above."""
+    model, given = text_model(system), some_given(5, 12, seed=7)
+    plan, tokens = make_plan(mode, 5, 12, given, seed=8), random_tokens(17, 5, 12, seed=9)
+    got = generate(model, plan, tokens, generator=seeded(10))
+    assert torch.equal(got.tokens[given], tokens[given]) and int(got.tokens.max()) < model.config.mask_token
+    for step in range(int(plan.step.max()) + 1):
+        now = got.step == step
+        expected = model.masked_log_probs(got.tokens, got.step >= step)
+        if now.any():
+            assert (got.log_probs - expected)[now].abs().max() < 1e-5
+
+
+# ---- training: one graph, no dead parameter, counted sizes -----------------------------------------------------------
+
+
+def training_inputs(system, model, batch, seed):
+    """Arguments of the training pass, as train.py gives them."""
+    tokens = random_tokens(TOKENS, batch, LENGTH, seed)
+    if system in ENCODERS:
+        kind = "score_entropy" if model.config.noise else "lambda_dce"
+        masks = masks_at(ObjectiveConfig(kind), seed, 0, range(batch), batch, LENGTH)
+        return (tokens, masks.masked, masks.sigma.float()) if model.config.noise else (tokens, masks.masked)
+    kind = "l2r" if system == "GPT-2" else "random"
+    order = orders_at(OrderConfig(kind), seed, 0, range(batch), LENGTH)
+    return (tokens, order, group_starts(order, 2)) if system == "two_stream" else (tokens, order)
+
+
+@every_system
+def test_the_training_forward_of_every_system_compiles_to_one_graph(system):
+    """fullgraph=True raises on a graph break. Float32 in another order of summation: losses near 3, gradients of
+    their sum near 1."""
+    torch._dynamo.reset()
+    model = make_model(system, dtype=torch.float32, n_layer=1).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in range(2):
+        inputs, results = training_inputs(system, model, 4, batch), []
+        for run in (compiled, model):
+            model.zero_grad()
+            out = run(*inputs)
+            out.mean().backward()
+            results.append((out.detach(), *(p.grad.clone() for p in model.parameters())))
+        for a, b in zip(*results, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def dead_by_design(system, name, p):
+    """Elements of a parameter that cannot learn, and why."""
+    dead = torch.zeros_like(p, dtype=torch.bool)
+    if system in ENCODERS and name in ("head.weight", "head.bias"):
+        dead[TOKENS] = True  # [MASK] is never predicted
+    if system in ("GPT-2", "sigma-GPT") and name.endswith("qkv.bias"):
+        dead[TINY["n_embd"] : 2 * TINY["n_embd"]] = True  # without QK-norm it moves all scores of a query alike
+    if system == "GPT-2" and name == "wpe.weight":
+        dead[-1] = True  # left to right, the last token is never an input
+    return dead
+
+
+@every_system
+def test_every_element_of_every_parameter_learns(system):
+    """Gradients are 1e-8 and more where anything is learned (the waves of the noise level are the smallest), float64
+    rounding of a zero is 1e-16; 1e-12 lies between. Whole rows of the token table that stand for no token aside."""
+    model = make_model(system, seed=2)
+    inputs = training_inputs(system, model, 64, 1)
+    if model.config.noise:
+        masks = masks_at(ObjectiveConfig("score_entropy"), 1, 0, range(64), 64, LENGTH)
+        loss = score_entropy(model, inputs[0], masks, TOKENS).mean()
+    elif system in ENCODERS:
+        loss = masked_nll(model, inputs[0], masks_at(ObjectiveConfig("k_dce"), 1, 0, range(64), 64, LENGTH)).mean()
+    else:
+        loss = groupwise_loss(model, *inputs[:2], 2) if system == "two_stream" else ao_ar_loss(model, *inputs)
+    loss.backward()
+    for name, p in model.named_parameters():
+        dead = p.grad.abs() < 1e-12
+        expected = dead_by_design(system, name, p)
+        if name == "wte.weight" and system in DECODERS and not model.config.tied_head:
+            expected[TOKENS] = True  # the decoders here know one id that the data does not use
+        assert torch.equal(dead, expected), f"{name}: {int(dead.sum())} dead elements"
+
+
+@every_system
+def test_parameter_counts_of_every_system_sum_to_the_total(system):
+    model = make_model(system)
+    counts = model.num_params()
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+    D, L = TINY["n_embd"], TINY["n_layer"]
+    conditioning = {
+        "sigma-GPT": LENGTH * D,
+        "AO-GPT": LENGTH * 5 + 6 * L * D * 6 + 6 * 2 * D,  # the table, and 5 inputs and a bias for every output
+        "shared": LENGTH * D,
+        "per_block": L * LENGTH * D,
+        "two_stream": D,
+        "SEDD": 257 * 5 + 6 * 5 + 6 * L * D * 6 + 6 * 2 * D,
+    }
+    assert counts["conditioning"] == conditioning.get(system, 0)
+    positions = {"learned": LENGTH + (system in DECODERS), "rotary": 0}[model.config.position]
+    assert counts["embeddings"] == D * (TINY["vocab_size"] + positions + (system in DECODERS))
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+ENCODER_TABLE = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
+TWO_STREAM_TABLE = {"target": "two_stream"}
+
+
+def build(**tables):
+    return configuration.from_dict(tables, "run.toml")
+
+
+@pytest.mark.parametrize("kind", ["ar", "ao_ar", "groupwise"])
+def test_an_encoder_refuses_the_objectives_of_decoders(kind):
+    with pytest.raises(ValueError, match=rf"run\.toml: objective\.kind = '{kind}'.*encoder.*lambda_dce"):
+        build(model=ENCODER_TABLE, objective={"kind": kind}, order={"kind": "l2r"})
+
+
+@pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce", "score_entropy"])
+@pytest.mark.parametrize("table", [{}, TWO_STREAM_TABLE], ids=["AO-GPT", "two_stream"])
+def test_a_decoder_refuses_the_objectives_of_encoders(kind, table):
+    with pytest.raises(ValueError, match=rf"objective\.kind = '{kind}'.*a decoder.*ao_ar"):
+        build(model=table, objective={"kind": kind})
+
+
+@pytest.mark.parametrize(
+    "tables, words",
+    [
+        ({"objective": {"kind": "groupwise"}}, "'groupwise' needs model.target = 'two_stream'"),
+        ({"model": ENCODER_TABLE, "objective": {"kind": "score_entropy"}}, "score_entropy.*model.noise = true"),
+        ({"model": ENCODER_TABLE | {"noise": True}, "objective": {"kind": "t_dce"}}, "score_entropy.*model.noise"),
+        ({"objective": {"kind": "ar"}}, "'ar' needs order.kind = 'l2r', but it is 'mixture'"),
+        (
+            {"objective": {"kind": "ar"}, "order": {"kind": "l2r"}, "schedule": [{"step": 5, "kind": "random"}]},
+            "'ar' needs order.kind = 'l2r', but it is 'random'",
+        ),
+        (
+            {"model": {"target": "none"}, "order": {"kind": "l2r"}, "schedule": [{"step": 5, "kind": "random"}]},
+            "needs a model that is told its target position",
+        ),
+        ({"objective": {"kind": "sedd"}}, "objective.kind is 'sedd'"),
+        ({"objective": {"group": 0}}, "group is 0"),
+        ({"objective": {"noise_eps": 0.0}}, "noise_eps is 0.0"),
+        ({"objective": {"noise_eps": 1.0}}, "noise_eps is 1.0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(tables, words):
+    with pytest.raises(ValueError, match=words):
+        build(**tables)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"model": ENCODER_TABLE, "objective": {"kind": "lambda_dce"}},
+        {"model": ENCODER_TABLE | {"noise": True, "position": "rotary"}, "objective": {"kind": "score_entropy"}},
+        {"model": TWO_STREAM_TABLE, "objective": {"kind": "groupwise", "group": 2}},
+        {"model": {"target": "none"}, "objective": {"kind": "ar"}, "order": {"kind": "l2r"}},
+    ],
+)
+def test_what_goes_together_is_taken(tables):
+    assert build(**tables).objective.kind == tables["objective"]["kind"]
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        ({"attention": "full", "target": "none"}, "mask_token is None; an encoder.*50257 for gpt2"),
+        (ENCODER_TABLE | {"mask_token": 320}, r"mask_token is 320.*below model\.vocab_size \(320\)"),
+        (ENCODER_TABLE | {"mask_token": 0}, "mask_token is 0"),
+        (ENCODER_TABLE | {"mask_token": -1}, "mask_token is -1"),
+        ({"mask_token": 257}, "mask_token = 257 is for encoders"),
+        ({"noise": True}, "noise = True is for encoders"),
+        ({"position": "rotary"}, "position = 'rotary' is for encoders"),
+        (ENCODER_TABLE | {"target": "adaln"}, "target is 'adaln', but an encoder"),
+        (ENCODER_TABLE | {"position": "rotary", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
+        ({"target": "two_stream", "start": "hidden"}, "start = 'hidden'"),
+    ],
+)
+def test_an_impossible_architecture_is_refused_by_name(table, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**table)
+
+
+def test_an_encoder_has_no_log_probabilities_along_an_order():
+    model = make_model("RADD")
+    with pytest.raises(ValueError, match="masked_log_probs"):
+        model.token_log_probs(random_tokens(TOKENS, 1, 5, 0), random_orders(1, 5, 0))
+
+
+def test_mask_token_may_not_be_a_token_of_the_data():
+    config = Config(model=ModelConfig(**ENCODER_TABLE | {"mask_token": 256}), objective=ObjectiveConfig("lambda_dce"))
+    data, procs = SimpleNamespace(meta={"vocab_size": 257}), SimpleNamespace(world_size=1)
+    with pytest.raises(ValueError, match="mask_token is 256, a token of the data.*257"):
+        train.check_fits(config, data, procs)
+    right = dataclasses.replace(config, model=ModelConfig(**ENCODER_TABLE))
+    train.check_fits(right, data, procs)
+
+
+# ---- the schedule of orders ------------------------------------------------------------------------------------------
+
+CURRICULUM = (StageConfig(10, "l2r", 0.1, 1), StageConfig(20, "l2r", 0.1, 2), StageConfig(35, "mixture", 0.25, 4))
+
+
+def curriculum_config(**settings):
+    model = ModelConfig(TOKENS + 1, LENGTH, 1, 2, 8, target="two_stream")
+    objective, order = ObjectiveConfig("groupwise", group=3), OrderConfig("random", seed=7)
+    return Config(model=model, objective=objective, order=order, schedule=CURRICULUM, **settings)
+
+
+def test_each_stage_is_in_force_from_its_step_until_the_next():
+    config = curriculum_config()
+    first = (OrderConfig("random", seed=7), 3)
+    expected = {0: first, 9: first}
+    expected |= {step: (OrderConfig("l2r", 0.1, seed=7), 1) for step in (10, 19)}
+    expected |= {step: (OrderConfig("l2r", 0.1, seed=7), 2) for step in (20, 34)}
+    expected |= {step: (OrderConfig("mixture", 0.25, seed=7), 4) for step in (35, 36, 10**9)}
+    assert {step: config.stage(step) for step in expected} == expected
+    unscheduled = dataclasses.replace(config, schedule=())
+    assert unscheduled.stage(10**9) == first
+
+
+@pytest.mark.parametrize("step", [0, 10, 20, 35])
+def test_training_uses_the_orders_and_groups_of_the_stage(step):
+    config = curriculum_config()
+    model = randomise(AOGPT(config.model).double(), 0)
+    tokens, rows = random_tokens(TOKENS, 6, LENGTH, 0), range(6)
+    kind, share, group = {0: ("random", 0.1, 3), 10: ("l2r", 0.1, 1), 20: ("l2r", 0.1, 2), 35: ("mixture", 0.25, 4)}[
+        step
+    ]
+    order = orders_at(OrderConfig(kind, share, seed=7), config.seed, step, rows, LENGTH)
+    expected = groupwise_loss(model, tokens, order, group)
+    assert torch.equal(train.training_loss(model, tokens, step, rows, config), expected)
+
+
+@pytest.mark.parametrize("system", ["RADD", "SEDD"])
+def test_training_of_an_encoder_minimises_its_objective(system):
+    kind = "score_entropy" if system == "SEDD" else "lambda_dce"
+    model = make_model(system, dtype=torch.float32)
+    settings = train.configuration.TrainConfig(batch_size=12, micro_batch_size=4)
+    config = Config(model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5)
+    tokens, rows = random_tokens(TOKENS, 4, LENGTH, 0), range(4, 8)
+    masks = masks_at(config.objective, 5, 9, rows, 12, LENGTH)
+    loss = score_entropy(model, tokens, masks, TOKENS) if system == "SEDD" else masked_nll(model, tokens, masks)
+    assert torch.equal(train.training_loss(model, tokens, 9, rows, config), loss.mean())
+
+
+def test_schedule_tables_survive_toml(tmp_path):
+    config = curriculum_config()
+    text = configuration.to_toml(config)
+    assert len(re.findall(r"^\[\[schedule\]\]$", text, re.M)) == 3
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert configuration.load_toml(path) == config
+    other = dataclasses.replace(config, schedule=CURRICULUM[:2])
+    assert list(configuration.differences(config, other)) == ["schedule"]
+
+
+@pytest.mark.parametrize("system", ["two_stream", "RADD"])
+def test_schedule_and_mask_token_survive_the_plain_values_of_a_checkpoint(system):
+    config = curriculum_config()
+    if system == "RADD":
+        model = ModelConfig(**TINY | SYSTEMS[system])
+        config = Config(model=model, objective=ObjectiveConfig("k_dce"), schedule=CURRICULUM)
+    assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
+
+
+def test_a_command_line_keeps_the_schedule_of_its_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(configuration.to_toml(curriculum_config()))
+    config = configuration.from_command_line([str(path), "--objective.group", "2"], "")
+    assert config.schedule == CURRICULUM and config.objective.group == 2
+
+
+@pytest.mark.parametrize("steps", [(5, 5), (5, 3), (0, 7, 6)])
+def test_the_steps_of_stages_must_rise(steps):
+    with pytest.raises(ValueError, match=r"steps of the stages must rise.*\[\[schedule\]\]"):
+        build(schedule=[{"step": step} for step in steps])
+
+
+@pytest.mark.parametrize(
+    "schedule, words",
+    [
+        ([{"step": -1}], "step must not be negative"),
+        ([{"step": 1, "group": 0}], "group must be at least 1"),
+        ([{"step": 1, "kind": "rnd"}], "schedule.kind is 'rnd'.*did you mean"),
+        ([{"stap": 1}], "unknown key 'schedule.stap'; did you mean 'schedule.step'"),
+        ([{"step": 1, "l2r_prob": 1.5, "kind": "mixture"}], "l2r_prob"),
+        ({"step": 1}, r"list of tables; write \[\[schedule\]\]"),
+        ([3], r"list of tables; write \[\[schedule\]\]"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused_by_name(schedule, words):
+    with pytest.raises(ValueError, match=words):
+        build(schedule=schedule)
