@@ -1,7 +1,7 @@
 """Perplexity of a trained model on prepared text, left to right and in any order.
 
-    python eval_ppl.py out/quickstart --data data/pydocs
-    torchrun --nproc_per_node=8 eval_ppl.py out/aogpt_small --data data/openwebtext --num-orders 8 --json result.json
+python eval_ppl.py out/quickstart --data data/pydocs
+torchrun --nproc_per_node=8 eval_ppl.py out/aogpt_small --data data/openwebtext --num-orders 8 --json result.json
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """"auto" is bfloat16 on a GPU that has it and float32 elsewhere; "float32" and "bfloat16" are taken as given."""
+    """ "auto" is bfloat16 on a GPU that has it and float32 elsewhere; "float32" and "bfloat16" are taken as given."""
     if dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast else torch.float32

@@ -1,7 +1,7 @@
 """Generate text with a trained model.
 
-    python sample.py out/quickstart --mode mdm --steps 64
-    python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl samples.jsonl
+python sample.py out/quickstart --mode mdm --steps 64
+python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl samples.jsonl
 """
 
 from __future__ import annotations

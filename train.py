@@ -437,8 +437,12 @@ def plot_losses(folder: Path) -> None:
         return
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    labels = {"loss": "training, the run's own orders", "val_loss_l2r": "validation, left to right",
-              "val_loss_random": "validation, random order", "val_loss_fixed": "validation, the run's fixed order"}
+    labels = {
+        "loss": "training, the run's own orders",
+        "val_loss_l2r": "validation, left to right",
+        "val_loss_random": "validation, random order",
+        "val_loss_fixed": "validation, the run's fixed order",
+    }
     for key, label in labels.items():
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:

@@ -57,8 +57,10 @@ def load_meta(folder) -> dict:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
     if isinstance(meta, dict) and isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
-        raise ValueError(f"{path} has format {meta['format']}, this code reads up to {FORMAT}: "
-                         "update the code, or prepare the dataset again")
+        raise ValueError(
+            f"{path} has format {meta['format']}, this code reads up to {FORMAT}: "
+            "update the code, or prepare the dataset again"
+        )
     _check_keys(meta, path)
     return meta
 
@@ -67,11 +69,14 @@ def _check_keys(meta, path: Path) -> None:
     needed = ("format", "tokenizer", "vocab_size", "eot", "dtype", "splits")
     missing = [key for key in needed if key not in meta] if isinstance(meta, dict) else list(needed)
     if missing:
-        raise ValueError(f"{path} was not written by data/prepare.py (it lacks {', '.join(missing)}); "
-                         "prepare the dataset again")
+        raise ValueError(
+            f"{path} was not written by data/prepare.py (it lacks {', '.join(missing)}); prepare the dataset again"
+        )
     if meta["dtype"] not in DTYPES:
-        raise ValueError(f"{path}: unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}; "
-                         "prepare the dataset again")
+        raise ValueError(
+            f"{path}: unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}; "
+            "prepare the dataset again"
+        )
     entries = meta["splits"].values() if isinstance(meta["splits"], dict) else [None]
     if not all(isinstance(entry, dict) and {"file", "tokens", "sha256"} <= entry.keys() for entry in entries):
         raise ValueError(f"{path}: every split needs file, tokens and sha256; prepare the dataset again")
@@ -91,13 +96,17 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
         raise FileNotFoundError(f"{path} is missing although meta.json lists it; prepare the dataset again")
     size, expected = path.stat().st_size, entry["tokens"] * DTYPES[meta["dtype"]].itemsize
     if size != expected:
-        raise ValueError(f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
-                         f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again")
+        raise ValueError(
+            f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
+            f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again"
+        )
     if verify:
         found = sha256_file(path)
         if found != entry["sha256"]:
-            raise ValueError(f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
-                             f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again")
+            raise ValueError(
+                f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
+                f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again"
+            )
     return path
 
 
@@ -123,8 +132,10 @@ class TokenDataset:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         if count < block_size:
-            raise ValueError(f"the {split} split of {folder} has {count:,} tokens, fewer than one block of "
-                             f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text")
+            raise ValueError(
+                f"the {split} split of {folder} has {count:,} tokens, fewer than one block of "
+                f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text"
+            )
         self.tokens = np.memmap(path, dtype=DTYPES[self.meta["dtype"]], mode="r", shape=(count,))
         self.num_blocks = count // block_size
         self._rows = self.tokens[: self.num_blocks * block_size].reshape(self.num_blocks, block_size)
@@ -136,8 +147,9 @@ class TokenDataset:
 
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
         if indices.size and not (0 <= indices.min() and indices.max() < self.num_blocks):
-            raise ValueError(f"block numbers run from 0 to {self.num_blocks - 1}, "
-                             f"got {indices.min()} to {indices.max()}")
+            raise ValueError(
+                f"block numbers run from 0 to {self.num_blocks - 1}, got {indices.min()} to {indices.max()}"
+            )
         return torch.from_numpy(self._rows[indices].astype(np.int64))
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:

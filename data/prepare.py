@@ -98,8 +98,16 @@ class Prepare:
 
 def main() -> None:
     conf = tyro.conf
-    args = tyro.cli(Prepare, description=USAGE, config=(conf.PositionalRequiredArgs, conf.DisallowNone,
-                                                        conf.PositionalMetavarFromFieldName, conf.FlagCreatePairsOff))
+    args = tyro.cli(
+        Prepare,
+        description=USAGE,
+        config=(
+            conf.PositionalRequiredArgs,
+            conf.DisallowNone,
+            conf.PositionalMetavarFromFieldName,
+            conf.FlagCreatePairsOff,
+        ),
+    )
     signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's way to say stop: clean up as after Ctrl-C
     try:
         prepare(args)
@@ -129,16 +137,32 @@ def prepare(args: Prepare) -> Path:
     corpora = dataset.corpora(list(args.source), list(args.val), list(args.test), args.field)
     fraction = dataset.val_fraction if args.val_fraction is None else args.val_fraction
     fraction = None if "val" in corpora or "train" not in corpora else fraction
-    settings = {"dataset": args.name, "tokenizer": name, "field": args.field, "val_fraction": fraction,
-                "seed": args.seed, "limit": args.limit}
-    meta = {"format": FORMAT, "name": target.name, "tokenizer": name, "vocab_size": tokenizer.vocab_size,
-            "eot": tokenizer.eot, "dtype": dtype_name(tokenizer.vocab_size), "splits": {},
-            "source": [{"split": split, **part} for split, corpus in corpora.items() for part in corpus.describe()],
-            "settings": settings, "versions": _versions(name, corpora)}
+    settings = {
+        "dataset": args.name,
+        "tokenizer": name,
+        "field": args.field,
+        "val_fraction": fraction,
+        "seed": args.seed,
+        "limit": args.limit,
+    }
+    meta = {
+        "format": FORMAT,
+        "name": target.name,
+        "tokenizer": name,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "dtype": dtype_name(tokenizer.vocab_size),
+        "splits": {},
+        "source": [{"split": split, **part} for split, corpus in corpora.items() for part in corpus.describe()],
+        "settings": settings,
+        "versions": _versions(name, corpora),
+    }
     _clear_leftovers(target)
     if _is_finished(target, meta, args.overwrite):
-        print(f"{_shown(target)} holds this dataset already, made with the same settings: nothing to do "
-              "(--overwrite makes it again)")
+        print(
+            f"{_shown(target)} holds this dataset already, made with the same settings: nothing to do "
+            "(--overwrite makes it again)"
+        )
         return target
     with _staging(target) as partial:
         pieces = route(corpora, fraction, args.seed, args.limit)
@@ -152,6 +176,7 @@ def prepare(args: Prepare) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 # options
 
+
 def _dataset(name: str) -> Dataset:
     if name not in DATASETS:
         near = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.4)
@@ -162,13 +187,17 @@ def _dataset(name: str) -> Dataset:
 
 def _check_options(args: Prepare, dataset: Dataset) -> None:
     if args.source and dataset.source == "never":
-        raise ValueError(f"{args.name} brings its own documents and takes no --source; for files of your own: "
-                         "python data/prepare.py text --source FILE ...")
+        raise ValueError(
+            f"{args.name} brings its own documents and takes no --source; for files of your own: "
+            "python data/prepare.py text --source FILE ..."
+        )
     if not args.source and dataset.source == "always":
         raise ValueError(f"{args.name} needs files to read: --source FILE ...")
     if (args.val or args.test) and dataset.source != "always":
-        raise ValueError(f"--val and --test are for text; the validation split of {args.name} is a share of its "
-                         "documents (--val-fraction)")
+        raise ValueError(
+            f"--val and --test are for text; the validation split of {args.name} is a share of its "
+            "documents (--val-fraction)"
+        )
     if args.val and args.val_fraction is not None:
         raise ValueError("give --val or --val-fraction, not both")
     if args.val_fraction is not None and not 0 < args.val_fraction <= 0.5:
@@ -203,6 +232,7 @@ def _versions(tokenizer: str, corpora: dict[str, Corpus]) -> dict[str, str]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # which document goes where
+
 
 def route(corpora: dict[str, Corpus], fraction: float | None, seed: int, limit: int | None) -> Iterator[RoutedPiece]:
     """Every piece with its split, in reading order. With a `fraction`, validation comes out of "train"."""
@@ -256,8 +286,10 @@ def _split_one_document(corpus: Corpus, fraction: float, limit: int | None) -> I
     characters = sum(len(text) for text, _ in _limited(corpus, limit))
     boundary = characters - max(1, round(characters * fraction))
     if boundary < 1:
-        raise ValueError(f"the only document has {characters} characters, too few for a training and a validation "
-                         "split; add documents")
+        raise ValueError(
+            f"the only document has {characters} characters, too few for a training and a validation "
+            "split; add documents"
+        )
     split, start = "train", 0
     for text, end in _limited(corpus, limit):
         if split == "train" and start + len(text) > boundary:
@@ -270,6 +302,7 @@ def _split_one_document(corpus: Corpus, fraction: float, limit: int | None) -> I
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenising, in order, with a bounded number of batches under way
+
 
 def batches(pieces: Iterable[RoutedPiece]) -> Iterator[list[RoutedPiece]]:
     """The pieces in lists of about BATCH_CHARACTERS."""
@@ -322,8 +355,9 @@ def encode_all(todo: Iterator[list[RoutedPiece]], tokenizer_name: str, workers: 
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise ValueError("a tokenising process was killed, for lack of memory perhaps; "
-                         "try again with fewer --workers") from error
+        raise ValueError(
+            "a tokenising process was killed, for lack of memory perhaps; try again with fewer --workers"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -346,6 +380,7 @@ def _end_with_parent() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 
+
 class SplitFile:
     """A token file as it is written: counts and checksum come with it."""
 
@@ -367,12 +402,17 @@ class SplitFile:
             self._file.close()
 
     def entry(self) -> dict:
-        return {"file": self.path.name, "tokens": self.tokens, "documents": self.documents,
-                "sha256": self._hash.hexdigest()}
+        return {
+            "file": self.path.name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "sha256": self._hash.hexdigest(),
+        }
 
 
-def _write_splits(folder: Path, corpora: dict[str, Corpus], pieces: Iterator[RoutedPiece], tokenizer_name: str,
-                  workers: int) -> dict[str, dict]:
+def _write_splits(
+    folder: Path, corpora: dict[str, Corpus], pieces: Iterator[RoutedPiece], tokenizer_name: str, workers: int
+) -> dict[str, dict]:
     """Writes the token files into `folder`; returns their entries for meta.json."""
     files: dict[str, SplitFile] = {}
     with contextlib.ExitStack() as stack:
@@ -423,8 +463,10 @@ def _is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         return False
     strangers = sorted(name for name in names if name != "meta.json" and not name.endswith(".bin"))
     if strangers or "meta.json" not in names:  # never replace a folder that holds anything of the user's
-        raise ValueError(f"{target} is not empty and holds more or other things than a prepared dataset "
-                         f"({', '.join(strangers[:3]) or 'no meta.json'}); choose another --out")
+        raise ValueError(
+            f"{target} is not empty and holds more or other things than a prepared dataset "
+            f"({', '.join(strangers[:3]) or 'no meta.json'}); choose another --out"
+        )
     if overwrite:
         return False
     try:
@@ -432,12 +474,15 @@ def _is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         for split in found["splits"]:
             check_file(target, found, split)
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{error}\n{target} holds a damaged dataset: pass --overwrite to replace it, "
-                         "or choose another --out") from error
+        raise ValueError(
+            f"{error}\n{target} holds a damaged dataset: pass --overwrite to replace it, or choose another --out"
+        ) from error
     differences = _differences(found, meta)
     if differences:
-        raise ValueError(f"{target} holds a dataset made with other settings ({'; '.join(differences)}): "
-                         "pass --overwrite to replace it, or choose another --out")
+        raise ValueError(
+            f"{target} holds a dataset made with other settings ({'; '.join(differences)}): "
+            "pass --overwrite to replace it, or choose another --out"
+        )
     return True
 
 
@@ -519,8 +564,10 @@ def _sync_folder(folder: Path) -> None:
 def _report(target: Path, meta: dict) -> None:
     size = DTYPES[meta["dtype"]].itemsize
     for split, entry in meta["splits"].items():
-        print(f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents  "
-              f"{entry['tokens'] * size / 1e6:>10,.1f} MB")
+        print(
+            f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents  "
+            f"{entry['tokens'] * size / 1e6:>10,.1f} MB"
+        )
     print(f"in {_shown(target)}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
     print(f"next: python train.py configs/own_text.toml --data.folder {_shown(target)}")
 

@@ -56,6 +56,7 @@ class Corpus:
 # ---------------------------------------------------------------------------------------------------------------------
 # local files
 
+
 class TextFiles(Corpus):
     """.txt and .md files (one document each) and .jsonl files (one document a line), each also as .gz or .xz."""
 
@@ -98,8 +99,9 @@ def _text_kind(path: Path) -> str:
     if suffixes and suffixes[-1] in PACKINGS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in (*TEXT_SUFFIXES, ".jsonl"):
-        raise ValueError(f"{path}: unknown kind of file; known are .txt, .md and .jsonl, each also followed by "
-                         ".gz or .xz")
+        raise ValueError(
+            f"{path}: unknown kind of file; known are .txt, .md and .jsonl, each also followed by .gz or .xz"
+        )
     return suffixes[-1]
 
 
@@ -126,7 +128,7 @@ def _opened(path: Path):
 
     packing = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
     try:
-        with open(path, "rb") as raw, (packing(raw) if packing else contextlib.nullcontext(raw)) as unpacked:
+        with open(path, "rb") as raw, packing(raw) if packing else contextlib.nullcontext(raw) as unpacked:
             yield raw, unpacked
     except EOFError as error:
         raise ValueError(f"{path}: the compressed file ends too early; it is incomplete, get it again") from error
@@ -146,8 +148,10 @@ def _text_pieces(path: Path, stream, field: str) -> Iterator[Piece]:
             yield held[:cut], False
             held = held[cut:]
         elif len(held) > MAX_WORD_BYTES:
-            raise ValueError(f"{path}: {len(held):,} characters without a place to cut them (a character followed by "
-                             "a space or a newline); this is not text as tokenizers know it")
+            raise ValueError(
+                f"{path}: {len(held):,} characters without a place to cut them (a character followed by "
+                "a space or a newline); this is not text as tokenizers know it"
+            )
     held += _decoded(decoder, b"", path, offset, final=True)
     if offset == 0:
         raise ValueError(f"{path} is empty; leave it out")
@@ -159,8 +163,9 @@ def _decoded(decoder, chunk: bytes, path: Path, offset: int, final: bool = False
         return decoder.decode(chunk, final)
     except UnicodeDecodeError as error:
         where = offset - len(error.object) + error.start  # error.object begins with what the decoder held back
-        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {where:,}); convert it first, e.g. "
-                         f"iconv -f latin1 -t utf-8") from error
+        raise ValueError(
+            f"{path}: not UTF-8 ({error.reason} at byte {where:,}); convert it first, e.g. iconv -f latin1 -t utf-8"
+        ) from error
 
 
 def safe_cut(text: str, before: int | None = None) -> int:
@@ -205,16 +210,21 @@ def _json_text(line: bytes, field: str, where: str) -> str:
 
 def _field(record: dict, field: str, where: str) -> str:
     if field not in record:
-        raise ValueError(f"{where}: no field {field!r}; its fields are {', '.join(map(repr, record)) or '(none)'}; "
-                         "choose one with --field")
+        raise ValueError(
+            f"{where}: no field {field!r}; its fields are {', '.join(map(repr, record)) or '(none)'}; "
+            "choose one with --field"
+        )
     if not isinstance(record[field], str):
-        raise ValueError(f"{where}: the field {field!r} holds {type(record[field]).__name__}, not a string; "
-                         "choose another with --field, or mend the file")
+        raise ValueError(
+            f"{where}: the field {field!r} holds {type(record[field]).__name__}, not a string; "
+            "choose another with --field, or mend the file"
+        )
     return record[field]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the English that comes with Python
+
 
 class PythonDocs(Corpus):
     """The topics of pydoc's help(), one document each, then the docstrings of the standard library, a document a
@@ -230,8 +240,11 @@ class PythonDocs(Corpus):
         import sysconfig
 
         root = Path(sysconfig.get_path("stdlib"))
-        modules = [path for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts)
-                   if self.LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
+        modules = [
+            path
+            for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts)
+            if self.LEFT_OUT.isdisjoint(path.relative_to(root).parts)
+        ]
         topics = self._topics()
         self.total, self.position = len(topics) + len(modules), 0
         for name in sorted(topics):
@@ -247,8 +260,10 @@ class PythonDocs(Corpus):
         try:
             from pydoc_data.topics import topics
         except ImportError as error:
-            raise ValueError("this Python comes without its documentation (pydoc_data); use another Python, or "
-                             "text of your own: python data/prepare.py text --source FILE") from error
+            raise ValueError(
+                "this Python comes without its documentation (pydoc_data); use another Python, or "
+                "text of your own: python data/prepare.py text --source FILE"
+            ) from error
         return topics
 
 
@@ -271,6 +286,7 @@ def _docstrings(path: Path) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # through the package `datasets`
+
 
 class HubRows(Corpus):
     """Rows of a dataset that `open_rows()` loads through the package `datasets`, a document a row."""
@@ -298,8 +314,9 @@ class HubRows(Corpus):
         try:
             return next(rows, None)
         except Exception as error:  # whatever pyarrow, json or the network raise: rows are read as they are needed
-            raise ValueError(f"reading through the package datasets failed after row {self.position} "
-                             f"({_cause(error)})") from error
+            raise ValueError(
+                f"reading through the package datasets failed after row {self.position} ({_cause(error)})"
+            ) from error
 
 
 def _hub_openwebtext() -> Iterable[dict]:
@@ -313,12 +330,16 @@ def _hub_openwebtext() -> Iterable[dict]:
             # `datasets` 4 runs no loading scripts; where the repository still holds one, the hub keeps a converted copy
             rows = datasets.load_dataset(OPENWEBTEXT, split="train", revision="refs/convert/parquet")
     except Exception as error:  # no network, a moved repository, a full disk, a changed layout: one remedy for all
-        raise ValueError(f"could not get {OPENWEBTEXT} from the Hugging Face hub ({_cause(error)}). Download its "
-                         "files where there is a network and pass them: "
-                         "python data/prepare.py openwebtext --source FILE.parquet ... (.jsonl works too)") from error
+        raise ValueError(
+            f"could not get {OPENWEBTEXT} from the Hugging Face hub ({_cause(error)}). Download its "
+            "files where there is a network and pass them: "
+            "python data/prepare.py openwebtext --source FILE.parquet ... (.jsonl works too)"
+        ) from error
     if len(rows) < OPENWEBTEXT_DOCUMENTS:
-        raise ValueError(f"the hub served {len(rows):,} of OpenWebText's {OPENWEBTEXT_DOCUMENTS:,} documents "
-                         "(its converted copies can be partial); download the files and pass them with --source")
+        raise ValueError(
+            f"the hub served {len(rows):,} of OpenWebText's {OPENWEBTEXT_DOCUMENTS:,} documents "
+            "(its converted copies can be partial); download the files and pass them with --source"
+        )
     return rows
 
 
@@ -329,8 +350,9 @@ def _local_rows(paths: list[Path]) -> Iterable[dict]:
         # streaming: the files are here already, an Arrow copy of them would only take space
         return datasets.load_dataset(kind, data_files=[str(path) for path in paths], split="train", streaming=True)
     except Exception as error:
-        raise ValueError(f"the package datasets could not read {', '.join(map(str, paths))} "
-                         f"({_cause(error)})") from error
+        raise ValueError(
+            f"the package datasets could not read {', '.join(map(str, paths))} ({_cause(error)})"
+        ) from error
 
 
 def _rows_kind(path: Path) -> str:
@@ -339,8 +361,9 @@ def _rows_kind(path: Path) -> str:
         return "parquet"
     if suffixes[-1:] == [".jsonl"] or (suffixes[-2:-1] == [".jsonl"] and suffixes[-1] in PACKINGS):
         return "jsonl"
-    raise ValueError(f"{path}: unknown kind of file; known here are .parquet and .jsonl, the latter also followed by "
-                     ".gz or .xz")
+    raise ValueError(
+        f"{path}: unknown kind of file; known here are .parquet and .jsonl, the latter also followed by .gz or .xz"
+    )
 
 
 def _datasets_package():
@@ -360,6 +383,7 @@ def _cause(error: BaseException) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the table of datasets
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -392,10 +416,22 @@ def _openwebtext(source, val, test, field) -> dict[str, Corpus]:
 
 
 DATASETS = {
-    "pydocs": Dataset("the English that comes with Python: its help topics and docstrings, 2 MB, no download",
-                      _pydocs, tokenizer="bytes", val_fraction=0.05),
-    "text": Dataset("your own .txt, .md or .jsonl files (also .gz, .xz), given with --source",
-                    _text, val_fraction=0.05, source="always"),
-    "openwebtext": Dataset("OpenWebText from the Hugging Face hub (24 GB), or local copies given with --source",
-                           _openwebtext, val_fraction=0.0005, source="optional"),
+    "pydocs": Dataset(
+        "the English that comes with Python: its help topics and docstrings, 2 MB, no download",
+        _pydocs,
+        tokenizer="bytes",
+        val_fraction=0.05,
+    ),
+    "text": Dataset(
+        "your own .txt, .md or .jsonl files (also .gz, .xz), given with --source",
+        _text,
+        val_fraction=0.05,
+        source="always",
+    ),
+    "openwebtext": Dataset(
+        "OpenWebText from the Hugging Face hub (24 GB), or local copies given with --source",
+        _openwebtext,
+        val_fraction=0.0005,
+        source="optional",
+    ),
 }

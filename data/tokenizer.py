@@ -42,8 +42,10 @@ class Tokenizer:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, "
-                             f"whose ids are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?")
+            raise ValueError(
+                f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, "
+                f"whose ids are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?"
+            )
         return self._decode(ids)
 
     def _decode(self, ids: list[int]) -> str:
@@ -110,15 +112,19 @@ def _load_r50k():
     try:
         import tiktoken
     except ImportError as error:
-        raise ValueError("the gpt2 tokenizer needs the package tiktoken: pip install tiktoken, "
-                         "or use the bytes tokenizer (--tokenizer bytes)") from error
+        raise ValueError(
+            "the gpt2 tokenizer needs the package tiktoken: pip install tiktoken, "
+            "or use the bytes tokenizer (--tokenizer bytes)"
+        ) from error
     try:
         return tiktoken.get_encoding("r50k_base")
     except Exception as error:  # requests' errors, OSErrors, a hash that does not match: one remedy for all
-        raise ValueError("tiktoken could not get r50k_base, the file of the gpt2 tokenizer "
-                         f"({type(error).__name__}: {_shorten(str(error))}). Without a network, set TIKTOKEN_CACHE_DIR "
-                         "to a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 (tiktoken's cache name "
-                         "for r50k_base.tiktoken); or use the bytes tokenizer (--tokenizer bytes)") from error
+        raise ValueError(
+            "tiktoken could not get r50k_base, the file of the gpt2 tokenizer "
+            f"({type(error).__name__}: {_shorten(str(error))}). Without a network, set TIKTOKEN_CACHE_DIR "
+            "to a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 (tiktoken's cache name "
+            "for r50k_base.tiktoken); or use the bytes tokenizer (--tokenizer bytes)"
+        ) from error
 
 
 def _cut_long_spaces(text: str) -> list[str]:

@@ -246,12 +246,8 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     path = ROOT / "configs" / "quickstart.toml"
     options = ["--optim.lr", "3e-4", "--model.target", "input", "--train.compile", "--name", "other"]
     base, config = configuration.load_toml(path), configuration.from_command_line([str(path), *options], "")
-    assert configuration.differences(base, config) == {
-        "name": ("quickstart", "other"),
-        "model.target": ("adaln", "input"),
-        "optim.lr": (2e-3, 3e-4),
-        "train.compile": (False, True),
-    }
+    changed = {key: after for key, (_, after) in configuration.differences(base, config).items()}
+    assert changed == {"name": "other", "model.target": "input", "optim.lr": 3e-4, "train.compile": True}
     # every key, whatever its kind, can be given on the command line
     for key in configuration.valid_keys():
         table, _, name = key.rpartition(".")

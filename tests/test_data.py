@@ -101,6 +101,7 @@ def big_text(tmp_path_factory) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenizers
 
+
 @given(st.text())
 def test_bytes_round_trip(text):
     tokenizer = get_tokenizer("bytes")
@@ -168,16 +169,26 @@ def test_unknown_tokenizer_names_the_nearest():
 def test_gpt2_without_its_file_says_what_to_do(tmp_path):
     # a proxy that is not there: no network, and no waiting for it either
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    fails("text", "--source", source, "--out", tmp_path / "o", says=("TIKTOKEN_CACHE_DIR", "--tokenizer bytes"),
-          TIKTOKEN_CACHE_DIR=str(tmp_path / "none"), HTTPS_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    fails(
+        "text",
+        "--source",
+        source,
+        "--out",
+        tmp_path / "o",
+        says=("TIKTOKEN_CACHE_DIR", "--tokenizer bytes"),
+        TIKTOKEN_CACHE_DIR=str(tmp_path / "none"),
+        HTTPS_PROXY="http://127.0.0.1:9",
+        https_proxy="http://127.0.0.1:9",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # cutting long files
 
 SNIPPETS = [*" \n\r\t'", "\u3000", "\x1c", "\x85", "\xa0", "ab", "'s", "12", "!?", "é", "中", "\n\n\n", "   ", " \n"]
-PIECES_OF_TEXT = st.lists(st.sampled_from(SNIPPETS) | st.characters(exclude_categories=["Cs"]),
-                          max_size=40).map("".join)
+PIECES_OF_TEXT = st.lists(st.sampled_from(SNIPPETS) | st.characters(exclude_categories=["Cs"]), max_size=40).map(
+    "".join
+)
 
 
 @needs_gpt2
@@ -213,6 +224,7 @@ def test_long_text_really_is_cut(big_text):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # which document goes where
+
 
 class Memory(sources.Corpus):
     """Documents from a list."""
@@ -273,6 +285,7 @@ FIXED_BITS = [10612419859462301991, 7774404274552179346]
 # ---------------------------------------------------------------------------------------------------------------------
 # prepare.py, as a user runs it
 
+
 def test_help_explains_itself():
     shown = run_ok("--help").stdout
     for words in ("--source", "--tokenizer", "--overwrite", "pydocs", "openwebtext", ".jsonl", "--val-fraction"):
@@ -323,7 +336,12 @@ def test_text_in_each_format(tmp_path, packing):
     assert text_of(tmp_path / "o", "test") == "test<|endoftext|>"
     meta = load_meta(tmp_path / "o")
     assert [(part["split"], part["file"]) for part in meta["source"]] == [
-        ("train", a.name), ("train", b.name), ("train", c.name), ("val", v.name), ("test", t.name)]
+        ("train", a.name),
+        ("train", b.name),
+        ("train", c.name),
+        ("val", v.name),
+        ("test", t.name),
+    ]
     assert meta["source"][0]["sha256"] == hashlib.sha256(a.read_bytes()).hexdigest()
     assert [meta["splits"][split]["documents"] for split in ("train", "val", "test")] == [5, 1, 1]
 
@@ -367,8 +385,19 @@ def test_openwebtext_from_local_files(tmp_path, suffix):
     assert meta["settings"]["val_fraction"] == 0.0005 and "datasets" in meta["versions"]
     assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
     if suffix == ".parquet":
-        fails("openwebtext", "--source", *paths, "--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "p",
-              says=("row 1: no field 'body'", "'text'", "--field"), **env)
+        fails(
+            "openwebtext",
+            "--source",
+            *paths,
+            "--tokenizer",
+            "bytes",
+            "--field",
+            "body",
+            "--out",
+            tmp_path / "p",
+            says=("row 1: no field 'body'", "'text'", "--field"),
+            **env,
+        )
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
@@ -377,8 +406,17 @@ def test_the_number_of_workers_changes_nothing(tmp_path, tokenizer):
     words = ["alpha", "beta", "gamma", "delta", "\n\n", "naïve", "1234"]
     source = write_jsonl(tmp_path / "a.jsonl", (" ".join(rng.choice(words, 2000)) for _ in range(800)))
     for workers in (1, 2):
-        run_ok("text", "--source", source, "--tokenizer", tokenizer, "--workers", workers,
-               "--out", tmp_path / str(workers) / "o")
+        run_ok(
+            "text",
+            "--source",
+            source,
+            "--tokenizer",
+            tokenizer,
+            "--workers",
+            workers,
+            "--out",
+            tmp_path / str(workers) / "o",
+        )
     assert tree(tmp_path / "1") == tree(tmp_path / "2")
 
 
@@ -416,8 +454,17 @@ def test_overwrite_never_replaces_a_folder_of_the_users(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.md").write_text("keep")
-    fails("text", "--source", source, "--tokenizer", "bytes", "--out", tmp_path / "mine", "--overwrite",
-          says=("notes.md", "choose another --out"))
+    fails(
+        "text",
+        "--source",
+        source,
+        "--tokenizer",
+        "bytes",
+        "--out",
+        tmp_path / "mine",
+        "--overwrite",
+        says=("notes.md", "choose another --out"),
+    )
     assert tree(tmp_path / "mine") == {"notes.md": b"keep"}
     (tmp_path / "empty").mkdir()
     run_ok("text", "--source", source, "--tokenizer", "bytes", "--out", tmp_path / "empty")
@@ -426,9 +473,13 @@ def test_overwrite_never_replaces_a_folder_of_the_users(tmp_path):
 @contextlib.contextmanager
 def under_way(source: Path, out: Path, *args):
     """A run of prepare.py in a process group of its own, once it has written some of its output."""
-    process = subprocess.Popen(command("text", "--source", source, "--tokenizer", "bytes", "--workers", 2, "--out", out,
-                                       *args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        command("text", "--source", source, "--tokenizer", "bytes", "--workers", 2, "--out", out, *args),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         limit = time.monotonic() + 30
         while not any(path.stat().st_size > 8 << 20 for path in out.parent.glob(f".{out.name}.partial-*/train.bin")):
@@ -503,8 +554,10 @@ def test_memory_stays_bounded(tmp_path, big_text):
     small = tmp_path / "small.txt"
     small.write_text("a few words\n")
     # measured from a small process: a child begins with the peak of the one it was forked from
-    measure = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, capture_output=True); "
-               "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
+    measure = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, capture_output=True); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
     peaks = {}
     for source in (small, big_text):
         args = command("text", "--source", source, "--tokenizer", "bytes", "--out", tmp_path / source.stem)
@@ -520,8 +573,9 @@ def test_wide_vocabularies_are_written_as_uint32(tmp_path, monkeypatch):
 
     monkeypatch.setitem(TOKENIZERS, "wide", Wide)
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    folder = prepare_script.prepare(prepare_script.Prepare("text", out=tmp_path / "o", source=(source,),
-                                                           tokenizer="wide", workers=1))
+    folder = prepare_script.prepare(
+        prepare_script.Prepare("text", out=tmp_path / "o", source=(source,), tokenizer="wide", workers=1)
+    )
     assert load_meta(folder)["dtype"] == "uint32"
     data = TokenDataset(folder, "train", 4, verify=True)
     assert data.tokens.dtype == np.uint32 and data.blocks(np.array([0]))[0, -1] == 69_999
@@ -534,63 +588,84 @@ def test_dtype_boundary():
 # ---------------------------------------------------------------------------------------------------------------------
 # what users get wrong
 
+
 @pytest.fixture
 def files(tmp_path) -> dict[str, Path]:
     good = json.dumps({"text": "good"}).encode() + b"\n"
     noise = b"".join(json.dumps({"text": os.urandom(50).hex()}).encode() + b"\n" for _ in range(200))
     contents = {
         "good.jsonl": good * 3,
-        "empty.txt": b"", "empty.jsonl": b"\n\n", "one.txt": b"x", "latin.txt": "caf\xe9".encode("latin1"),
-        "syntax.jsonl": good + b"{'text': 1}\n", "number.jsonl": good + b'{"text": 3}\n', "list.jsonl": b'["text"]\n',
-        "other.jsonl": good + b'{"body": "b", "title": "t"}\n', "latin.jsonl": good + b'{"text": "\xe9"}\n',
-        "cut.txt.gz": gzip.compress(noise)[:-3000], "cut.jsonl.xz": lzma.compress(noise)[:-3000],
-        "fake.txt.gz": b"no gzip", "fake.txt.xz": b"no xz", "page.html": b"<p>", "README": b"text",
+        "empty.txt": b"",
+        "empty.jsonl": b"\n\n",
+        "one.txt": b"x",
+        "latin.txt": "caf\xe9".encode("latin1"),
+        "syntax.jsonl": good + b"{'text': 1}\n",
+        "number.jsonl": good + b'{"text": 3}\n',
+        "list.jsonl": b'["text"]\n',
+        "other.jsonl": good + b'{"body": "b", "title": "t"}\n',
+        "latin.jsonl": good + b'{"text": "\xe9"}\n',
+        "cut.txt.gz": gzip.compress(noise)[:-3000],
+        "cut.jsonl.xz": lzma.compress(noise)[:-3000],
+        "fake.txt.gz": b"no gzip",
+        "fake.txt.xz": b"no xz",
+        "page.html": b"<p>",
+        "README": b"text",
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     return {name: tmp_path / name for name in contents}
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("empty.txt", ("empty.txt is empty",)),
-    ("empty.jsonl", ("empty.jsonl holds no documents",)),
-    ("one.txt", ("has 1 characters", "add documents")),
-    ("latin.txt", ("latin.txt: not UTF-8", "byte 3", "iconv")),
-    ("latin.jsonl", ("latin.jsonl, line 2: not UTF-8",)),
-    ("syntax.jsonl", ("syntax.jsonl, line 2: not JSON",)),
-    ("number.jsonl", ("number.jsonl, line 2", "'text' holds int, not a string")),
-    ("list.jsonl", ("list.jsonl, line 1: a JSON object is needed",)),
-    ("other.jsonl", ("other.jsonl, line 2: no field 'text'", "'body', 'title'", "--field")),
-    ("cut.txt.gz", ("cut.txt.gz", "ends too early")),
-    ("cut.jsonl.xz", ("cut.jsonl.xz", "ends too early")),
-    ("fake.txt.gz", ("fake.txt.gz: damaged, or not a .gz file",)),
-    ("fake.txt.xz", ("fake.txt.xz: damaged, or not a .xz file",)),
-    ("page.html", ("page.html: unknown kind of file", ".txt, .md and .jsonl", ".gz or .xz")),
-    ("README", ("README: unknown kind of file",)),
-])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("empty.txt", ("empty.txt is empty",)),
+        ("empty.jsonl", ("empty.jsonl holds no documents",)),
+        ("one.txt", ("has 1 characters", "add documents")),
+        ("latin.txt", ("latin.txt: not UTF-8", "byte 3", "iconv")),
+        ("latin.jsonl", ("latin.jsonl, line 2: not UTF-8",)),
+        ("syntax.jsonl", ("syntax.jsonl, line 2: not JSON",)),
+        ("number.jsonl", ("number.jsonl, line 2", "'text' holds int, not a string")),
+        ("list.jsonl", ("list.jsonl, line 1: a JSON object is needed",)),
+        ("other.jsonl", ("other.jsonl, line 2: no field 'text'", "'body', 'title'", "--field")),
+        ("cut.txt.gz", ("cut.txt.gz", "ends too early")),
+        ("cut.jsonl.xz", ("cut.jsonl.xz", "ends too early")),
+        ("fake.txt.gz", ("fake.txt.gz: damaged, or not a .gz file",)),
+        ("fake.txt.xz", ("fake.txt.xz: damaged, or not a .xz file",)),
+        ("page.html", ("page.html: unknown kind of file", ".txt, .md and .jsonl", ".gz or .xz")),
+        ("README", ("README: unknown kind of file",)),
+    ],
+)
 def test_files_that_cannot_be_read(tmp_path, files, name, says):
     out = tmp_path / "out" / "o"
     fails("text", "--source", files[name], "--tokenizer", "bytes", "--out", out, says=says)
     assert not out.exists() and not list((tmp_path / "out").glob(".o*"))
 
 
-@pytest.mark.parametrize(("args", "says"), [
-    (["texts"], ("did you mean text?", "pydocs, text, openwebtext")),
-    (["text"], ("--source FILE",)),
-    (["pydocs", "--source", "{good}"], ("takes no --source", "text --source")),
-    (["pydocs", "--val", "{good}"], ("--val-fraction",)),
-    (["text", "--source", "{missing}"], ("missing.txt: no such file",)),
-    (["text", "--source", "{folder}"], ("is a folder", "*.txt")),
-    (["text", "--source", "{good}", "--val", "{good}"], ("given 2 times",)),
-    (["text", "--source", "{good}", "--val-fraction", "0.7"], ("--val-fraction must be",)),
-    (["text", "--source", "{good}", "--workers", "0"], ("--workers must be at least 1",)),
-    (["text", "--source", "{good}", "--tokenizer", "byte"], ("did you mean 'bytes'",)),
-    (["openwebtext", "--source", "{missing}"], ("no such file",)),
-    (["openwebtext", "--source", "{html}"], (".parquet and .jsonl",)),
-])
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["texts"], ("did you mean text?", "pydocs, text, openwebtext")),
+        (["text"], ("--source FILE",)),
+        (["pydocs", "--source", "{good}"], ("takes no --source", "text --source")),
+        (["pydocs", "--val", "{good}"], ("--val-fraction",)),
+        (["text", "--source", "{missing}"], ("missing.txt: no such file",)),
+        (["text", "--source", "{folder}"], ("is a folder", "*.txt")),
+        (["text", "--source", "{good}", "--val", "{good}"], ("given 2 times",)),
+        (["text", "--source", "{good}", "--val-fraction", "0.7"], ("--val-fraction must be",)),
+        (["text", "--source", "{good}", "--workers", "0"], ("--workers must be at least 1",)),
+        (["text", "--source", "{good}", "--tokenizer", "byte"], ("did you mean 'bytes'",)),
+        (["openwebtext", "--source", "{missing}"], ("no such file",)),
+        (["openwebtext", "--source", "{html}"], (".parquet and .jsonl",)),
+    ],
+)
 def test_options_that_do_not_fit(tmp_path, files, args, says):
-    places = {"good": files["good.jsonl"], "html": files["page.html"], "missing": tmp_path / "missing.txt",
-              "folder": tmp_path}
+    places = {
+        "good": files["good.jsonl"],
+        "html": files["page.html"],
+        "missing": tmp_path / "missing.txt",
+        "folder": tmp_path,
+    }
     args = [arg.format(**places) for arg in args]
     tokenizer = [] if "--tokenizer" in args else ["--tokenizer", "bytes"]
     fails(*args, *tokenizer, "--out", tmp_path / "o", says=says)
@@ -599,22 +674,43 @@ def test_options_that_do_not_fit(tmp_path, files, args, says):
 
 def test_openwebtext_without_a_network_says_what_to_do(tmp_path):
     pytest.importorskip("datasets")
-    fails("openwebtext", "--tokenizer", "bytes", "--out", tmp_path / "o", HF_HUB_OFFLINE="1",
-          HF_HOME=str(tmp_path / "hf"), says=("Hugging Face hub", "--source FILE.parquet"))
+    fails(
+        "openwebtext",
+        "--tokenizer",
+        "bytes",
+        "--out",
+        tmp_path / "o",
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path / "hf"),
+        says=("Hugging Face hub", "--source FILE.parquet"),
+    )
     assert not (tmp_path / "o").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loader
 
+
 def write_dataset(folder: Path, tokens, dtype: str = "uint16", split: str = "train", changes=None) -> Path:
     folder.mkdir(exist_ok=True)
     content = np.asarray(tokens, dtype=dtype).tobytes()
     (folder / f"{split}.bin").write_bytes(content)
-    entry = {"file": f"{split}.bin", "tokens": len(tokens), "documents": 1,
-             "sha256": hashlib.sha256(content).hexdigest()}
-    meta = {"format": 1, "name": "made", "tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": dtype,
-            "splits": {split: entry}, **(changes or {})}
+    entry = {
+        "file": f"{split}.bin",
+        "tokens": len(tokens),
+        "documents": 1,
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    meta = {
+        "format": 1,
+        "name": "made",
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot": 256,
+        "dtype": dtype,
+        "splits": {split: entry},
+        **(changes or {}),
+    }
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -640,7 +736,7 @@ def test_every_block_once_per_epoch(numbered, seed, global_batch, start):
     steps = range(math.ceil(23 * (start + 2) / global_batch) + 1)  # batches straddle epochs, or hold several
     seen = torch.cat([numbered.batch(seed, step, range(global_batch), global_batch)[:, 0] // 4 for step in steps])
     for epoch in range(start + 2):
-        assert sorted(seen[23 * epoch:23 * (epoch + 1)].tolist()) == list(range(23))
+        assert sorted(seen[23 * epoch : 23 * (epoch + 1)].tolist()) == list(range(23))
 
 
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4))
@@ -691,11 +787,14 @@ def test_loader_errors(tmp_path):
         TokenDataset(folder, "train", 4)
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"format": 2}, "format 2.*update the code"),
-    ({"dtype": "float8"}, "unknown dtype 'float8'"),
-    ({"splits": {"train": {}}}, "every split needs"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": 2}, "format 2.*update the code"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+        ({"splits": {"train": {}}}, "every split needs"),
+    ],
+)
 def test_meta_errors(tmp_path, changes, says):
     with pytest.raises(ValueError, match=says):
         TokenDataset(write_dataset(tmp_path / "d", [1, 2, 3], changes=changes), "train", 1)
@@ -715,6 +814,7 @@ def test_empty_split_is_an_error_that_says_so(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # entropies
+
 
 def test_entropies_of_hand_computed_cases():
     # a b a b a: three a and two b; the next token follows from the one before

@@ -456,8 +456,8 @@ def test_dropout_must_be_a_share(dropout):
         (torch.zeros(5).long(), (5,), r"batch, length"),
         (torch.zeros(1, 10).long(), (1, 10), r"10 tokens.*1 to 9"),
         (torch.zeros(1, 0).long(), (1, 0), r"0 tokens.*1 to 9"),
-        (torch.tensor([[0, 11]]), (1, 2), r"11.*0\.\.10"),
-        (torch.tensor([[0, -1]]), (1, 2), r"-1.*0\.\.10"),
+        (torch.tensor([[0, 11]]), (1, 2), r"11.*0 to 10"),
+        (torch.tensor([[0, -1]]), (1, 2), r"-1.*0 to 10"),
     ],
 )
 def test_scoring_refuses_what_the_model_cannot_take(scores, tokens, shape, words):
