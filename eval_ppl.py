@@ -7,7 +7,6 @@ torchrun --nproc_per_node=8 eval_ppl.py out/aogpt_small --data data/openwebtext 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import checkpoint
 from data.loader import TokenDataset, load_meta, ngram_entropies
 from objectives import estimate, sequence_nll
 from orders import OrderConfig, orders_at
-from runtime import Processes, autocast, pick_dtype, processes, run_script, versions
+from runtime import Processes, autocast, check_output, pick_dtype, processes, run_script, to_json, versions
 
 NGRAM_TOKENS = 10_000_000  # of the training split, for the entropies shown beside the model's
 
@@ -59,6 +58,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     for name in ("num_orders", "batch_size", "max_sequences"):
         if getattr(a, name) is not None and getattr(a, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least 1")
+    if not 0 <= a.seed < 2**63:
+        raise ValueError(f"--seed is {a.seed}; give an integer from 0 to 2**63 - 1")
+    if not a.orders:
+        raise ValueError("--orders names no order; give l2r, random or both")
+    check_output(a.json, "--json")
     loaded = checkpoint.load(a.run, a.weights, procs.device)
     meta = load_meta(a.data)
     if meta["tokenizer"] != loaded.tokenizer:
@@ -84,7 +88,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: int, a: Arguments, procs):
     """Nats per token of the first `count` blocks under `draws` orders each, (count, draws), on every process.
 
-    The orders of a block follow from (seed, draw, block) alone, so neither batches nor processes change a number.
+    The orders of a block follow from (seed, draw, block) alone, whatever the batches and the processes.
     """
     share, parts = procs.share(count), []
     total = len(share) * draws
@@ -135,7 +139,7 @@ def write_json(a: Arguments, results: dict, entropies: dict, loaded, meta: dict,
         "device": str(procs.device),
         "versions": versions(),
     }
-    text = json.dumps(report, indent=2, default=str) + "\n"
+    text = to_json(report, indent=2) + "\n"
     checkpoint.write_atomically(a.json, lambda file: file.write(text.encode()))
 
 
