@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 RUN := out/quickstart
+# One thread: tensors as small as the quickstart's gain nothing from a second one.
+quickstart: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test lint clean
 .DELETE_ON_ERROR:
@@ -24,9 +26,9 @@ quickstart: $(VENV)/.requirements
 	@echo "== done. The loss curve is $(RUN)/loss.png. Try next:"
 	@echo "   source $(VENV)/bin/activate"
 	@echo "   python sample.py $(RUN) --mode even --steps 16 --temperature 0.8   # fewer, larger steps"
-	@echo "   python train.py configs/quickstart.toml --name longer --train.steps 2000"
+	@echo "   python train.py configs/quickstart.toml --name longer --train.steps 30000"
 	@echo "   python data/prepare.py text --source MY.txt --out data/own --tokenizer bytes   # your own text:"
-	@echo "   python train.py configs/own_text.toml --data.folder data/own"
+	@echo "   python train.py configs/quickstart.toml --name own --data.folder data/own"
 
 test: $(VENV)/.requirements-dev lint
 	$(PY) -m pytest

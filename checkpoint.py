@@ -43,6 +43,7 @@ SUPPORTED = (
     "weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with model.safetensors or "
     "pytorch_model.bin)"
 )
+STATE_KEYS = ("step", "model_config", "model", "ema", "optimizer", "config", "data", "best")
 
 
 class CheckpointError(ValueError):
@@ -153,18 +154,25 @@ def save(run_folder: Path, state: dict, keep: int, best: bool) -> Path:
     try:
         write_atomically(path, lambda file: torch.save(state, file))
         if best:
-            _link(path, run_folder / "best.pt")
+            mark_best(path, run_folder)
     except (OSError, RuntimeError) as error:  # torch reports a failing write as RuntimeError
         reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
-        older = find(run_folder)
+        older = find(run_folder, up_to=state["step"] - 1)
         kept = f"the last good checkpoint is {older[-1]}" if older else "there is no earlier checkpoint"
         raise CheckpointError(f"could not write {path}: {reason}; {kept}. Is the disk full?") from error
-    for old in find(run_folder)[:-keep]:
-        old.unlink(missing_ok=True)
+    prune(run_folder, state["step"], keep)
     return path
 
 
-def _link(source: Path, target: Path) -> None:
+def prune(run_folder: Path, step: int, keep: int) -> None:
+    """Drop all but the newest `keep` checkpoints of steps <= step."""
+    for old in find(run_folder, up_to=step)[:-keep]:
+        old.unlink(missing_ok=True)
+
+
+def mark_best(source: Path, run_folder: Path) -> None:
+    """Make best.pt the checkpoint `source`: a second name of the same file where that is possible, else a copy."""
+    target = run_folder / "best.pt"
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -172,6 +180,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError:  # a file system without hard links
         shutil.copyfile(source, temporary)
     os.replace(temporary, target)
+    temporary.unlink(missing_ok=True)  # renaming a file to another name of itself does nothing
 
 
 def training_state(step: int, model: AOGPT, ema: EMA, optimizer, config: dict, data_meta: dict, best: dict) -> dict:
@@ -193,10 +202,21 @@ def training_state(step: int, model: AOGPT, ema: EMA, optimizer, config: dict, d
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def find(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+def finish_interrupted_save(run_folder: Path, state: dict, path: Path, keep: int) -> None:
+    """Do what a kill in the middle of saving has left undone: mark the best, drop old ones and partial files."""
+    if state["best"]["step"] == state["step"]:
+        mark_best(path, run_folder)
+    prune(run_folder, state["step"], keep)
+    for folder in (run_folder, run_folder / "checkpoints"):
+        for path in folder.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
+    """The checkpoints of a run, oldest first; only those of steps <= up_to, if it is given."""
     names = (Path(run_folder) / "checkpoints").glob("step_*.pt")
-    return sorted(path for path in names if re.fullmatch(r"step_\d{8,}\.pt", path.name))
+    steps = {path: int(found[1]) for path in names if (found := re.fullmatch(r"step_(\d{8,})\.pt", path.name))}
+    return sorted((path for path in steps if up_to is None or steps[path] <= up_to), key=steps.get)
 
 
 def read_file(path: Path, verify: bool = False) -> dict:
@@ -240,6 +260,8 @@ def read(path: Path, verify: bool = False) -> dict:
     if state.get("format") != FORMAT:
         found = f"keys {sorted(map(str, state))[:6]}"
         raise CheckpointError(f"{path} holds {found}; supported are checkpoints that train.py wrote ({FORMAT})")
+    if missing := [key for key in STATE_KEYS if key not in state]:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}; it was not written by this train.py")
     return state
 
 
@@ -253,7 +275,8 @@ def read_newest(run_folder: Path) -> tuple[Path, dict] | None:
         try:
             return path, read(path, verify=True)
         except CheckpointError as error:
-            print(f"warning: {error}; trying the one before it", file=sys.stderr)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"warning: {error}; trying the one before it", file=sys.stderr)
     if paths:
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {run_folder} can be read; move the folder away to start anew"

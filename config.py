@@ -1,6 +1,6 @@
 """Configuration: nested dataclasses, filled from a TOML file, overridden on the command line.
 
-    python train.py configs/aogpt_small.toml --optim.lr 3e-4 --train.steps 1000
+    python train.py configs/aogpt_small.toml --optim.lr 3e-4 --train.steps 100000
 
 A key that does not exist, a value of the wrong type or an impossible combination is a ValueError that names the key,
 the file and the nearest valid name. Nothing in a config file is ever executed.
@@ -59,8 +59,12 @@ class OptimConfig:
             ("grad_clip", 0, math.inf),
             ("warmup_steps", 0, math.inf),
         ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; give a number from {low} to {high}")
+            value = getattr(self, name)
+            if not low <= value <= high or value == math.inf and name != "grad_clip":
+                bound = "or more" if high == math.inf else f"to {high}"
+                raise ValueError(f"optim.{name} is {value}; give a finite number from {low} {bound}")
+        if self.beta1 == 1 or self.beta2 == 1:
+            raise ValueError("optim.beta1 and optim.beta2 must be below 1")
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,10 @@ class Config:
         return Path(self.out) / self.name
 
     def __post_init__(self):
-        if not self.name or Path(self.name).name != self.name:
+        if self.name in ("", ".", "..") or Path(self.name).name != self.name:
             raise ValueError(f"name is {self.name!r}; give a plain folder name without a path")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; give a non-negative integer")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; give an integer from 0 to 2**63 - 1")
         if self.optim.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps ({self.train.steps}): the "
@@ -321,7 +325,8 @@ def to_toml(config: Config) -> str:
 def _toml_value(value) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return json.dumps(value)  # TOML's strings, integers, floats and booleans are JSON's
+    # TOML's strings, integers, floats and booleans are JSON's, but for surrogate pairs and the bare DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:

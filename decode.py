@@ -76,8 +76,8 @@ def mdm_plan(
         given: BoolTensor (B, T) of positions that are context, or None.
         generator: CPU generator of the times.
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; sampling takes at least 1 step")
+    if not 1 <= steps <= 2**31:
+        raise ValueError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
     elapsed = torch.rand(batch_size, length, generator=generator, dtype=torch.float64)  # 1 - unmasking time
     order, index = _order_by(elapsed, given)
     if even:
@@ -134,7 +134,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     """
     if choice.temperature == 0:
         return logits.argmax(dim=-1)
-    probs = (logits.double() / choice.temperature).softmax(dim=-1)
+    logits = logits.double()
+    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / choice.temperature).softmax(dim=-1)
     ids = None
     if choice.top_p < 1 or choice.top_k is not None:
         probs, ids = probs.sort(dim=-1, descending=True, stable=True)
@@ -159,8 +160,8 @@ class Generation:
 
     tokens: LongTensor (B, T) in sequence order.
     step: LongTensor (B, T), the plan's step at which each position was revealed, -1 for given ones.
-    log_probs: float tensor (B, T), log-probability (nats) of each revealed token under the model itself, before
-        temperature and truncation; 0 for given ones.
+    log_probs: float tensor (B, T), log-probability (nats) of each revealed token under the model, among the ids that
+        may be drawn, before temperature and truncation; 0 for given ones.
     model_calls: forward passes of the model, all batches together.
     token_forwards: inputs those passes were fed, padding left out.
     """
@@ -199,6 +200,8 @@ def generate(
         progress: called after every model call with the number of positions it revealed.
     """
     B, T = plan.order.shape
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
     if B == 0:
         raise ValueError("the plan holds no samples; plan at least one")
     if T > model.config.block_size:
@@ -254,7 +257,7 @@ def _generate_batch(model, plan, tokens, uniforms, choice, vocab_size, tables, p
     encoder = model.config.attention == "full"
     sizes = group_sizes(plan)
     known = (plan.step < 0).sum(dim=1)
-    cached = torch.zeros_like(known)
+    cached = torch.where(known == T, known, 0)  # a row with nothing to reveal is fed nothing
     widest = int(max((known[:, None] + sizes[:, :1]).max(), 2 * sizes.max())) if sizes.numel() else 0
     cache = None if encoder else KVCache(model.config, B, T + widest, device=device, dtype=dtype)
 

@@ -7,7 +7,6 @@ torchrun --nproc_per_node=8 eval_ppl.py out/aogpt_small --data data/openwebtext 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import checkpoint
 from data.loader import TokenDataset, load_meta, ngram_entropies
 from objectives import estimate, held_out_nll
 from orders import OrderConfig
-from runtime import Processes, autocast, pick_dtype, processes, run_script, versions
+from runtime import Processes, autocast, check_output, pick_dtype, processes, run_script, to_json, versions
 
 NGRAM_TOKENS = 10_000_000  # of the training split, for the entropies shown beside the model's
 
@@ -60,6 +59,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     for name in ("num_orders", "batch_size", "max_sequences"):
         if getattr(a, name) is not None and getattr(a, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least 1")
+    if not 0 <= a.seed < 2**63:
+        raise ValueError(f"--seed is {a.seed}; give an integer from 0 to 2**63 - 1")
+    if a.orders is not None and not a.orders:
+        raise ValueError("--orders names no order; give l2r, random or both")
+    check_output(a.json, "--json")
     loaded = checkpoint.load(a.run, a.weights, procs.device)
     meta = load_meta(a.data)
     if meta["tokenizer"] != loaded.tokenizer:
@@ -73,7 +77,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     results = {}
     for kind in orders:
         draws = a.num_orders if kind == "random" else 1
-        results[kind] = estimate(score(loaded.model, dataset, OrderConfig(kind=kind), count, draws, a, procs))
+        results[kind] = estimate(
+            score(loaded.model, dataset, OrderConfig(kind=kind), count, draws, a, procs, loaded.scored_from)
+        )
     if procs.main:
         entropies = ngram_table(a.data, loaded.model.config.block_size)
         print_table(results, entropies, a, loaded, count)
@@ -92,10 +98,12 @@ def choose_orders(orders: tuple[str, ...] | None, config) -> tuple[str, ...]:
     return orders or possible
 
 
-def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: int, a: Arguments, procs):
+def score(
+    model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: int, a: Arguments, procs, scored_from: int = 0
+):
     """Nats per token of the first `count` blocks under `draws` orders each, (count, draws), on every process.
 
-    The orders of a block follow from (seed, draw, block) alone, so neither batches nor processes change a number.
+    The orders of a block follow from (seed, draw, block) alone, whatever the batches and the processes.
     """
     share, parts = procs.share(count), []
     total = len(share) * draws
@@ -106,7 +114,7 @@ def score(model, dataset: TokenDataset, orders: OrderConfig, count: int, draws: 
             columns = []
             for draw in range(draws):
                 with autocast(procs.device, pick_dtype(a.dtype, procs.device)):
-                    columns.append(held_out_nll(model, tokens, orders, a.seed, draw, rows, count).cpu())
+                    columns.append(held_out_nll(model, tokens, orders, a.seed, draw, rows, count, scored_from).cpu())
                 bar.update(len(rows))
             parts.append(torch.stack(columns, dim=1))
     own = torch.cat(parts) if parts else torch.zeros(0, draws, dtype=torch.float64)
@@ -145,7 +153,7 @@ def write_json(a: Arguments, results: dict, entropies: dict, loaded, meta: dict,
         "device": str(procs.device),
         "versions": versions(),
     }
-    text = json.dumps(report, indent=2, default=str) + "\n"
+    text = to_json(report, indent=2) + "\n"
     checkpoint.write_atomically(a.json, lambda file: file.write(text.encode()))
 
 

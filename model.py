@@ -468,17 +468,18 @@ class AOGPT(nn.Module):
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of the output head, (B, T, D), (B, T) -> (B, T), without keeping (B, T, V) float32 logits.
 
-        Compiled, the float32 softmax is fused into its reductions. Eager, the head runs in chunks whose logits are
-        recomputed in the backward pass. (torch.nn.functional.linear_cross_entropy, new in 2.13, does the same job, but
-        breaks a compiled graph and measured 3 times slower than these chunks on a CPU.)
+        Compiled, the float32 softmax is fused into its reductions. Eager, more than HEAD_CHUNK_ELEMENTS logits are
+        computed in chunks, and again in the backward pass. PyTorch 2.13's chunked linear_cross_entropy does the same
+        job; these chunks also run on older versions, and were faster where both were measured (results/loss_head.md).
         """
         flat_x, flat_targets = x.flatten(0, 1), targets.flatten()
         rows = max(256, HEAD_CHUNK_ELEMENTS // self.config.vocab_size)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() and len(flat_x) <= rows:
+        if torch.compiler.is_compiling() or len(flat_x) <= rows:
             nll = self._chunk_nll(flat_x, flat_targets)
         else:
             chunks = zip(flat_x.split(rows), flat_targets.split(rows), strict=True)
-            nll = torch.cat([checkpoint(self._chunk_nll, *chunk, use_reentrant=False) for chunk in chunks])
+            again = {"use_reentrant": False, "preserve_rng_state": False}
+            nll = torch.cat([checkpoint(self._chunk_nll, *chunk, **again) for chunk in chunks])
         return nll.T.reshape(-1, *targets.shape) if self.config.noise else nll.view(targets.shape)
 
     def logits(self, x: Tensor) -> Tensor:

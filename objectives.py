@@ -133,9 +133,12 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def sequence_nll(model, tokens: Tensor, order: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each sequence under its order: (B, T), (B, T) -> (B,) float64, nats per token."""
-    return -model.token_log_probs(tokens, order).double().mean(dim=1)
+def sequence_nll(model, tokens: Tensor, order: Tensor, scored_from: int = 0) -> Tensor:
+    """Mean negative log-likelihood of each sequence under its order, over the steps from `scored_from` on.
+
+    (B, T), (B, T) -> (B,) float64, nats per token.
+    """
+    return -model.token_log_probs(tokens, order)[:, scored_from:].double().mean(dim=1)
 
 
 def sequence_elbo(model, tokens: Tensor, masks: Masks) -> Tensor:
@@ -144,7 +147,9 @@ def sequence_elbo(model, tokens: Tensor, masks: Masks) -> Tensor:
     return -masks.weight * log_probs.sum(dim=1) / tokens.shape[1]
 
 
-def held_out_nll(model, tokens: Tensor, orders: OrderConfig, seed: int, draw: int, rows: range, total: int) -> Tensor:
+def held_out_nll(
+    model, tokens: Tensor, orders: OrderConfig, seed: int, draw: int, rows: range, total: int, scored_from: int = 0
+) -> Tensor:
     """One estimate of the negative log-likelihood of each sequence, (B,) float64, nats per token.
 
     A decoder is scored along one order drawn from `orders`. An encoder knows no order: its ELBO, the any-order value,
@@ -152,13 +157,15 @@ def held_out_nll(model, tokens: Tensor, orders: OrderConfig, seed: int, draw: in
 
     Args:
         tokens: (B, T), the sequences `rows` of the `total` that are scored.
+        scored_from: first step of an order that counts; 1 for GPT-2, which has no start token.
     """
     if model.config.attention == "full":
         if orders.kind != "random":
             raise ValueError(f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}")
         masks = masks_at(ObjectiveConfig("lambda_dce"), seed, draw, rows, total, tokens.shape[1])
         return sequence_elbo(model, tokens, masks.to(tokens.device))
-    return sequence_nll(model, tokens, orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device))
+    order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
+    return sequence_nll(model, tokens, order, scored_from)
 
 
 @dataclass(frozen=True)

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import platform
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-# Dense bfloat16 peak of one device, floating-point operations per second, from the makers' data sheets.
+# Dense bfloat16 peak, floating-point operations per second, from the makers' data sheets, by the exact device name:
+# a longer or shorter name is another product.
 PEAK_BF16_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989.4e12,
-    "H100 80GB HBM3": 989.4e12,
-    "H100 SXM": 989.4e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307.4e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "AMD Instinct MI300X": 1307.4e12,
 }
 
 
@@ -37,8 +43,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak operations per second of the device at this precision; None where it is not known, never a guess."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
+    return PEAK_BF16_FLOPS.get(torch.cuda.get_device_name(device))
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,6 @@ class Processes:
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
 
 
 @contextlib.contextmanager
@@ -124,6 +125,29 @@ def autocast(device: torch.device, dtype: torch.dtype):
 def versions() -> dict[str, str]:
     """Versions that a reported number depends on."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """JSON text of plain values; NaN and infinities, which JSON does not have, become null, paths strings."""
+
+    def plain(v):
+        if isinstance(v, dict):
+            return {str(key): plain(item) for key, item in v.items()}
+        if isinstance(v, list | tuple):
+            return [plain(item) for item in v]
+        return None if isinstance(v, float) and not math.isfinite(v) else v
+
+    return json.dumps(plain(value), indent=indent, default=str)
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """Raise ValueError before the work begins if a result file could not be written after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
 
 
 def run_script(main: Callable[[], int | None]) -> None:

@@ -7,7 +7,6 @@ python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from tqdm import tqdm
 import checkpoint
 from data.tokenizer import get_tokenizer
 from decode import Generation, Plan, TokenChoice, generate, l2r_plan, mdm_plan
-from runtime import pick_dtype, processes, run_script, versions
+from runtime import check_output, pick_dtype, processes, run_script, to_json, versions
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,9 @@ def sample(arguments: Arguments, procs) -> None:
     for name in ("num_samples", "batch_size"):
         if getattr(a, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least 1")
-    if a.jsonl and not a.jsonl.resolve().parent.is_dir():
-        raise ValueError(f"--jsonl {a.jsonl}: there is no folder {a.jsonl.parent}; make it first")
+    if not 0 <= a.seed < 2**63:
+        raise ValueError(f"--seed is {a.seed}; give an integer from 0 to 2**63 - 1")
+    check_output(a.jsonl, "--jsonl")
     loaded = checkpoint.load(a.run, a.weights, procs.device)
     dtype = pick_dtype(a.dtype, procs.device)
     tokenizer = get_tokenizer(loaded.tokenizer)
@@ -146,7 +146,7 @@ def report(parts: list[Generation], tokenizer, settings: dict, jsonl: Path | Non
                 "model_calls": part.model_calls,
                 "settings": settings,
             }
-            lines.append(json.dumps(record, default=str))
+            lines.append(to_json(record))
     if jsonl:
         checkpoint.write_atomically(jsonl, lambda file: file.write(("\n".join(lines) + "\n").encode()))
 

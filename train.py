@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -42,7 +43,7 @@ from objectives import (
     score_entropy,
 )
 from orders import OrderConfig, orders_at, philox_bits
-from runtime import Processes, autocast, peak_flops, pick_dtype, processes, run_script
+from runtime import Processes, autocast, peak_flops, pick_dtype, processes, run_script, to_json
 
 
 def main() -> int:
@@ -64,9 +65,12 @@ class Progress:
 def train(config: Config, procs: Processes) -> int:
     folder = config.run_folder
     data = TokenDataset(config.data.folder, "train", config.model.block_size, verify=config.data.verify)
-    held_out = TokenDataset(config.data.folder, "val", config.model.block_size) if config.eval.interval else None
+    held_out = None
+    if config.eval.interval:
+        held_out = TokenDataset(config.data.folder, "val", config.model.block_size, verify=config.data.verify)
     check_fits(config, data, procs)
-    say = print if procs.main else (lambda *_: None)
+    say = print if procs.main else (lambda *_, **__: None)
+    stop = StopRequest(procs)
 
     torch.manual_seed(config.seed)
     model = AOGPT(config.model).to(procs.device)
@@ -75,8 +79,12 @@ def train(config: Config, procs: Processes) -> int:
         say(f"started from the weights of {config.train.init_from}")
     ema = EMA(model, config.optim.ema_decay)
     optimizer = make_optimizer(model, config)
-    progress = resume(config, data.meta, model, ema, optimizer, say)
+    progress = resume(config, data.meta, model, ema, optimizer, procs.main, say)
+    if len(set(procs.gather(progress.step))) > 1:
+        raise ValueError(f"the processes see different checkpoints in {folder}; put --out on a disk that all share")
     if progress.step >= config.train.steps:
+        if procs.main and not (folder / "loss.png").exists():
+            plot_losses(folder)
         say(f"{folder} is finished at step {progress.step}; give more --train.steps to go on, or another --name")
         return 0
     if procs.main:
@@ -90,7 +98,6 @@ def train(config: Config, procs: Processes) -> int:
     if config.train.compile:
         compile_model(model, procs)
     parallel = DistributedDataParallel(model) if procs.world_size > 1 else model
-    stop = StopRequest(procs)
     log = Log(config, procs, model, progress)
     saved = None
     while progress.step < config.train.steps and not stop.agreed:
@@ -110,11 +117,14 @@ def train(config: Config, procs: Processes) -> int:
             raise ValueError(non_finite_message(config, progress))
 
         last = progress.step == config.train.steps
-        better = False
+        better, best_before = False, progress.best
         if held_out and (last or progress.step % config.eval.interval == 0):
             better = evaluate(model, ema, held_out, config, procs, progress, log)
         if better or last or stop.agreed or progress.step % config.checkpoint.interval == 0:
             saved = save(config, procs, progress, model, ema, optimizer, data.meta, better, log)
+            if saved is None:
+                progress.best = best_before
+            log.restart_clock()
     log.close()
     if procs.main:
         plot_losses(folder)
@@ -174,7 +184,7 @@ def training_loss(model, tokens: torch.Tensor, step: int, rows: range, config: C
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from lr to lr * min_lr_ratio at the last step."""
+    """Linear warm-up, then a cosine from lr to lr * min_lr_ratio at the end of the run."""
     o = config.optim
     if step < o.warmup_steps:
         return o.lr * (step + 1) / o.warmup_steps
@@ -281,7 +291,7 @@ def compile_model(model: AOGPT, procs: Processes) -> None:
     model.compile(dynamic=False)
 
 
-def resume(config: Config, data_meta: dict, model, ema: EMA, optimizer, say) -> Progress:
+def resume(config: Config, data_meta: dict, model, ema: EMA, optimizer, main: bool, say) -> Progress:
     """Load the run's newest readable checkpoint, if it has one, and say what has changed since."""
     found = checkpoint.read_newest(config.run_folder)
     if found is None:
@@ -310,8 +320,10 @@ def resume(config: Config, data_meta: dict, model, ema: EMA, optimizer, say) -> 
     optimizer.load_state_dict(state["optimizer"])
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)  # the configuration rules, not the checkpoint
+    if main:
+        checkpoint.finish_interrupted_save(config.run_folder, state, path, config.checkpoint.keep)
     say(f"resumed from {path}")
-    return Progress(step=state["step"], best=state["best"], skipped=state["skipped"])
+    return Progress(**{key: state[key] for key in ("step", "best", "skipped", "skipped_in_a_row")})
 
 
 def save(config: Config, procs, progress: Progress, model, ema, optimizer, data_meta, better: bool, log: Log):
@@ -320,7 +332,7 @@ def save(config: Config, procs, progress: Progress, model, ema, optimizer, data_
     if procs.main:
         state = checkpoint.training_state(
             progress.step, model, ema, optimizer, configuration.to_dict(config), data_meta, progress.best
-        ) | {"skipped": progress.skipped}
+        ) | {"skipped": progress.skipped, "skipped_in_a_row": progress.skipped_in_a_row}
         try:
             path = checkpoint.save(config.run_folder, state, config.checkpoint.keep, better)
         except CheckpointError as error:
@@ -329,7 +341,7 @@ def save(config: Config, procs, progress: Progress, model, ema, optimizer, data_
 
 
 def non_finite_message(config: Config, progress: Progress) -> str:
-    good = checkpoint.find(config.run_folder)
+    good = checkpoint.find(config.run_folder, up_to=progress.step)
     where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
     return (
         f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
@@ -386,14 +398,14 @@ class Log:
             percent = mfu if mfu == "unknown" else f"{mfu:.1%}"
             rest = f", {speed:,.0f} tokens/s, MFU {percent}" if speed else ""
             print(f"step {step}: loss {loss:.4f}{rest}", flush=True)
-        self._restart_clock()
+        self.restart_clock()
 
     def validation(self, losses: dict[str, float]) -> None:
         if self.active:
             text = ", ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items())
             self._say(f"step {self.progress.step}: validation {text} nats per token (averaged weights)")
             self._write({"step": self.progress.step} | {f"val_loss_{kind}": loss for kind, loss in losses.items()})
-        self._restart_clock()
+        self.restart_clock()
 
     def warn(self, message: str) -> None:
         self._say(f"warning: {message}", file=sys.stderr)
@@ -408,14 +420,13 @@ class Log:
         tqdm.write(text, file=file or sys.stdout)
         sys.stdout.flush()
 
-    def _restart_clock(self) -> None:
+    def restart_clock(self) -> None:
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
 
     def _write(self, values: dict) -> None:
         try:
-            with open(self.path, "a") as file:  # NaN is not JSON: a non-finite number becomes null
-                plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-                file.write(json.dumps(plain) + "\n")
+            with open(self.path, "a") as file:
+                file.write(to_json(values) + "\n")
         except OSError as error:
             if not self.warned:
                 self.warn(f"cannot write {self.path}: {error}; training goes on without it")
@@ -425,16 +436,22 @@ class Log:
             self.wandb.log(numbers, step=values["step"])
 
 
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl, without any that a kill or a full disk cut short."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
+
+
 def drop_later_lines(path: Path, step: int) -> None:
     """Keep the lines of metrics.jsonl up to `step`: the steps after the checkpoint are about to be run again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    checkpoint.write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
+    kept = [to_json(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
+    if path.exists():
+        checkpoint.write_atomically(path, lambda file: file.write("".join(kept).encode()))
 
 
 def start_wandb(config: Config):
@@ -445,16 +462,19 @@ def start_wandb(config: Config):
         raise ValueError("wandb.mode is set but wandb is not installed; pip install wandb, or leave it out") from None
     id_file = config.run_folder / "wandb_id"
     if not id_file.exists():
-        checkpoint.write_atomically(id_file, lambda f: f.write(wandb.util.generate_id().encode()))
-    return wandb.init(
-        project=config.wandb.project,
-        name=config.name,
-        id=id_file.read_text(),
-        resume="allow",
-        mode=config.wandb.mode,
-        dir=str(config.run_folder),
-        config=asdict(config),
-    )
+        checkpoint.write_atomically(id_file, lambda f: f.write(secrets.token_hex(4).encode()))
+    try:
+        return wandb.init(
+            project=config.wandb.project,
+            name=config.name,
+            id=id_file.read_text(),
+            resume="allow",
+            mode=config.wandb.mode,
+            dir=str(config.run_folder),
+            config=asdict(config),
+        )
+    except wandb.errors.Error as error:
+        raise ValueError(f"Weights & Biases did not start: {error}; log in, or pass --wandb.mode offline") from error
 
 
 def plot_losses(folder: Path) -> None:
@@ -464,9 +484,9 @@ def plot_losses(folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    if not (folder / "metrics.jsonl").exists():
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
         return
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     labels = {
         "loss": "training, the run's own orders",

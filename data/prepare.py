@@ -569,7 +569,9 @@ def _report(target: Path, meta: dict) -> None:
             f"{entry['tokens'] * size / 1e6:>10,.1f} MB"
         )
     print(f"in {_shown(target)}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
-    print(f"next: python train.py configs/own_text.toml --data.folder {_shown(target)}")
+    config = "quickstart" if meta["tokenizer"] == "bytes" else "own_text"
+    config = "aogpt_small" if meta["settings"]["dataset"] == "openwebtext" else config
+    print(f"next: python train.py configs/{config}.toml --name {target.name} --data.folder {_shown(target)}")
 
 
 def _shown(path: Path) -> str:

@@ -51,6 +51,7 @@ def test_a_shipped_config_survives_to_toml_and_back(path, load):
 
 positive = st.integers(1, 10**12)
 ratio = st.floats(0, 1)
+beta = st.floats(0, 1, exclude_max=True)
 amount = st.floats(0, allow_infinity=False)
 text = st.text(st.characters(codec="utf-8"), max_size=20)
 run_name = text.filter(lambda s: s.strip(".") and "/" not in s)
@@ -86,7 +87,7 @@ def configs(draw):
         ),
         data=DataConfig(draw(text), draw(st.booleans())),
         optim=OptimConfig(
-            *(draw(values) for values in (amount, ratio, st.integers(0, steps), ratio, ratio, amount, amount, ratio))
+            *(draw(values) for values in (amount, ratio, st.integers(0, steps), beta, beta, amount, amount, ratio))
         ),
         train=TrainConfig(
             steps,
@@ -246,12 +247,8 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     path = ROOT / "configs" / "quickstart.toml"
     options = ["--optim.lr", "3e-4", "--model.target", "input", "--train.compile", "--name", "other"]
     base, config = configuration.load_toml(path), configuration.from_command_line([str(path), *options], "")
-    assert configuration.differences(base, config) == {
-        "name": ("quickstart", "other"),
-        "model.target": ("adaln", "input"),
-        "optim.lr": (2e-3, 3e-4),
-        "train.compile": (False, True),
-    }
+    changed = {key: after for key, (_, after) in configuration.differences(base, config).items()}
+    assert changed == {"name": "other", "model.target": "input", "optim.lr": 3e-4, "train.compile": True}
     # every key, whatever its kind, can be given on the command line
     for key in configuration.valid_keys():
         table, _, name = key.rpartition(".")

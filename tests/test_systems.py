@@ -688,16 +688,14 @@ def test_infilling_matches_enumeration(system, mode, prompt):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_samples_of_sedd_follow_the_share_of_masked_tokens(seed):
-    """Left to right, with a model that listens to its noise level: accepted against its own enumeration, rejected beyond
-    doubt against the same with the noise level held at that of one masked token in four."""
-    model = enumerable_encoder(seed, "SEDD")
-    with torch.no_grad():
-        model.noise.fc.weight *= 5
+    """Left to right: accepted against the model's own enumeration, rejected beyond doubt against the same with the
+    noise level held at that of the first step, where all tokens are masked."""
+    model, conditional = enumerable_system("SEDD", seed)
     plan = make_plan("l2r", SAMPLES, N)
     counts = sampled_counts(model, plan, seed + 20)
-    assert accept(counts, distribution_of("l2r", plan, encoder_conditionals(model, V, N), {}))
+    assert accept(counts, distribution_of("l2r", plan, conditional, {}))
     sequences = all_sequences(V, N)
-    held = log_linear_noise(torch.full((len(sequences),), 0.25, dtype=torch.float64))
+    held = log_linear_noise(torch.full((len(sequences),), 1.0, dtype=torch.float64))
     log_p = torch.zeros(len(sequences), dtype=torch.float64)
     for i in range(N):
         masked = (torch.arange(N) >= i).expand(len(sequences), N)

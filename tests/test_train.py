@@ -1,5 +1,6 @@
 """train.py: one step, exact resume after any kind of end, processes, skipped steps, and what the run folder holds."""
 
+import contextlib
 import json
 import math
 import os
@@ -501,14 +502,37 @@ def test_killed_before_any_file_operation_a_run_leaves_the_files_of_an_undisturb
 # ---- stopped by a signal ---------------------------------------------------------------------------------------------
 
 
-def start(*arguments):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes)
+def children(process):
+    """The processes that a process has started, as {process id: environment}."""
+    found = {}
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(child)] = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    return found
+
+
+@pytest.fixture
+def start():
+    """A function that starts a script and returns at once; what still runs after the test is ended."""
+    started = []
+
+    def call(*arguments):
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes))
+        return started[-1]
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            for child in children(process):
+                os.kill(child, signal.SIGKILL)
+            process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(data, tmp_path, number):
+def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(data, tmp_path, start, number):
     # no checkpoint is due before the end, and the run would take minutes: what is saved, the signal saved. The learning
     # rate is constant, so that a run of fewer steps is the beginning of a longer one.
     far = {"train__steps": 100_000, "checkpoint__interval": 100_000, "eval__interval": 0, "optim__min_lr_ratio": 1.0}
@@ -527,25 +551,18 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(da
     assert metrics(resumed) == metrics(undisturbed)
 
 
-def process_of_rank(launcher, rank):
-    """The process id of a worker of torchrun, known by its environment; None before it has started."""
-    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        try:
-            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                return int(child)
-        except OSError:  # it has ended
-            pass
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("receiver", ["rank 1", "torchrun"])
-def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_checkpoint(data, tmp_path, receiver):
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_checkpoint(
+    data, tmp_path, start, receiver
+):
     far = {"train__steps": 100_000, "checkpoint__interval": 100_000, "eval__interval": 0}
     config = tiny_config(data, tmp_path, **far)
     launcher = start(*"-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split(), write_config(config))
     wait_for(lambda: has_reached(config, 3), launcher)
     if receiver == "rank 1":  # the process that neither logs nor saves
-        os.kill(process_of_rank(launcher, 1), signal.SIGTERM)
+        (worker,) = (child for child, environment in children(launcher).items() if b"RANK=1" in environment)
+        os.kill(worker, signal.SIGTERM)
     else:
         launcher.send_signal(signal.SIGTERM)
     out, err = launcher.communicate(timeout=60)  # with a process one step ahead, the other would wait for it in vain
@@ -553,7 +570,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
     assert "error (rank" not in err
     if receiver == "rank 1":  # torchrun, itself told to stop, reports that instead of its workers' exit
-        assert launcher.returncode == 0
+        assert launcher.returncode == 0, err
 
 
 # ---- processes and micro-batches -------------------------------------------------------------------------------------
