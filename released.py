@@ -30,7 +30,7 @@ def layout(state: dict) -> str:
         return "sigma-GPT"
     if any(re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name) for name in names):
         return "GPT-2"
-    raise ValueError(f"it holds {_list(names)}: none of the known layouts")
+    raise ValueError(f"it holds {_list(sorted(map(repr, names)))}: none of the known layouts")
 
 
 def translate(state: dict[str, Tensor], config: dict | None) -> tuple[ModelConfig, dict[str, Tensor]]:

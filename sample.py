@@ -71,6 +71,8 @@ def sample(arguments: Arguments, procs) -> None:
     dtype = pick_dtype(a.dtype, procs.device)
     tokenizer = get_tokenizer(loaded.tokenizer)
     prompt = tokenizer.encode(a.prompt)
+    if loaded.scored_from and not prompt:
+        raise ValueError("this model has no start token (GPT-2): give it a --prompt to continue")
     plan, tokens, uniforms = draw(a, loaded.model.config, prompt)
 
     rows = slice(procs.share(a.num_samples).start, procs.share(a.num_samples).stop)

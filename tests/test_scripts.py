@@ -355,8 +355,9 @@ def test_a_model_without_target_positions_is_scored_left_to_right_only(evaluate,
     expected = direct(plain, data, "l2r", 1, 0, 4).mean()
     report = evaluate("--orders", "l2r", "--max-sequences", 4, path=plain)
     assert report["results"]["l2r"]["nll"] == pytest.approx(expected, rel=1e-6)
-    status, _, err = script(eval_ppl, plain, "--data", data)
-    assert status == 2 and "no any-order perplexity; give --orders l2r" in err
+    assert list(evaluate("--max-sequences", 4, path=plain)["results"]) == ["l2r"]
+    status, _, err = script(eval_ppl, plain, "--data", data, "--orders", "random")
+    assert status == 2 and "has no 'random' perplexity; give --orders l2r" in err
 
 
 @pytest.mark.parametrize(
