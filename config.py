@@ -140,6 +140,7 @@ class StageConfig:
     """Steps in a group (objective.kind = "groupwise" only)."""
 
     def __post_init__(self):
+        OrderConfig(self.kind, self.l2r_prob)  # refuses what is no order distribution
         if self.step < 0 or self.group < 1:
             raise ValueError("schedule: a stage's step must not be negative and its group must be at least 1")
 
@@ -153,8 +154,8 @@ class Config:
     seed: int = 0
     """Of the weights, the data shuffle and the orders."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     schedule: tuple[StageConfig, ...] = ()
     """Stages that replace order.kind, order.l2r_prob and objective.group as training goes on: [[schedule]] tables."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -266,7 +267,7 @@ def _build(cls, values: dict, source: str, prefix: str):
 
 def _build_schedule(value, source: str) -> tuple[StageConfig, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(stage, dict) for stage in value):
-        raise ValueError(f"{source}: 'schedule' is a list of tables; write [[schedule]] and its keys below it")
+        raise ValueError(f"{source}: schedule must be a list of tables; write [[schedule]] and its keys below it")
     return tuple(_build(StageConfig, stage, source, "schedule.") for stage in value)
 
 
@@ -279,6 +280,8 @@ def _typed(value, hint, source: str, name: str):
         guess = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{source}: {name} is {value!r}, but it must be one of {', '.join(map(repr, options))}{guess}")
     if isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint):
+        if value is None:
+            return None
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
     if hint is float and type(value) is int:
         return float(value)
@@ -289,17 +292,17 @@ def _typed(value, hint, source: str, name: str):
 
 
 def valid_keys() -> list[str]:
-    """Every dotted key of a config file."""
+    """Every dotted key of a config file, those of [[schedule]] left out."""
     keys = []
     for name, hint in typing.get_type_hints(Config).items():
-        hint = StageConfig if name == "schedule" else hint
         inner = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else None
         keys += [name] if inner is None else [f"{name}.{key}" for key in inner]
+    keys.remove("schedule")
     return keys
 
 
 def _nearest(key: str, prefix: str) -> str:
-    keys = valid_keys()
+    keys = valid_keys() + [f"schedule.{f.name}" for f in dataclasses.fields(StageConfig)]
     elsewhere = [k for k in keys if k.rsplit(".", 1)[-1] == key]
     here = [k for k in keys if k.startswith(prefix)] if prefix else [k.split(".")[0] for k in keys]
     near = elsewhere or difflib.get_close_matches(prefix + key, here, n=1) or difflib.get_close_matches(key, keys, n=1)

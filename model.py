@@ -309,8 +309,8 @@ class NoiseEmbedding(nn.Module):
         self.fc, self.proj = nn.Linear(256, dim), nn.Linear(dim, dim)
 
     def forward(self, sigma: Tensor) -> Tensor:
-        frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float32) / 128)
-        angle = sigma[:, None] * frequency.to(sigma.dtype)
+        frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float64) / 128)
+        angle = sigma.double()[:, None] * frequency
         return self.proj(F.silu(self.fc(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype))))
 
 
@@ -489,8 +489,8 @@ class AOGPT(nn.Module):
     def _chunk_nll(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(x)
         if self.config.noise:
-            target_logit = logits.gather(1, targets[:, None]).squeeze(1).float()
-            return torch.stack([logits.float().logsumexp(dim=-1), target_logit], dim=1)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            return torch.stack([logits.logsumexp(dim=-1), logits.gather(1, targets[:, None]).squeeze(1)], dim=1)
         return F.cross_entropy(logits, targets, reduction="none")
 
     def _check(self, tokens: Tensor, other: Tensor) -> None:
@@ -509,7 +509,7 @@ class AOGPT(nn.Module):
 
         Decoder: the unmasked positions, in ascending order, are the context; every masked position is predicted from
         them and from nothing else (the parallel mask of `parallel_hidden`). Encoder: one pass of full attention, with
-        the noise level, if it has one, that masks this share of the tokens.
+        the noise level, if it has one, of the time that equals the share of masked tokens.
 
         Args:
             tokens: LongTensor (B, T), in sequence order.

@@ -96,8 +96,9 @@ def masks_at(config: ObjectiveConfig, seed: int, step: int, rows: range, total: 
         masked = keys.argsort(dim=1).argsort(dim=1) < k[:, None]
         return Masks(masked, length / k, log_linear_noise(k / length, config.noise_eps))
     if config.kind == "lambda_dce":
-        offset = (philox_bits(seed, step, range(total, total + 1), 1) >> np.uint64(11)) * 2.0**-53
-        rate = (torch.arange(rows.start, rows.stop) / total + float(offset[0, 0])) % 1.0
+        # One offset for the whole batch, from the row after its last.
+        offset = (philox_bits(seed, step, range(total, total + 1), length + 1)[0, 0] >> np.uint64(11)) * 2.0**-53
+        rate = (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + float(offset)) % 1.0
         rate = rate.clamp(min=2.0**-53)
         return Masks(keys < rate[:, None], 1 / rate, log_linear_noise(rate, config.noise_eps))
     t = draw.clamp(min=2.0**-53)

@@ -87,6 +87,7 @@ def processes(device: str = "auto"):
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Processes(dist.get_rank(), world_size, chosen)
+        dist.barrier()  # leave together: a process that goes first can abort in the teardown of its connections
     finally:
         dist.destroy_process_group()
 

@@ -349,7 +349,10 @@ def encode_all(todo: Iterator[list[RoutedPiece]], tokenizer_name: str, workers: 
     try:
         pending = collections.deque()
         for batch in itertools.chain(head, todo):
+            # Workers start at the first call and inherit the mask: no Ctrl-C strikes one that is still importing.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             pending.append(pool.submit(encode_batch, tokenizer_name, batch))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if len(pending) >= WINDOW * workers:
                 yield pending.popleft().result()
         while pending:

@@ -74,7 +74,10 @@ def configs(draw):
         norm=draw(one_of(ModelConfig, "norm")),
         gelu=draw(one_of(ModelConfig, "gelu")),
         dropout=draw(st.floats(0, 1, exclude_max=True)),
-        **{name: draw(st.booleans()) for name in ("qk_norm", "bias", "tied_head", "head_bias")},
+        **{
+            name: draw(st.booleans())
+            for name in ("qk_norm", "attn_bias", "mlp_bias", "norm_bias", "tied_head", "head_bias")
+        },
     )
     kinds = ("l2r", "fixed_random") if model.target == "none" else typing.get_args(OrderConfig.__annotations__["kind"])
     return Config(
@@ -95,9 +98,10 @@ def configs(draw):
             micro,
             draw(one_of(TrainConfig, "dtype")),
             draw(text),
-            draw(st.booleans()),
-            draw(positive),
-            draw(positive),
+            init_from=draw(text),
+            compile=draw(st.booleans()),
+            log_interval=draw(positive),
+            max_skipped_steps=draw(positive),
         ),
         eval=EvalConfig(draw(st.integers(0, 10**9)), draw(positive)),
         checkpoint=CheckpointConfig(draw(positive), draw(positive)),
@@ -257,7 +261,7 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
         if isinstance(value, bool):
             given = [option if value else f"--{table}.no-{name}".replace("_", "-")]
         else:
-            given = [option, str(value)]
+            given = [option, str(value)] if value != "" else [option + "="]
         assert configuration.from_command_line([str(path), *given], "") == base
 
 
