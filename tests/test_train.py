@@ -569,8 +569,6 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
     step = int(re.search(r"stopped at step (\d+) and saved", out)[1])
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
     assert "error (rank" not in err
-    if receiver == "rank 1":  # torchrun, itself told to stop, reports that instead of its workers' exit
-        assert launcher.returncode == 0, err
 
 
 # ---- processes and micro-batches -------------------------------------------------------------------------------------
