@@ -96,8 +96,12 @@ def initialise(model: AOGPT, source: AOGPT) -> None:
 
     Every weight of the source must have its place. Where the model has adaLN and the source has none, adaLN starts as
     the identity (shift 0, scale 0, gate 1), and other target-position tables start at 0, so that at first the model
-    computes exactly what the source does.
+    computes exactly what the source does (a two-stream decoder takes the weights, but asks a query stream instead).
     """
+    for name in ("attention", "n_head", "position", "norm", "norm_bias", "qk_norm", "gelu", "tied_head", "start"):
+        theirs, ours = getattr(source.config, name), getattr(model.config, name)
+        if theirs != ours:
+            raise CheckpointError(f"cannot start from these weights: set model.{name} = {theirs!r} (it is {ours!r})")
     weights, own = dict(source.named_parameters()), dict(model.named_parameters())
     for name, weight in weights.items():
         if name not in own or own[name].shape != weight.shape:
@@ -113,8 +117,6 @@ def initialise(model: AOGPT, source: AOGPT) -> None:
             if name.endswith("adaln.bias"):
                 width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
                 weight[2 * width : 3 * width] = weight[5 * width :] = 1
-    if source.config.start != model.config.start:
-        raise CheckpointError(f"set model.start = {source.config.start!r}: the source was trained with that")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

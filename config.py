@@ -182,7 +182,8 @@ class Config:
         self._check_objective()
         if [stage.step for stage in self.schedule] != sorted({stage.step for stage in self.schedule}):
             raise ValueError("schedule: the steps of the stages must rise from one [[schedule]] table to the next")
-        if self.order.kind == "fixed_blockwise" and self.order.block > self.model.block_size:
+        blockwise = any(stage.kind == "fixed_blockwise" for stage in (self.order, *self.schedule))
+        if blockwise and self.order.block > self.model.block_size:
             raise ValueError(
                 f"order.block ({self.order.block}) exceeds model.block_size ({self.model.block_size}); lower it"
             )
@@ -198,6 +199,8 @@ class Config:
             raise ValueError("objective.kind = 'score_entropy' and model.noise = true belong together")
         if kind == "groupwise" and model.target != "two_stream":
             raise ValueError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
+        if model.attention == "full" and (self.schedule or self.order.kind not in ("random", "mixture")):
+            raise ValueError("an encoder predicts in no order: set order.kind to 'random' and leave out [[schedule]]")
         for stage in (self.order, *self.schedule):
             random = stage.kind == "random" or stage.kind == "mixture" and stage.l2r_prob < 1
             if model.attention == "causal" and model.target == "none" and random:

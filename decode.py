@@ -311,7 +311,7 @@ def _encoder_step(model: AOGPT, ordered, order, known, revealed) -> Tensor:
     sigma = None
     if model.config.noise:
         masked_share = 1 - known[active] / order.shape[1]
-        sigma = log_linear_noise(masked_share.to(model.wte.weight.dtype))
+        sigma = log_linear_noise(masked_share.double())  # bfloat16 would round it to infinity
     hidden = model.encoder_hidden(inputs, sigma)
     rows = torch.arange(len(inputs), device=order.device)[:, None]
     return hidden[rows, order[active]][revealed[active]]

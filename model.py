@@ -522,7 +522,7 @@ class AOGPT(nn.Module):
             with torch.no_grad():
                 if not self.config.noise:
                     return -self(tokens, masked)
-                normaliser, output = self(tokens, masked, log_linear_noise(masked.to(self.wte.weight.dtype).mean(1)))
+                normaliser, output = self(tokens, masked, log_linear_noise(masked.double().mean(1)))
                 return (output - normaliser) * masked
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
         ordered, known = tokens.gather(1, order), (~masked).sum(1)

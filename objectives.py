@@ -60,6 +60,8 @@ def ao_ar_loss(model, tokens: Tensor, order: Tensor) -> Tensor:
 
 def groupwise_loss(model, tokens: Tensor, order: Tensor, group: int) -> Tensor:
     """Mean over steps of -log p(x[s_i] | tokens of the groups before i's), groups of `group` steps (A3); two-stream."""
+    if group == 1:
+        return ao_ar_loss(model, tokens, order)
     steps = torch.arange(order.shape[1], device=order.device)
     return model(tokens, order, (steps - steps % group).expand_as(order)).mean()
 

@@ -233,13 +233,14 @@ def evaluate(model, ema: EMA, held_out: TokenDataset, config: Config, procs, pro
     kinds = ["l2r"] if config.model.attention == "causal" else ["random"]
     if config.model.target != "none":
         kinds.append("random")
-    if config.order.kind.startswith("fixed"):
+    goal = config.stage(config.train.steps)[0].kind  # a schedule is judged by where it leads, from the first step on
+    if goal.startswith("fixed"):
         kinds.append("fixed")
     with ema.applied(model):
         model.eval()
         losses = {kind: validation_loss(model, held_out, kind, config, procs) for kind in kinds}
         model.train()
-    own = {"l2r": "l2r", "random": "random", "mixture": "random"}.get(config.order.kind, "fixed")
+    own = {"l2r": "l2r", "random": "random", "mixture": "random"}.get(goal, "fixed")
     loss = losses.get(own, losses[kinds[0]])
     better = loss < progress.best["loss"]
     if better:
@@ -250,7 +251,7 @@ def evaluate(model, ema: EMA, held_out: TokenDataset, config: Config, procs, pro
 
 def validation_loss(model, held_out: TokenDataset, kind: str, config: Config, procs: Processes) -> float:
     """Mean nats per token of the first eval.sequences blocks, each under one order that never changes."""
-    order_config = config.order if kind == "fixed" else OrderConfig(kind=kind)
+    order_config = config.stage(config.train.steps)[0] if kind == "fixed" else OrderConfig(kind=kind)
     count, size = min(config.eval.sequences, held_out.num_blocks), config.train.micro_batch_size
     share, total = procs.share(count), 0.0
     for start in range(share.start, share.stop, size):

@@ -108,7 +108,8 @@ def main() -> None:
             conf.FlagCreatePairsOff,
         ),
     )
-    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's way to say stop: clean up as after Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler's way to say stop is as good as Ctrl-C
+        signal.signal(number, _interrupt)
     try:
         prepare(args)
     except KeyboardInterrupt:
@@ -120,7 +121,11 @@ def main() -> None:
 
 
 def _interrupt(signum, frame):
+    _interrupt.came = True  # Python swallows what is raised inside a destructor: see _move_into_place
     raise KeyboardInterrupt
+
+
+_interrupt.came = False
 
 
 def prepare(args: Prepare) -> Path:
@@ -347,12 +352,14 @@ def encode_all(todo: Iterator[list[RoutedPiece]], tokenizer_name: str, workers: 
     # spawn: a forked child would inherit the locks of whatever threads pyarrow has running
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
     try:
-        pending = collections.deque()
+        pending, started = collections.deque(), False
         for batch in itertools.chain(head, todo):
-            # Workers start at the first call and inherit the mask: no Ctrl-C strikes one that is still importing.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            if not started:  # workers inherit the mask: no Ctrl-C strikes one that is still importing
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             pending.append(pool.submit(encode_batch, tokenizer_name, batch))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            if not started:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            started = True
             if len(pending) >= WINDOW * workers:
                 yield pending.popleft().result()
         while pending:
@@ -542,6 +549,8 @@ def _is_dead(run_id: str) -> bool:
 
 def _move_into_place(partial: Path, target: Path) -> None:
     """Moves the finished folder to `target`; what was there before is kept until then."""
+    if _interrupt.came:
+        raise KeyboardInterrupt
     _sync_folder(partial)
     old = target.parent / f".{target.name}.old-{_run_id()}"
     if target.exists():

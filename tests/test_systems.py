@@ -32,7 +32,7 @@ from test_decode import make_plan, sampled_counts, seeded, some_given, uncached_
 import config as configuration
 import train
 from config import Config, StageConfig
-from decode import Plan, generate, group_sizes
+from decode import Plan, generate, group_sizes, mdm_plan
 from model import AOGPT, ModelConfig, log_linear_noise
 from objectives import Masks, ObjectiveConfig, ao_ar_loss, groupwise_loss, masked_nll, masks_at, score_entropy
 from orders import OrderConfig, orders_at
@@ -996,7 +996,7 @@ def test_schedule_and_mask_token_survive_the_plain_values_of_a_checkpoint(system
     config = curriculum_config()
     if system == "RADD":
         model = ModelConfig(**TINY | SYSTEMS[system])
-        config = Config(model=model, objective=ObjectiveConfig("k_dce"), schedule=CURRICULUM)
+        config = Config(model=model, objective=ObjectiveConfig("k_dce"))
     assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
 
 
@@ -1028,3 +1028,32 @@ def test_the_steps_of_stages_must_rise(steps):
 def test_a_stage_that_cannot_be_is_refused_by_name(schedule, words):
     with pytest.raises(ValueError, match=words):
         build(schedule=schedule)
+
+
+def test_a_noise_conditioned_encoder_samples_in_bfloat16():
+    """In bfloat16 the noise level of a fully masked row must not round to infinity."""
+    config = ModelConfig(
+        vocab_size=12,
+        block_size=8,
+        n_layer=1,
+        n_head=2,
+        n_embd=16,
+        cond_dim=8,
+        attention="full",
+        target="none",
+        mask_token=11,
+        position="rotary",
+        noise=True,
+    )
+    model = AOGPT(config).eval().to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    result = generate(model, mdm_plan(3, 8, 4, generator), generator=generator)
+    assert torch.isfinite(result.log_probs).all() and (result.log_probs < 0).all()
+    assert torch.isfinite(model.masked_log_probs(result.tokens, torch.ones(3, 8, dtype=torch.bool))).all()
+
+
+def test_an_encoder_with_an_order_or_a_schedule_is_an_error_that_says_so():
+    model, objective = ModelConfig(**TINY | SYSTEMS["RADD"]), ObjectiveConfig("k_dce")
+    for wrong in ({"schedule": CURRICULUM}, {"order": OrderConfig("l2r")}, {"order": OrderConfig("fixed_random")}):
+        with pytest.raises(ValueError, match="encoder predicts in no order"):
+            Config(model=model, objective=objective, **wrong)
