@@ -19,7 +19,7 @@ quickstart: $(VENV)/.requirements
 	$(PY) train.py configs/quickstart.toml
 	@echo "== 3/5 evaluation: perplexity left to right and in any order"
 	$(PY) eval_ppl.py $(RUN) --data data/pydocs --num-orders 2
-	@echo "== 4/5 sampling in random order, four tokens a step on average"
+	@echo "== 4/5 sampling in random order, one token a step on average"
 	$(PY) sample.py $(RUN) --mode mdm --steps 64 --num-samples 2 --top-p 0.9
 	@echo "== 5/5 sampling left to right, with a prompt"
 	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 --top-p 0.9 --prompt "Return the "
