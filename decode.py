@@ -1,11 +1,10 @@
-"""Generation in any order: plans, token choice and the KV-cached engine.
+"""The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
 
-A plan fixes, before the model runs, the order in which the positions of a sample are revealed and the groups in which
-they are revealed together. Autoregressive decoding, masked-diffusion sampling and infilling differ in nothing but
-their plan. In masked diffusion a position unmasks at a time that does not depend on the model, so drawing the times
-first and evaluating the model only where something unmasks gives exactly the same distribution (the paper, Lemma 4.1).
+A plan is known before the model runs, so the shapes of every step are known on the host: nothing in the loop waits for
+the device, caches are allocated once, the adaLN tables are computed once, and only positions that are being revealed
+reach the output head. Compiled, the sizes of a step are rounded up to few widths, so that no new shapes turn up.
 
-Shapes: B samples, T positions, S steps, V vocabulary.
+Shapes: B samples in flight, T positions, G groups, N items of a step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,154 +13,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from model import AOGPT, KVCache, log_linear_noise
+import model as model_module
+from choice import TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
+from model import AOGPT, Feed, KVCache, log_linear_noise, ragged
+from plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
+from runtime import available_memory
 
-# ---- plans -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Plan:
-    """Which positions are revealed at which step, for B samples of T positions.
-
-    order: LongTensor (B, T), positions in the order in which they are revealed, given positions first.
-    step: LongTensor (B, T), the step at which ``order[b, i]`` is revealed; -1 for given ones; never falling along i.
-        Positions of equal step are predicted in parallel, from the positions of earlier steps only.
-    """
-
-    order: Tensor
-    step: Tensor
-
-    def __post_init__(self):
-        if self.order.shape != self.step.shape or self.order.dim() != 2:
-            raise ValueError(f"order {tuple(self.order.shape)} and step {tuple(self.step.shape)} must both be (B, T)")
-        positions = torch.arange(self.order.shape[1], device=self.order.device)
-        if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
-            raise ValueError(f"every row of a plan's order must be a permutation of 0..{self.order.shape[1] - 1}")
-        if (self.step < -1).any() or (self.step.diff(dim=1) < 0).any():
-            raise ValueError("a plan's steps must be -1 (given) or more and must not fall along the order")
-
-    def __getitem__(self, rows: slice) -> Plan:
-        return Plan(self.order[rows], self.step[rows])
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def given(self) -> Tensor:
-        """BoolTensor (B, T) in sequence order: the positions whose tokens come from the user."""
-        return torch.zeros_like(self.step, dtype=torch.bool).scatter_(1, self.order, self.step < 0)
-
-
-def l2r_plan(batch_size: int, length: int, given: Tensor | None = None) -> Plan:
-    """Left to right, one position a step. given: BoolTensor (B, T) of positions that are context, or None."""
-    order, index = _order_by(torch.arange(length).expand(batch_size, length), given)
-    return Plan(order, index.clamp(min=-1))
-
-
-def mdm_plan(
-    batch_size: int,
-    length: int,
-    steps: int,
-    generator: torch.Generator,
-    given: Tensor | None = None,
-    even: bool = False,
-) -> Plan:
-    """Masked-diffusion sampling in `steps` equal steps of the linear schedule (the paper, section 4.3).
-
-    Exact: every masked position unmasks at its own time, U(0, 1), so the number revealed in a step varies and some
-    steps reveal nothing. Even: a uniformly random order cut into `steps` groups whose sizes differ by at most one.
-
-    Args:
-        given: BoolTensor (B, T) of positions that are context, or None.
-        generator: CPU generator of the times.
-    """
-    if not 1 <= steps <= 2**31:
-        raise ValueError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
-    elapsed = torch.rand(batch_size, length, generator=generator, dtype=torch.float64)  # 1 - unmasking time
-    order, index = _order_by(elapsed, given)
-    if even:
-        total = (index >= 0).sum(dim=1, keepdim=True)
-        step = index * total.clamp(max=steps) // total.clamp(min=1)
-    else:
-        step = (elapsed.gather(1, order) * steps).long()
-    return Plan(order, step.where(index >= 0, -1))
-
-
-def _order_by(key: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Order (B, T): the given positions in ascending order, then the others by rising key (>= 0); and the index (B, T)
-    of each entry among the others, negative for given ones."""
-    B, T = key.shape
-    position = torch.arange(T).expand(B, T)
-    given = torch.zeros(B, T, dtype=torch.bool) if given is None else given.cpu()
-    order = torch.where(given, position.to(key.dtype) - T, key).argsort(dim=1, stable=True)
-    return order, position - given.sum(dim=1, keepdim=True)
-
-
-# ---- token choice ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """How a token is drawn from the model's distribution: temperature first, then top-k, then the nucleus."""
-
-    temperature: float = 1.0
-    """0 takes the most probable token."""
-    top_p: float = 1.0
-    """Keep the fewest most probable tokens whose mass reaches top_p (nucleus sampling)."""
-    top_k: int | None = None
-    """Keep the top_k most probable tokens."""
-
-    def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; give a number above 0 and up to 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; keep at least 1 token")
-
-
-def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution in float64.
-
-    One uniform number a token decides; with float64 probabilities no mass is lost, as it is with float32 Gumbel noise
-    (Zheng et al. 2024).
-
-    Args:
-        logits: (N, V). uniforms: float64 (N,) in [0, 1).
-
-    Returns: LongTensor (N,).
-    """
-    if choice.temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits.double()
-    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / choice.temperature).softmax(dim=-1)
-    ids = None
-    if choice.top_p < 1 or choice.top_k is not None:
-        probs, ids = probs.sort(dim=-1, descending=True, stable=True)
-        if choice.top_k is not None:
-            probs[:, choice.top_k :] = 0
-        mass_before = probs.cumsum(dim=-1) - probs
-        probs = probs.masked_fill(mass_before >= choice.top_p * probs.sum(dim=-1, keepdim=True), 0)
-    cumulative = probs.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Below the total even after rounding, so that a token of probability 0 is never taken.
-    threshold = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, threshold, right=True)
-    return (drawn if ids is None else ids.gather(1, drawn)).squeeze(-1)
-
-
-# ---- the engine ------------------------------------------------------------------------------------------------------
+__all__ = [
+    "Engine",
+    "Generation",
+    "Plan",
+    "TokenChoice",
+    "adaptive_plan",
+    "choose_tokens",
+    "generate",
+    "group_sizes",
+    "l2r_plan",
+    "mdm_plan",
+    "memory_needed",
+    "random_plan",
+    "speculative_plan",
+]
 
 
 @dataclass
 class Generation:
     """Samples and how they came about.
 
-    tokens: LongTensor (B, T) in sequence order.
-    step: LongTensor (B, T), the plan's step at which each position was revealed, -1 for given ones.
-    log_probs: float tensor (B, T), log-probability (nats) of each revealed token under the model, among the ids that
-        may be drawn, before temperature and truncation; 0 for given ones.
+    tokens: LongTensor (B, T) in sequence order; 0 past the end of a shorter sample.
+    step: LongTensor (B, T), the step of the plan (speculative: the round) at which each position was revealed, -1 for
+        given ones and past the end.
+    log_probs: float tensor (B, T), log-probability (nats) of each revealed token under the model, given what was known
+        when it was revealed, among the ids that may be drawn, before temperature and truncation; 0 where step is -1.
+    length: LongTensor (B,), positions of each sample.
     model_calls: forward passes of the model, all batches together.
     token_forwards: inputs those passes were fed, padding left out.
     """
@@ -169,6 +55,7 @@ class Generation:
     tokens: Tensor
     step: Tensor
     log_probs: Tensor
+    length: Tensor
     model_calls: int
     token_forwards: int
 
@@ -185,20 +72,45 @@ def generate(
     vocab_size: int | None = None,
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
+    compile: bool = False,
+    memory: int | None = None,
 ) -> Generation:
-    """Generate the samples of a plan: a decoder with a KV cache, an encoder with a full pass per step.
+    """Generate the samples of a plan.
 
     Args:
         model: in eval mode, on any device.
-        plan: B samples of T <= block_size positions.
+        plan: B samples of up to T <= block_size positions.
         tokens: LongTensor (B, T) that holds the given tokens at the plan's given positions; the rest is ignored.
         generator: CPU generator of one uniform number per position, or
         uniforms: those numbers, float64 (B, T) in sequence order: sample b depends on row b alone.
-        choice: temperature, top-p, top-k.
+        choice: temperature, top-p, top-k, noise.
         vocab_size: only ids below it are drawn (the rows that pad the token table are not tokens).
         batch_size: samples in flight at once; all by default.
-        progress: called after every model call with the number of positions it revealed.
+        progress: called after every step with the number of positions it revealed.
+        compile: torch.compile the step, with CUDA graphs on a GPU; worth its minutes for many samples.
+        memory: bytes that may be used; by default what the device has free.
+
+    Raises ValueError for what does not fit together, and before the first step if memory would not suffice.
     """
+    if uniforms is None:
+        uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
+    tokens = _check(model, plan, tokens, uniforms, vocab_size, batch_size)
+    B, T = plan.order.shape
+    batch_size = min(B, batch_size or B)
+    _check_memory(model, plan, batch_size, memory)
+    engine = Engine(model, batch_size, T, choice or TokenChoice(), vocab_size, compile)
+    parts = []
+    for start in range(0, B, batch_size):
+        rows = slice(start, min(start + batch_size, B))
+        parts.append(engine.run(plan[rows], tokens[rows], uniforms[rows], progress))
+    return Generation(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "step", "log_probs", "length")),
+        *(sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")),
+    )
+
+
+def _check(model, plan, tokens, uniforms, vocab_size, batch_size) -> Tensor:
+    """The tokens (B, T); ValueError for arguments of `generate` that do not fit together."""
     B, T = plan.order.shape
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
@@ -206,13 +118,15 @@ def generate(
         raise ValueError("the plan holds no samples; plan at least one")
     if T > model.config.block_size:
         raise ValueError(f"samples of {T} tokens, but the model was built for up to {model.config.block_size}")
+    if plan.draft and (model.config.attention == "full" or model.config.target == "none"):
+        raise ValueError("speculative decoding needs a decoder that is told its target position; use another plan")
     if tokens is None:
-        if (plan.step < 0).any():
+        if plan.given().any():
             raise ValueError("the plan has given positions: pass their tokens")
         tokens = torch.zeros(B, T, dtype=torch.long)
     if tokens.shape != (B, T):
         raise ValueError(f"tokens are {tuple(tokens.shape)}, but the plan is for {(B, T)}")
-    if uniforms is not None and uniforms.shape != (B, T):
+    if uniforms.shape != (B, T):
         raise ValueError(f"uniforms are {tuple(uniforms.shape)}, but the plan is for {(B, T)}")
     for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
         if value is not None and value < 1:
@@ -220,98 +134,324 @@ def generate(
     given = tokens.cpu()[plan.given()]
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < model.config.vocab_size:
         raise ValueError(f"a given token is outside the model's vocabulary of {model.config.vocab_size}")
-    if uniforms is None:
-        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
-    choice = choice or TokenChoice()
-    tables = list(model.adaln_tables())
-    parts = [
-        _generate_batch(model, plan[rows], tokens[rows], uniforms[rows], choice, vocab_size, tables, progress)
-        for rows in _slices(B, batch_size or B)
-    ]
-    return Generation(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "step", "log_probs")),
-        *(sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")),
+    return tokens.cpu().where(plan.given(), 0)
+
+
+# ---- the sizes of every step, known before the first -----------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """What each group of a plan feeds and reveals; LongTensors (G, B) on the host.
+
+    cached: inputs in the cache before the step. known: tokens known. count: inputs fed. size: positions revealed.
+    """
+
+    cached: Tensor
+    known: Tensor
+    count: Tensor
+    size: Tensor
+
+    @staticmethod
+    def of(plan: Plan, encoder: bool) -> Steps:
+        size = group_sizes(plan).T
+        given = (plan.exists() & (plan.step < 0)).sum(dim=1)
+        known = given + size.cumsum(dim=0) - size
+        if encoder:
+            cached, count = torch.zeros_like(known), (size > 0) * plan.length
+        elif plan.reveal == "order":
+            # The first copy of a step is the true input of its slot and stays.
+            cached = torch.cat([torch.zeros_like(known[:1]), known[:-1] + 1])
+            count = (size > 0) * (known - cached + size)
+        else:
+            # Every position left is a candidate; the copies stand for an order that is yet to be chosen.
+            cached = torch.cat([torch.zeros_like(known[:1]), known[:-1]])
+            count = (size > 0) * (plan.length - cached)
+        return Steps(cached, known, count, size)
+
+
+def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
+    """Bytes that `generate` needs beside the model's weights: the cache exactly, the widest step by estimate."""
+    c, T, width = model.config, plan.order.shape[1], model.wte.weight.element_size()
+    steps = Steps.of(plan, c.attention == "full")
+    row_items = int(steps.count.max()) if steps.count.numel() else 0
+    revealed = plan.length.max() if plan.reveal != "order" else steps.size.max() if steps.size.numel() else 0
+    cache = 0 if c.attention == "full" else 2 * c.n_layer * batch_size * (T + 1) * c.n_embd * width
+    tables = sum(block.adaln.out_features for block in model.blocks) * c.block_size * width if c.adaln else 0
+    items = batch_size * row_items * c.n_embd * width * 24  # residual, modulation, qkv, MLP and what they turn into
+    mask = batch_size * row_items * T * (2 + width)
+    logits = min(batch_size * int(revealed), _head_rows(c)) * c.vocab_size * (width + 36)
+    return cache + tables + items + mask + logits
+
+
+def _check_memory(model: AOGPT, plan: Plan, batch_size: int, memory: int | None) -> None:
+    free = available_memory(model.wte.weight.device) if memory is None else memory
+    needed = memory_needed(model, plan, batch_size)
+    if free is None or needed <= free:
+        return
+    fits = batch_size
+    while fits and memory_needed(model, plan, fits) > free:
+        fits = fits * 3 // 4 if fits > 4 else fits - 1
+    advice = f"a batch size of {fits} fits" if fits else "not even one sample fits: take shorter ones or more steps"
+    raise ValueError(
+        f"{batch_size} samples of {plan.order.shape[1]} tokens at once need about {needed / 2**30:.3g} GiB, but "
+        f"{free / 2**30:.3g} GiB are free on {model.wte.weight.device}: {advice}"
     )
 
 
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(i, min(i + size, total)) for i in range(0, total, size)]
+def _head_rows(config) -> int:
+    """Rows whose logits are alive at once."""
+    return max(1, model_module.HEAD_CHUNK_ELEMENTS // config.vocab_size)
 
 
-def group_sizes(plan: Plan) -> Tensor:
-    """Positions in each group of each row, LongTensor (B, G), empty groups at the end.
+def _rounded(n: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is >= n."""
+    power = 1 << max(n - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
-    Steps in which a row reveals nothing are left out: groups of a row are its own non-empty steps, so the number of
-    model calls is that of the longest row.
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+class Engine(nn.Module):
+    """The state of B samples in flight, and the steps that advance it. One engine serves any number of batches.
+
+    Buffers (their addresses stay, as CUDA graphs need): order, tokens, log_probs by prediction step, uniforms by
+    position; a last column takes what nobody reads.
     """
-    step = plan.step
-    starts = step.diff(dim=1, prepend=torch.full_like(step[:, :1], -1)) > 0
-    index = starts.cumsum(dim=1)  # 1 for the first group, 0 for given positions
-    sizes = torch.zeros(len(step), int(index.max()) + 1, dtype=torch.long)
-    return sizes.scatter_add_(1, index, torch.ones_like(index))[:, 1:]
 
+    def __init__(self, model: AOGPT, batch_size: int, length: int, choice: TokenChoice, vocab_size=None, compile=False):
+        super().__init__()
+        self.model, self.choice, self.vocab_size = model, choice, vocab_size
+        self.B, self.T, self.rounded = batch_size, length, compile
+        self.encoder = model.config.attention == "full"
+        device, dtype = model.wte.weight.device, model.wte.weight.dtype
+        shapes = {"order": torch.long, "tokens": torch.long, "log_probs": torch.float, "uniforms": torch.float64}
+        for name, kind in shapes.items():
+            self.register_buffer(name, torch.zeros(batch_size, length + 1, dtype=kind, device=device), persistent=False)
+        self.register_buffer("length", torch.zeros(batch_size, dtype=torch.long, device=device), persistent=False)
+        self.cache = None
+        if not self.encoder:
+            self.cache = KVCache(model.config, batch_size, length, device=device, dtype=dtype)
+            self.tables = list(model.adaln_tables())
+        self.eval()
+        how = {"dynamic": False, "mode": "reduce-overhead" if device.type == "cuda" else "default"}
+        self._step = torch.compile(self.step, **how) if compile else self.step
+        self._pass = torch.compile(self.parallel_pass, **how) if compile else self.parallel_pass
 
-def _generate_batch(model, plan, tokens, uniforms, choice, vocab_size, tables, progress) -> Generation:
-    B, T = plan.order.shape
-    device, dtype = model.wte.weight.device, model.wte.weight.dtype
-    encoder = model.config.attention == "full"
-    sizes = group_sizes(plan)
-    known = (plan.step < 0).sum(dim=1)
-    cached = torch.where(known == T, known, 0)  # a row with nothing to reveal is fed nothing
-    widest = int(max((known[:, None] + sizes[:, :1]).max(), 2 * sizes.max())) if sizes.numel() else 0
-    cache = None if encoder else KVCache(model.config, B, T + widest, device=device, dtype=dtype)
-
-    order = plan.order.to(device)
-    ordered = tokens.to(device).gather(1, order)
-    ordered_uniforms = uniforms.to(device).gather(1, order)
-    ordered_log_probs = torch.zeros(B, T, device=device)
-    steps, token_forwards = torch.arange(T), 0
-    for g in range(sizes.shape[1]):
-        size = sizes[:, g]
-        fresh = known - cached  # inputs to feed before the first target's
-        revealed = ((steps >= known[:, None]) & (steps < (known + size)[:, None])).to(device)
-        if encoder:
-            hidden = _encoder_step(model, ordered, order, known.to(device), revealed)
+    @torch.no_grad()
+    def run(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None) -> Generation:
+        """Generate one batch of at most B samples; arguments as for `generate`, tokens 0 where they are not given."""
+        plan, tokens, uniforms, rows = *self._padded(plan, tokens, uniforms), len(plan)
+        self.order[:, : self.T].copy_(plan.order)
+        self.tokens[:, : self.T].copy_(tokens.gather(1, plan.order))
+        self.uniforms[:, : self.T].copy_(uniforms)
+        self.length.copy_(plan.length)
+        self.log_probs.zero_()
+        step = plan.step.where(plan.revealed(), -1)
+        if plan.draft:
+            calls, forwards, step = self._speculate(plan, step, progress)
         else:
-            hidden = _decoder_step(model, ordered, order, cached, fresh, size, cache, tables)
-        logits = model.logits(hidden)[:, :vocab_size]
-        drawn = choose_tokens(logits, ordered_uniforms[revealed], choice)
-        ordered[revealed] = drawn
-        ordered_log_probs[revealed] = logits.float().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
-        token_forwards += T * int((size > 0).sum()) if encoder else int((fresh + size).sum())
-        # The first copy stays in the cache. A finished row needs nothing more: it counts as fully cached.
-        known = known + size
-        finished = known == T
-        cached = torch.where(finished, known, known - size + 1)
-        if progress is not None:
-            progress(int(size.sum()))
+            calls, forwards = self._follow(plan, progress)
+        order = self.order[:, : self.T].cpu()
+        ordered = (self.tokens[:, : self.T].cpu(), step, self.log_probs[:, : self.T].cpu())
+        in_sequence = (torch.empty_like(v).scatter_(1, order, v)[:rows] for v in ordered)
+        return Generation(*in_sequence, plan.length[:rows], calls, forwards)
 
-    in_sequence = [torch.empty_like(v).scatter_(1, order, v).cpu() for v in (ordered, ordered_log_probs)]
-    step = torch.empty_like(plan.step).scatter_(1, plan.order, plan.step)
-    return Generation(in_sequence[0], step, in_sequence[1], sizes.shape[1], token_forwards)
+    def _padded(self, plan: Plan, tokens: Tensor, uniforms: Tensor):
+        """Fill the batch up with empty samples."""
+        missing = self.B - len(plan)
+        if not missing:
+            return plan, tokens, uniforms
+        order = torch.arange(self.T).expand(missing, -1)
+        plan = Plan(
+            torch.cat([plan.order, order]),
+            torch.cat([plan.step, torch.full_like(order, -1)]),
+            torch.cat([plan.length, torch.zeros(missing, dtype=torch.long)]),
+            plan.reveal,
+            plan.draft,
+        )
+        return plan, *(torch.cat([v, v.new_zeros(missing, self.T)]) for v in (tokens, uniforms))
 
+    def _follow(self, plan: Plan, progress) -> tuple[int, int]:
+        """Take the steps of a plan whose group sizes are fixed; model calls and token-forwards."""
+        steps = Steps.of(plan, self.encoder)
+        active = (steps.size == 0).to(torch.uint8).argsort(dim=1, stable=True)  # rows that reveal something first
+        on_device = torch.stack([steps.cached, steps.known, steps.count, steps.size, active], dim=1)
+        on_device = on_device.to(self.order.device)
+        shorter = bool((plan.length < self.T).any())
+        for g in range(len(steps.size)):
+            size, count = steps.size[g], steps.count[g]
+            reached = steps.cached[g] + count
+            host = {"reveals": self._shape(size.sum()), "candidates": 0}
+            if plan.reveal != "order":
+                host["candidates"] = self._shape(((size > 0) * (plan.length - steps.known[g])).sum())
+            if self.encoder:
+                rows = self.B if self.rounded else int((size > 0).sum())
+                self._step(*on_device[g], plan.reveal, rows=rows, shorter=shorter, **host)
+            else:
+                shape = (self._shape(count.sum()), self._shape(count.max()), self._cache_length(int(reached.max())))
+                self._step(*on_device[g], plan.reveal, shape=shape, **host)
+            if progress is not None:
+                progress(int(size.sum()))
+        return len(steps.size), int(steps.count.sum())
 
-def _decoder_step(model: AOGPT, ordered, order, cached, fresh, size, cache: KVCache, tables) -> Tensor:
-    """Hidden states (N, D) of the targets of every row, rows one after the other."""
-    width, device = int((fresh + size).max()), order.device
-    length = int(cached.max()) + width
-    known = cached + fresh
-    hidden = model.parallel_hidden(ordered, order, cached.to(device), known.to(device), width, cache, length, tables)
-    items = torch.arange(width)
-    is_target = (items >= fresh[:, None]) & (items < (fresh + size)[:, None])
-    return hidden[is_target.to(device)]
+    def _shape(self, n: Tensor) -> int:
+        return _rounded(int(n)) if self.rounded else int(n)
 
+    def _cache_length(self, n: int) -> int:
+        """Compiled, a quarter, half, three quarters or all of the cache is read."""
+        quarter = -(-self.T // 4)
+        return min(self.T, -(-n // quarter) * quarter) if self.rounded else n
 
-def _encoder_step(model: AOGPT, ordered, order, known, revealed) -> Tensor:
-    """The same for an encoder: one pass of full attention over the rows that reveal something, and over no others."""
-    active = revealed.any(dim=1)
-    visible = torch.arange(order.shape[1], device=order.device) < known[:, None]
-    inputs = torch.where(visible, ordered, model.config.mask_token)
-    inputs = torch.empty_like(inputs).scatter_(1, order, inputs)[active]
-    sigma = None
-    if model.config.noise:
-        masked_share = 1 - known[active] / order.shape[1]
-        sigma = log_linear_noise(masked_share.double())  # bfloat16 would round it to infinity
-    hidden = model.encoder_hidden(inputs, sigma)
-    rows = torch.arange(len(inputs), device=order.device)[:, None]
-    return hidden[rows, order[active]][revealed[active]]
+    def step(self, cached, known, count, size, active, reveal, *, reveals, candidates, rows=0, shorter=False, shape=()):
+        """One step of the loop: pure tensor code whose shapes are the host numbers alone.
+
+        Args:
+            cached, known, count, size: (B,) as in `Steps`. active: (B,) rows that reveal something first.
+            reveal: as in `Plan`.
+            reveals: host number of positions revealed. candidates: of positions that could be (adaptive plans).
+            shape: decoder: items, width and length of the `Feed`.
+            rows: encoder: how many of the active rows are fed. shorter: some rows are shorter than T.
+        """
+        if self.encoder:
+            x, item = self._full_pass(known, active[:rows], shorter)
+        else:
+            x, item = self.parallel_pass(cached, known, count, *shape)
+        if reveal != "order":
+            item = self._reorder(x, item, known, size, reveal, candidates)
+        row, column, existing = ragged(size, reveals)
+        slot = torch.where(existing, known[row] + column, self.T)
+        self._reveal(x, item, row, slot)
+
+    def parallel_pass(self, cached, known, count, items, width, length) -> tuple[Tensor, Tensor]:
+        """Feed a decoder `count` steps of each row from `cached` on; hidden states (N, D) and the item (B, T + 1) that
+        holds the prediction of each step."""
+        feed = Feed(cached, known, count, items, width, length)
+        x = self.model.parallel_hidden(self.tokens, self.order[:, : self.T], feed, self.cache, self.tables)
+        steps = torch.arange(self.T + 1, device=x.device)
+        return x, ((count.cumsum(0) - count - cached)[:, None] + steps).clamp(0, items - 1)
+
+    def _full_pass(self, known, active, shorter) -> tuple[Tensor, Tensor]:
+        """The same for an encoder: full attention over the rows that reveal something, and over no others."""
+        visible = torch.arange(self.T, device=known.device) < known[:, None]
+        ordered = torch.where(visible, self.tokens[:, : self.T], self.model.config.mask_token)
+        order = self.order[:, : self.T]
+        inputs = torch.empty_like(ordered).scatter_(1, order, ordered)[active]
+        sigma, lengths = None, self.length[active]
+        if self.model.config.noise:  # float64: bfloat16 would round a share near 1 to an infinite level
+            sigma = log_linear_noise(1 - known[active].double() / lengths.clamp(min=1))
+        x = self.model.encoder_hidden(inputs, sigma, lengths if shorter else None)
+        first = torch.zeros_like(known).scatter_(0, active, torch.arange(len(active), device=known.device) * self.T)
+        return x.flatten(0, 1), first[:, None] + self.order
+
+    def _reorder(self, x, item, known, size, reveal, candidates) -> Tensor:
+        """Put the candidates of every row that reveals something in the order in which the model prefers them."""
+        row, column, existing = ragged((size > 0) * (self.length - known), candidates)
+        slot = torch.where(existing, known[row] + column, self.T)
+        wanted = x[item[row, slot]]
+        score = torch.cat([self._score(part, reveal) for part in wanted.split(_head_rows(self.model.config))])
+        scores = torch.full_like(self.log_probs, -torch.inf)
+        scores[row, slot] = score.to(scores.dtype)
+        steps = torch.arange(self.T + 1, device=x.device)
+        scores = scores.where(steps >= known[:, None], torch.inf).where(steps < self.T, -torch.inf)
+        preferred = scores.argsort(dim=1, descending=True, stable=True)
+        self.order.copy_(self.order.gather(1, preferred))
+        return item.gather(1, preferred)
+
+    def _score(self, x: Tensor, reveal: str) -> Tensor:
+        log_probs = self._logits(x).float().log_softmax(dim=-1)
+        if reveal == "confidence":
+            return log_probs.amax(dim=-1)
+        return (log_probs.exp() * log_probs.clamp(min=torch.finfo(torch.float).min)).sum(dim=-1)
+
+    def _reveal(self, x, item, row, slot) -> None:
+        """Draw the tokens of some steps from the hidden states of their items."""
+        for rows, slots in zip(*(v.split(_head_rows(self.model.config)) for v in (row, slot)), strict=True):
+            logits = self._logits(x[item[rows, slots]])
+            drawn = choose_tokens(logits, self._uniforms(rows, slots), self.choice)
+            self._write(rows, slots, drawn, logits)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Logits (N, V), those of ids that may not be drawn minus infinity."""
+        logits = self.model.logits(x)
+        if self.vocab_size is not None:
+            logits[:, self.vocab_size :] = -torch.inf
+        return logits
+
+    def _uniforms(self, row: Tensor, slot: Tensor) -> Tensor:
+        return self.uniforms[row, self.order[row, slot]]
+
+    def _write(self, row, slot, drawn, logits) -> None:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        self.tokens[row, slot] = drawn
+        self.log_probs[row, slot] = logits.log_softmax(dim=-1).gather(1, drawn[:, None]).squeeze(1).float()
+
+    # ---- self-speculative decoding -----------------------------------------------------------------------------------
+
+    def _speculate(self, plan: Plan, step: Tensor, progress) -> tuple[int, int, Tensor]:
+        """Draft and verify until every row is complete; model calls, token-forwards and the round of each step.
+
+        How many drafts a row accepts depends on the model, so every round waits once for the device.
+        """
+        known = (plan.exists() & (plan.step < 0)).sum(dim=1)
+        cached, calls, forwards, steps = torch.zeros_like(known), 0, 0, torch.arange(self.T)
+        while (left := plan.length - known).any():
+            size = left.clamp(max=plan.draft)
+            bonus = (left > plan.draft).long()  # after a full draft the verification predicts one step more
+            count = (size > 0) * (known - cached + size)
+            verified = (size > 0) * (size - 1 + bonus)
+            draft_probs = self._draft(cached, known, count, size)
+            accepted = self._verify(known, size, verified, bonus, draft_probs) if verified.any() else size
+            reached = known + accepted
+            newly = (steps >= known[:, None]) & (steps < reached[:, None])
+            step = step.where(~newly, calls)
+            forwards += int(count.sum() + verified.sum())
+            calls += 1 + bool(verified.any())
+            known = cached = torch.where(size > 0, reached, known)
+            if progress is not None:
+                progress(int(newly.sum()))
+        return calls, forwards, step
+
+    def _draft(self, cached: Tensor, known: Tensor, count: Tensor, size: Tensor) -> Tensor:
+        """Draw `size` positions of each row in parallel; the distributions (sum of size, V) they were drawn from."""
+        x, item, row, slot = self._predict(cached, known, count, known, size)
+        logits = self._logits(x[item[row, slot]])
+        probs = probabilities(logits, self.choice)
+        self._write(row, slot, draw(probs, self._uniforms(row, slot)), logits)
+        return probs
+
+    def _verify(self, known: Tensor, size: Tensor, verified: Tensor, bonus: Tensor, draft_probs: Tensor) -> Tensor:
+        """Compare the drafts after the first of each row with what the model says once the drafts before them are
+        known; (B,) how many steps of each row are settled.
+
+        A draft x is kept with probability min(1, q(x) / p(x)), q the distribution in the order's joint, p that of the
+        draft. The first that is not is drawn again from (q - p)+, and those after it are dropped.
+        """
+        x, item, row, slot = self._predict(known + 1, known + size, verified, known + 1, verified)
+        logits = self._logits(x[item[row, slot]])
+        q = probabilities(logits, self.choice)
+        known, size, verified, bonus = (v.to(x.device) for v in (known, size, verified, bonus))
+        column = slot - known[row] - 1
+        drafted = column < (size - 1)[row]
+        p = draft_probs[((size.cumsum(0) - size)[row] + column + 1).clamp(max=len(draft_probs) - 1)]
+        p = p * drafted[:, None]  # a step that was not drafted is drawn from q itself
+        token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
+        accept = fresh_uniforms(uniforms, 1) * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
+        stop = verified.scatter_reduce(0, row, torch.where(accept & drafted, self.T, column), "amin")
+        again = column == stop[row]
+        rest = (q - p).clamp(min=0)[again]
+        rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, q[again])  # p = q up to rounding
+        uniforms = torch.where(drafted, fresh_uniforms(uniforms, 2), uniforms)
+        token[again, 0] = draw(rest, uniforms[again])
+        self._write(row, slot, token.squeeze(1), logits)
+        return (size.clamp(max=1) + stop + (stop < verified)).cpu()
+
+    def _predict(self, cached, known, count, start, size):
+        """One pass on host numbers; and the row and slot of the `size` steps of each row from `start` on."""
+        reached = int((cached + count).max())
+        shape = (self._shape(count.sum()), self._shape(count.max()), self._cache_length(reached))
+        cached, known, count, start, size = torch.stack([cached, known, count, start, size]).to(self.order.device)
+        x, item = self._pass(cached, known, count, *shape)
+        row, column, _ = ragged(size, int(size.sum()))
+        return x, item, row, start[row] + column

@@ -1,6 +1,7 @@
 """The Transformer: a decoder that predicts the tokens of a sequence in any order.
 
-Shapes: B batch, T steps (= positions), W items fed in one cached step, C cache slots, D width, H heads, V vocabulary.
+Shapes: B batch, T steps (= positions), D width, H heads, V vocabulary; in a cached pass N items in all, W in the longest
+row, C cache slots.
 
 For T tokens x and an order s (a permutation of the positions), the input and output of step i are
 
@@ -168,32 +169,72 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
+def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay rows of different lengths one after the other: row and column of `total` items, and whether they exist.
+
+    counts: LongTensor (B,), items of each row. total: a host number >= counts.sum(), so that nothing waits for the
+    device. Returns three (total,) tensors; items past the last row have existing = False, column 0 and some row.
+    """
+    ends = counts.cumsum(0)
+    item = torch.arange(total, device=counts.device)
+    row = torch.searchsorted(ends, item, right=True).clamp(max=len(counts) - 1)
+    existing = item < ends[-1]
+    return row, (item - (ends - counts)[row]) * existing, existing
+
+
 class KVCache:
     """Keys and values of every layer, allocated once.
 
-    Input i of a sequence owns slot i. Slots past the known tokens are scratch space for the parallel targets of a step.
+    Input i of a sequence owns slot i. Slots past the known tokens are scratch space for the parallel targets of a step;
+    the last slot takes what nobody reads.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, slots: int, device=None, dtype=None):
-        shape = (config.n_layer, batch_size, slots, config.n_head, config.n_embd // config.n_head)
+    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None, layers=None):
+        layers = config.n_layer if layers is None else layers
+        shape = (layers, batch_size, length + 1, config.n_head, config.n_embd // config.n_head)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, C, H, D/H)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
 
 @dataclass
+class Feed:
+    """What one cached pass is fed: of every row, `count` consecutive steps from `cached` on.
+
+    Tensors live on the device; the three numbers are known on the host and fix the shapes of the pass. They may be
+    larger than needed, so that passes of many sizes share a few shapes.
+    """
+
+    cached: Tensor
+    """(B,) inputs that the cache holds."""
+    known: Tensor
+    """(B,) tokens that are known, >= cached. Steps from `known` on are parallel targets."""
+    count: Tensor
+    """(B,) steps fed; 0 for a row that is finished."""
+    items: int
+    """N >= count.sum()."""
+    width: int
+    """W >= count.max()."""
+    length: int
+    """Cache slots that are read, >= (cached + count).max()."""
+
+
+@dataclass
 class CachedStep:
-    """One layer's view of the cache for one step: `slots` (B, W) are written, the first `length` slots are read."""
+    """One layer's view of the cache for one pass of N items: where they are written and how queries are laid out."""
 
     keys: Tensor
     values: Tensor
-    slots: Tensor
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    grid: Tensor
+    """(B, W), the item that stands in each cell of a rectangle of queries."""
     length: int
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the (B, W, H, D/H) keys and values of this step; return all (B, length, H, D/H)."""
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.keys[rows, self.slots] = k.to(self.keys.dtype)
-        self.values[rows, self.slots] = v.to(self.values.dtype)
+        """Store the (N, H, D/H) keys and values of this pass; return all (B, length, H, D/H)."""
+        self.keys[self.row, self.slot] = k.to(self.keys.dtype)
+        self.values[self.row, self.slot] = v.to(self.values.dtype)
         return self.keys[:, : self.length], self.values[:, : self.length]
 
 
@@ -236,23 +277,25 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, view: View, cached: CachedStep | None = None, queries: Tensor | None = None):
-        """x (B, T, D) -> (B, T, D); with a query stream (B, T, D) that reads the keys of x, the outputs of both."""
-        B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, D // self.n_head).unbind(2)
+        """x (B, T, D), or the (N, D) items of a cached pass -> the same shape; with a query stream of that shape, which
+        reads the keys of x, the outputs of both."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
         q, k = self.q_norm(q), self.k_norm(k)
         if view.rotary is not None:
             q, k = rotate(q, *view.rotary), rotate(k, *view.rotary)
         if cached is not None:
             k, v = cached.update(k, v)
-        y = self._attend(q, k, v, view.mask, view)
+        y = self._attend(q, k, v, view.mask, view, cached)
         if queries is None:
             return y
+        D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
-        q = self.q_norm(F.linear(queries, self.qkv.weight[:D], bias).view(B, T, self.n_head, D // self.n_head))
-        return y, self._attend(q, k, v, view.query_mask, view)
+        q = self.q_norm(F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1)))
+        return y, self._attend(q, k, v, view.query_mask, view, cached)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, view: View) -> Tensor:
-        """(B, T, H, D/H) queries, (B, keys, H, D/H) keys and values -> projected (B, T, D)."""
+    def _attend(self, q, k, v, mask: Tensor | None, view: View, cached: CachedStep | None) -> Tensor:
+        """Queries (B, T, H, D/H) or (N, H, D/H), keys and values (B, keys, H, D/H) -> projected, in the shape of x."""
+        q = q if cached is None else q[cached.grid]
         q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
         own = None
         if view.hide_start and mask is None:
@@ -262,7 +305,8 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=causal)
         if own is not None:  # input 0 attends to nothing but itself
             y = torch.cat([own, y], dim=2)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        return self.proj(y if cached is None else y[cached.row, cached.column])
 
 
 class MLP(nn.Module):
@@ -286,7 +330,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, view: View, modulation: Tensor | None = None, cached: CachedStep | None = None):
-        """x (B, T, D); modulation: (B, T, 6 D), or (B, 1, 6 D), from this block's adaLN; None without adaLN."""
+        """x (B, T, D) or (N, D); modulation, 6 D wide, of a shape that broadcasts to x; None without adaLN."""
         if modulation is None:
             x = x + self.drop(self.attn(self.norm1(x), view, cached))
             return x + self.drop(self.mlp(self.norm2(x)))
@@ -414,9 +458,12 @@ class AOGPT(nn.Module):
         x = self._embed(in_tokens, in_positions)
         return self._trunk(x, view, order, lambda table: PermutationGather.apply(table[:T], order, inverse))
 
-    def encoder_hidden(self, tokens: Tensor, sigma: Tensor | None = None) -> Tensor:
-        """Final hidden states (B, T, D) of an encoder; tokens (B, T) with [MASK] in place; sigma (B,) with noise."""
+    def encoder_hidden(self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, T, D) of an encoder; tokens (B, T) with [MASK] in place; sigma (B,) with noise;
+        lengths (B,): of rows that are shorter than T, whose padding no position sees."""
         x, view, c = self.wte(tokens), View(causal=False), self.config
+        if lengths is not None:
+            view.mask = (torch.arange(tokens.shape[1], device=x.device) < lengths[:, None])[:, None, None]
         if c.position == "rotary":
             view.rotary = rotary_angles(tokens.shape[1], c.n_embd // c.n_head, x.device, x.dtype)
         else:
@@ -427,14 +474,14 @@ class AOGPT(nn.Module):
         return self._trunk(x, view, None, lambda table: table, tables)
 
     def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
-        """Inputs of a decoder, (B, W, D): position 0 is [None], whatever its token."""
+        """Inputs of a decoder, one vector a token: position 0 is [None], whatever its token."""
         x = self.wte(in_tokens)
         return torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(in_positions)
 
     def _trunk(self, x, view: View, targets, rows, tables=None, cache: KVCache | None = None, **step) -> Tensor:
-        """Run the blocks and the final norm on embedded inputs (B, W, D).
+        """Run the blocks and the final norm on embedded inputs (B, T, D), or on the items (N, D) of a cached pass.
 
-        `rows` picks the rows of a per-position table that belong to the targets: (positions, D) -> (B, W, D).
+        `rows` picks the rows of a per-position table that belong to the targets: (positions, D) -> the shape of x.
         """
         variant = self.config.target
         queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
@@ -442,7 +489,10 @@ class AOGPT(nn.Module):
         x = self.drop(x + added if variant == "input" else x)
         tables = self.adaln_tables() if tables is None else tables
         for i, block in enumerate(self.blocks):
-            cached = CachedStep(cache.keys[i], cache.values[i], **step) if cache is not None else None
+            cached = None
+            if cache is not None:
+                layer = i % len(cache.keys)  # a pass that leaves nothing behind makes do with one layer's space
+                cached = CachedStep(cache.keys[layer], cache.values[layer], **step)
             if variant == "two_stream":
                 x, queries = block.two_stream(x, queries, view, cached)
                 continue
@@ -484,6 +534,11 @@ class AOGPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) -> logits (..., V) of the tokens; an encoder's end before [MASK]."""
+        few = x.dim() == 2 and len(x) <= 128 and not torch.is_grad_enabled()
+        if few and x.device.type == "cpu" and x.dtype == torch.float32:
+            # BLAS multiplies a long matrix by few rows faster than few rows by it, four times at four rows.
+            bias = x.new_zeros(1, 1) if self.head.bias is None else self.head.bias.unsqueeze(1)
+            return torch.addmm(bias, self.head.weight, x.T).T.contiguous()[..., : self.config.mask_token]
         return self.head(x)[..., : self.config.mask_token]
 
     def _chunk_nll(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -526,9 +581,11 @@ class AOGPT(nn.Module):
                 return (output - normaliser) * masked
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
         ordered, known = tokens.gather(1, order), (~masked).sum(1)
+        B, T = tokens.shape
+        feed = Feed(torch.zeros_like(known), known, torch.full_like(known, T), items=B * T, width=T, length=T)
         with torch.no_grad():
-            x = self.parallel_hidden(ordered, order, torch.zeros_like(known), known, tokens.shape[1])
-            log_probs = -self.head_nll(x, ordered)
+            x = self.parallel_hidden(ordered, order, feed)
+            log_probs = -self.head_nll(x.view(B, T, -1), ordered)
         log_probs = torch.zeros_like(log_probs).scatter_(1, order, log_probs)
         return log_probs.where(masked, torch.zeros_like(log_probs))
 
@@ -536,45 +593,56 @@ class AOGPT(nn.Module):
         self,
         ordered: Tensor,
         order: Tensor,
-        cached: Tensor,
-        known: Tensor,
-        width: int,
+        feed: Feed,
         cache: KVCache | None = None,
-        length: int | None = None,
         tables: list[Tensor] | None = None,
     ) -> Tensor:
         """Feed the inputs that are not in the cache yet, then one copy of the last known input per parallel target.
 
-        Item w of a row stands for step i = cached + w and targets position order[i]. While i < known it is input i
-        itself, seen causally. From i = known on it is a copy of input `known` (the last known token) that sees the
-        inputs before it and itself, never another copy: what training shows under the order (context, target). Item w
-        is written to cache slot i; the first copy is the true input `known`, so its slot is the one that stays.
+        An item stands for a step i of its row and targets position order[i]. While i < known it is input i itself, seen
+        causally. From i = known on it is a copy of input `known` (the last known token) that sees the inputs before it
+        and itself, never another copy: what training shows under the order (context, target). Its key and value go to
+        cache slot i; the first copy is the true input `known`, so its slot is the one that stays.
+
+        Pure tensor code without a wait for the device: its shapes depend on the host numbers of `feed` alone.
 
         Args:
             ordered, order: (B, T) tokens and positions in prediction order; tokens from `known` on are ignored.
-            cached: (B,) how many inputs the cache holds. known: (B,) how many tokens are known, >= cached.
-            width: W, items a row is fed; rows that need fewer are padded with items nobody reads.
-            cache, length: the cache and how many of its slots are in use, >= max(cached) + W; None: no cache.
+            feed: which steps of which rows.
+            cache: of at least T slots; None: nothing is cached before or after this pass.
             tables: the list of `adaln_tables`, to compute them once for many calls.
 
-        Returns: (B, W, D) final hidden states; item w predicts position order[cached + w].
+        Returns: (N, D) final hidden states, rows one after the other; the item of step i predicts position order[i].
         """
-        T = order.shape[1]
-        slots = cached[:, None] + torch.arange(width, device=order.device)
-        source = torch.minimum(slots, known[:, None])
+        B, T = order.shape
+        if cache is None:
+            fast, device = torch.is_autocast_enabled(order.device.type), order.device
+            dtype = torch.get_autocast_dtype(device.type) if fast else self.wte.weight.dtype
+            cache = KVCache(self.config, B, T, device, dtype, layers=1)
+        row, column, existing = ragged(feed.count, feed.items)
+        slot = torch.where(existing, feed.cached[row] + column, cache.keys.shape[2] - 1)
+        source = torch.minimum(slot, feed.known[row])
         before = (source - 1).clamp(min=0)
-        in_positions = torch.where(source == 0, 0, order.gather(1, before) + 1)
-        targets = order.gather(1, slots.clamp(max=T - 1))
-        keys = torch.arange(width if cache is None else length, device=order.device)
-        mask = (keys < source.unsqueeze(-1)) | (keys == slots.unsqueeze(-1))
+        in_positions = torch.where(source == 0, 0, order[row, before] + 1)
+        targets = order[row, slot.clamp(max=T - 1)]
+        cells = torch.arange(feed.width, device=order.device)
+        first = feed.count.cumsum(0) - feed.count
+        grid = (first[:, None] + cells).clamp(max=feed.items - 1)
+        view = self._parallel_view(feed.cached[:, None] + cells, feed)
+        x = self._embed(ordered[row, before], in_positions)
+        tables = iter(tables) if tables is not None else None
+        places = {"row": row, "column": column, "slot": slot, "grid": grid, "length": feed.length}
+        return self._trunk(x, view, targets, lambda table: table[targets], tables, cache, **places)
+
+    def _parallel_view(self, slots: Tensor, feed: Feed) -> View:
+        """What the queries in `slots` (B, W) see of the first `feed.length` cache slots."""
+        source = torch.minimum(slots, feed.known[:, None]).unsqueeze(-1)
+        keys = torch.arange(feed.length, device=slots.device)
+        mask = (keys < source) | (keys == slots.unsqueeze(-1))
         if self.config.start == "hidden":
             mask &= (keys > 0) | (slots == 0).unsqueeze(-1)
         # The content of slot `known` is input `known` itself: queries see it, and nothing after it.
-        view = View(mask=mask.unsqueeze(1), query_mask=(keys <= source.unsqueeze(-1)).unsqueeze(1))
-        step = {} if cache is None else {"slots": slots, "length": length}
-        x = self._embed(ordered.gather(1, before), in_positions)
-        tables = iter(tables) if tables is not None else None
-        return self._trunk(x, view, targets, lambda table: table[targets], tables, cache, **step)
+        return View(mask=mask.unsqueeze(1), query_mask=(keys <= source).unsqueeze(1))
 
     # ---- size ----------------------------------------------------------------------------------------------------
 

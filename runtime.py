@@ -118,6 +118,24 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that new tensors can have on the device; None where that cannot be told."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:  # a container may have less than its machine
+        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cached = int(dict(line.split() for line in stat.splitlines())["inactive_file"])
+        return min(free, int(limit) - int(used) + cached)
+    except (OSError, KeyError, ValueError):  # no limit is written as "max"
+        return free
+
+
 def autocast(device: torch.device, dtype: torch.dtype):
     """Mixed precision for matrix work when dtype is bfloat16; nothing for float32."""
     return torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)

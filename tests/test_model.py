@@ -14,7 +14,7 @@ from reference import (
 )
 
 import model as model_module
-from model import AOGPT, KVCache, ModelConfig, PermutationGather
+from model import AOGPT, Feed, KVCache, ModelConfig, PermutationGather
 
 TINY = {"vocab_size": 11, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12, "cond_dim": 5}
 
@@ -233,24 +233,28 @@ def test_masked_log_probs_of_a_single_position():
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def cached_logits(model, tokens, order, known, sizes):
+def cached_logits(model, tokens, order, known, sizes, spares=(0, 0, 0)):
     """Logits of every target after the first `known[b]`, decoded through the cache in groups of `sizes[b]`.
+
+    spares: how much larger than needed the items, the width and the length of a pass are.
 
     sizes: (B, G), zero where a row is finished. Returns {(b, i): (group start, logits)} for step i of row b.
     """
     B, T = order.shape
-    cache = KVCache(model.config, B, T + 2 * T, dtype=model.wte.weight.dtype)
+    cache = KVCache(model.config, B, T, dtype=model.wte.weight.dtype)
     ordered, tables = tokens.gather(1, order), list(model.adaln_tables())
     known, cached, result = known.clone(), torch.zeros(B, dtype=torch.long), {}
     for size in sizes.T:
-        width = int((known + size - cached).max())
+        count = (size > 0) * (known + size - cached)
         seen = ordered.where(torch.arange(T) < known[:, None], 0)  # nobody may peek at what is not decoded yet
-        length = int(cached.max()) + width
-        hidden = model.parallel_hidden(seen, order, cached, known, width, cache, length, tables)
-        logits = model.head(hidden)
+        sizes_of_pass = (int(count.sum()), int(count.max()), int((cached + count).max()))
+        items, width, length = (v + spare for v, spare in zip(sizes_of_pass, spares, strict=True))
+        feed = Feed(cached, known, count, items, width, min(length, T))
+        logits = model.head(model.parallel_hidden(seen, order, feed, cache, tables))
+        first = (count.cumsum(0) - count).tolist()
         for b in range(B):
             for i in range(int(known[b]), int(known[b] + size[b])):
-                result[b, i] = int(known[b]), logits[b, i - int(cached[b])]
+                result[b, i] = int(known[b]), logits[first[b] + i - int(cached[b])]
         cached = torch.where(size > 0, known + 1, cached).clamp(max=T)
         known = known + size
     assert (known == T).all()
@@ -266,16 +270,17 @@ GROUPS = {
 }
 
 
+@pytest.mark.parametrize("spares", [(0, 0, 0), (5, 3, 2)], ids=["tight", "padded"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("variant", ["adaln", "input", "sigma-gpt"])
 @torch.no_grad()
-def test_cached_logits_are_those_of_the_uncached_forward(variant, groups):
+def test_cached_logits_are_those_of_the_uncached_forward(variant, groups, spares):
     """Float32, logits of size 1 to 5: both ways round at about 1e-6 and differ in summation order only."""
     settings = VARIANTS[variant] | {"n_embd": 24}
     model = randomise(AOGPT(ModelConfig(**(TINY | settings))), seed=1, scale=0.7)
     tokens, order = random_tokens(11, 3, 8, seed=3), random_orders(3, 8, seed=4)
     known, sizes = map(torch.tensor, GROUPS[groups])
-    decoded = cached_logits(model, tokens, order, known, sizes)
+    decoded = cached_logits(model, tokens, order, known, sizes, spares)
     assert len(decoded) == int((8 - known).sum())
     for (b, i), (start, logits) in decoded.items():
         row = order[b].tolist()

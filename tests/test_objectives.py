@@ -16,7 +16,7 @@ from reference import (
     randomise,
 )
 
-from model import AOGPT, ModelConfig
+from model import AOGPT, Feed, ModelConfig
 from objectives import Estimate, ao_ar_loss, estimate, sequence_nll
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
@@ -111,8 +111,9 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
         for known in range(N):  # l - 1
             lengths = torch.full((len(orders),), known)
             with torch.no_grad():
-                hidden = model.parallel_hidden(ordered, orders, torch.zeros_like(lengths), lengths, N)
-                nll = model.head_nll(hidden, ordered)
+                feed = Feed(torch.zeros_like(lengths), lengths, torch.full_like(lengths, N), len(orders) * N, N, N)
+                hidden = model.parallel_hidden(ordered, orders, feed)
+                nll = model.head_nll(hidden.view(len(orders), N, -1), ordered)
             total += nll[:, known:].sum(dim=1).mean() / (N - known)
         middle.append(total)  # n * (1/n) * the sum over l
     assert (torch.stack(middle) - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
