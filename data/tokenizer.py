@@ -4,6 +4,7 @@ gpt2   GPT-2's byte-pair encoding, 50257 ids; read from tiktoken's `r50k_base`, 
 bytes  the UTF-8 bytes themselves, 256 ids and one for end-of-text: needs no file, suits small models
 """
 
+import codecs
 import difflib
 import functools
 import re
@@ -39,6 +40,25 @@ class Tokenizer:
         End-of-text becomes "<|endoftext|>"; bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id
         outside the vocabulary.
         """
+        return self._decode(self._checked(ids))
+
+    def pieces(self, ids) -> list[str]:
+        """Text of each of `ids` on its own (same input as `decode`); joined, the pieces are exactly `decode(ids)`.
+
+        A character whose bytes are spread over several tokens belongs to the token that completes it; the earlier
+        ones get "". Bytes that are no UTF-8 become U+FFFD in the piece of the token that shows it: their own, or the
+        next one where that could still have completed a character. Raises ValueError as `decode` does.
+        """
+        decoder, pieces = codecs.getincrementaldecoder("utf-8")("replace"), []
+        for token in self._checked(ids):
+            if token == self.eot and pieces:  # nothing goes on over the end of a text: its piece is its name alone
+                pieces[-1] += decoder.decode(b"", final=True)
+            pieces.append(decoder.decode(self._bytes(token)))
+        if pieces:
+            pieces[-1] += decoder.decode(b"", final=True)
+        return pieces
+
+    def _checked(self, ids) -> list[int]:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -46,9 +66,12 @@ class Tokenizer:
                 f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, "
                 f"whose ids are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?"
             )
-        return self._decode(ids)
+        return ids
 
     def _decode(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+    def _bytes(self, token: int) -> bytes:
         raise NotImplementedError
 
 
@@ -71,6 +94,9 @@ class BytesTokenizer(Tokenizer):
         documents.append(bytes(ids[start:]))
         return END_OF_TEXT.encode().join(documents).decode("utf-8", errors="replace")
 
+    def _bytes(self, token: int) -> bytes:
+        return END_OF_TEXT.encode() if token == self.eot else bytes([token])
+
 
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding; 50256 ends a document. Raises ValueError when its file cannot be had."""
@@ -92,6 +118,9 @@ class GPT2Tokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids, errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        return self._encoding.decode_single_token_bytes(token)
 
 
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}

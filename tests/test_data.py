@@ -145,6 +145,45 @@ def test_decode_takes_any_ids_and_no_others(name):
             tokenizer.decode([1, wrong])
 
 
+@given(st.lists(st.sampled_from([0x41, 0x80, 0x9F, 0xA0, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF4, 0xFF, 256]), max_size=9))
+def test_pieces_of_any_bytes_join_to_the_decoded_text(tokens):
+    # every kind of byte that UTF-8 knows, in any order, which hardly ever is UTF-8
+    tokenizer = get_tokenizer("bytes")
+    pieces = tokenizer.pieces(tokens)
+    assert len(pieces) == len(tokens) and "".join(pieces) == tokenizer.decode(tokens)
+
+
+@needs_gpt2
+@given(st.lists(st.one_of(st.integers(0, 256), st.integers(0, 50256)), max_size=9))
+def test_pieces_of_any_gpt2_ids_join_to_the_decoded_text(tokens):
+    tokenizer = get_tokenizer("gpt2")  # its ids 0 to 255 are the single bytes
+    pieces = tokenizer.pieces(tokens)
+    assert len(pieces) == len(tokens) and "".join(pieces) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+@pytest.mark.parametrize("text", ["naïve", "🤖 你好", "👩\u200d🚀 العربية\u2028\x00", "", "\ufffd"])
+def test_pieces_hold_whole_characters(name, text):
+    tokenizer = get_tokenizer(name)
+    tokens = tokenizer.encode(text)
+    pieces = tokenizer.pieces(np.array(tokens, dtype=np.int64))
+    assert "".join(pieces) == text
+    if name == "bytes":  # a character stands where its last byte is
+        assert [piece for piece in pieces if piece] == list(text)
+        assert pieces == [part for c in text for part in [""] * (len(c.encode()) - 1) + [c]]
+
+
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+def test_pieces_end_with_their_document(name):
+    tokenizer = get_tokenizer(name)
+    cut = tokenizer.encode("🤖")[:-1]
+    half = [""] * (len(cut) - 1) + ["\ufffd"]
+    assert tokenizer.pieces([*cut, tokenizer.eot, *cut]) == [*half, "<|endoftext|>", *half]
+    assert tokenizer.pieces([tokenizer.eot]) == ["<|endoftext|>"] and tokenizer.pieces([]) == []
+    with pytest.raises(ValueError, match=f"id {tokenizer.vocab_size} is not in the vocabulary"):
+        tokenizer.pieces([1, tokenizer.vocab_size])
+
+
 @pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
 def test_lone_surrogates_are_replaced(name):
     tokenizer = get_tokenizer(name)

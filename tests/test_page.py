@@ -1,0 +1,261 @@
+"""Tests of the page of generation order: the document as text, and in a real Chromium (skipped where there is none)."""
+
+import html.parser
+import json
+import math
+import re
+import shutil
+import time
+
+import pytest
+
+from page import PageSample, render
+
+HOSTILE = [
+    "</script><img src=x onerror=\"document.title='broken'\">",
+    "<!--<script>",
+    "-->\u2028\u2029",
+    "\"'`${document.title='broken'}\\",
+    "&lt;b&gt;<b>",
+    "\x00\x07\x1b\x7f\ud800\ufffd\u202e",
+    "__DATA__",
+    "]]>",
+]
+# positions 0 and 1 are given; steps 1 and 3 reveal nothing; position 4 is the first half of a character
+MIXED = PageSample(
+    ["Once", " upon", "\n\n", " a", "", "é", " time"],
+    [-1, -1, 5, 0, 4, 2, 4],
+    [math.nan, 0.0, -1.5, -20.0, -0.25, -2.1, math.log(0.123)],
+)
+REVEALED = [{0, 1}, {0, 1, 3}, {0, 1, 3, 5}, {0, 1, 3, 4, 5, 6}, set(range(7))]  # after each of the page's steps
+
+
+def data_of(document: str) -> dict:
+    """What the page's own script gets to read, found by an HTML parser."""
+
+    class Parser(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            tags.append(tag)
+
+        def handle_data(self, text):
+            if tags[-1:] == ["script"] and text.strip():
+                scripts.append(text)
+
+    tags, scripts, parser = [], [], Parser()
+    parser.feed(document)
+    parser.close()
+    assert tags.count("script") == len(scripts) == 2 and "img" not in tags
+    return json.loads(scripts[0])
+
+
+def test_data_survives():
+    data = data_of(render([MIXED], {"mode": "mdm", "steps": None, "versions": {"torch": "2"}}))
+    assert data["settings"] == {"mode": "mdm", "steps": None, "versions": {"torch": "2"}}
+    (sample,) = data["samples"]
+    assert (sample["pieces"], sample["step"]) == (MIXED.pieces, MIXED.step)
+    assert sample["log_probs"] == [None, *MIXED.log_probs[1:]]  # JSON has no NaN
+
+
+def test_hostile_text_stays_data():
+    document = render([PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[1]})
+    data = data_of(document)
+    assert data["samples"][0]["pieces"] == HOSTILE and data["settings"] == {HOSTILE[0]: HOSTILE[1]}
+    assert "onerror" in document
+    assert not set("\x00\x07\x1b\x7f\u2028\u2029\u202e") & set(document)
+
+
+def test_the_page_names_no_other_resource():
+    document = render([MIXED], {})
+    assert not re.search(r"https?:|//\w|url\(|@import|<(img|iframe|object|base)\b", document)
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', document) == ["data:,"]
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="no samples"):
+        render([], {})
+    with pytest.raises(ValueError, match="1 pieces, 2 steps and 1 log-probabilities"):
+        PageSample(["a"], [0, 1], [0.0])
+    with pytest.raises(ValueError, match="step -2"):
+        PageSample(["a"], [-2], [0.0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# in the browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (requirements-dev.txt)")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("needs Chromium: none of chromium, chromium-browser, google-chrome is on PATH")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens a document as a file; in the end nothing else was asked for and nothing was complained of."""
+    context = browser.new_context(viewport={"width": 900, "height": 700})
+    context.set_default_timeout(5000)
+    requests, complaints, addresses = [], [], set()
+
+    def show(samples, settings=None, fragment=""):
+        path = tmp_path / "page.html"
+        path.write_text(render(samples, settings or {}), encoding="utf-8")
+        tab = context.new_page()
+        tab.on("request", lambda request: requests.append(request.url.split("#")[0]))
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("dialog", lambda dialog: complaints.append(dialog.message))
+        addresses.add(path.as_uri())
+        tab.goto(path.as_uri() + fragment)
+        return tab
+
+    yield show
+    context.close()
+    assert set(requests) <= addresses | {"data:,"} and complaints == []
+
+
+def state(tab) -> tuple[set[int], str]:
+    """Positions whose text can be seen, by its computed colour, and the counter."""
+    seen = tab.evaluate(
+        """() => [...document.querySelectorAll("#text .token")].flatMap(
+            (token, i) => getComputedStyle(token).color === "rgba(0, 0, 0, 0)" ? [] : [i])"""
+    )
+    return set(seen), tab.locator("#count").inner_text()
+
+
+def wait_until(tab, condition: str) -> None:
+    """Until the JavaScript holds; playwright's own wait uses eval, which the page's security policy refuses."""
+    deadline = time.monotonic() + 10
+    while not tab.evaluate(condition):
+        assert time.monotonic() < deadline, f"{condition} does not come"
+        time.sleep(0.01)
+
+
+def slide(tab, step: int) -> None:
+    tab.locator("#slider").evaluate("(s, v) => { s.value = v; s.dispatchEvent(new Event('input')); }", step)
+
+
+def test_it_opens_with_the_whole_text(show):
+    tab = show([MIXED], {"mode": "mdm", "seed": None})
+    assert tab.locator("#text").evaluate("e => e.textContent") == "Once upon\n\n aé time"
+    assert state(tab) == (set(range(7)), "step 4 of 4, 5 of 5 tokens (and 2 given)")
+    assert tab.locator("html").get_attribute("lang") == "en" and tab.title()
+    assert tab.locator("#choice").is_hidden()
+    tab.locator("summary").click()
+    assert tab.locator("#settings").inner_text().split() == ["mode", "mdm", "seed", "none"]
+
+
+def test_the_slider_shows_what_is_revealed_by_then(show):
+    tab = show([MIXED])
+    boxes = tab.evaluate("() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))")
+    for step in (0, 3, 1, 4, 2):
+        slide(tab, step)
+        count = len(REVEALED[step]) - 2
+        assert state(tab) == (REVEALED[step], f"step {step} of 4, {count} of 5 tokens (and 2 given)")
+        now = tab.evaluate("() => [...document.querySelectorAll('#text .now')].map(token => token.position)")
+        assert set(now) == (REVEALED[step] - REVEALED[step - 1] if step else set())
+        after = tab.evaluate(
+            "() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))"
+        )
+        assert after == boxes, "the layout jumps"
+
+
+def test_keys(show):
+    tab = show([MIXED])
+    for key, step in [("ArrowLeft", 3), ("ArrowLeft", 2), ("ArrowRight", 3), ("ArrowRight", 4), ("ArrowRight", 4)]:
+        tab.keyboard.press(key)
+        assert state(tab)[0] == REVEALED[step]
+    tab.locator("#slider").focus()  # a range has arrow keys of its own: one step all the same
+    tab.keyboard.press("ArrowLeft")
+    assert state(tab)[0] == REVEALED[3]
+
+
+def test_play_pause_and_speed(show):
+    tab = show([PageSample(["a"] * 2000, list(range(2000)), [-1.0] * 2000)])
+    assert tab.locator("#speed").input_value() == "128"
+    tab.keyboard.press("Space")
+    assert tab.locator("#play").inner_text() == "Pause"
+    wait_until(tab, "shown >= 20 && shown < 1000")  # it began again from nothing
+    tab.locator("#play").focus()
+    tab.keyboard.press("Space")
+    assert tab.locator("#play").inner_text() == "Play"
+    paused = state(tab)
+    tab.wait_for_timeout(100)
+    assert state(tab) == paused
+    slide(tab, 1990)
+    tab.locator("#play").click()
+    wait_until(tab, "shown === 2000")
+    assert tab.locator("#play").inner_text() == "Play"
+
+
+def test_every_token_tells_its_probability(show):
+    tab = show([PageSample(MIXED.pieces, MIXED.step, [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]])])
+    expected = {
+        0: ["Once", "position 1 of 7", "given"],
+        2: ["↵↵", "position 3 of 7", "step 4 of 4 (6 in the plan)", "probability 22.3%, -1.500 nats"],
+        3: ["␣a", "position 4 of 7", "step 1 of 4", "probability 2.1e-9, -20.000 nats"],
+        5: ["é", "position 6 of 7", "step 2 of 4 (3 in the plan)", "probability not finite"],
+        6: ["␣time", "position 7 of 7", "step 3 of 4 (5 in the plan)", "probability 12.3%, -2.096 nats"],
+    }
+    for position, lines in expected.items():
+        token = tab.locator("#text .token").nth(position)
+        box = token.evaluate("token => token.getClientRects()[0].toJSON()")  # the first line of a token of several
+        tab.mouse.move(box["x"] + 3, box["y"] + 8)
+        assert tab.locator("#tip").inner_text().split("\n") == lines
+        tab.mouse.move(5, 5)
+        assert tab.locator("#tip").is_hidden()
+        token.focus()
+        assert tab.locator("#tip").inner_text().split("\n") == lines
+    tab.keyboard.press("Escape")
+    assert tab.locator("#tip").is_hidden()
+    tab.locator("#text .token").nth(2).focus()
+    tab.keyboard.press("ArrowLeft")  # the token goes, and what was told about it
+    assert tab.locator("#tip").is_hidden()
+
+
+def test_the_fragment_is_the_state(show):
+    tab = show([PageSample(["x"], [0], [-1.0]), MIXED, PageSample(["y"], [-1], [0.0])], fragment="#sample=2&step=1")
+    assert state(tab)[0] == REVEALED[1] and tab.locator("#sample").input_value() == "1"
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_url("**#sample=2&step=2")
+    tab.evaluate("() => { location.hash = '#sample=1&step=0' }")
+    wait_until(tab, "steps.length === 1")
+    assert state(tab) == (set(), "step 0 of 1, 0 of 1 tokens")
+    tab.locator("#sample").select_option("2")
+    assert state(tab) == ({0}, "step 0 of 0, 0 of 0 tokens (and 1 given)")
+    tab.wait_for_url("**#sample=3&step=0")
+    for wrong, last in [("#sample=99&step=99", 3), ("#sample=-1&step=x", 1), ("#%zz", 1)]:
+        tab = show([PageSample(["x"], [0], [-1.0]), MIXED, MIXED], fragment=wrong)
+        assert tab.locator("#sample").input_value() == str(last - 1)
+        assert tab.evaluate("shown === steps.length")
+
+
+def test_hostile_text_is_shown_and_runs_nothing(show):
+    tab = show([PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[0]})
+    texts = tab.locator("#text .token").evaluate_all("tokens => tokens.map(token => token.textContent)")
+    assert texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]  # a lone surrogate does not travel back from the browser
+    assert tab.locator("#settings dd").evaluate("e => e.textContent") == HOSTILE[0]
+    for position in range(len(HOSTILE)):
+        tab.locator("#text .token").nth(position).focus()
+    assert tab.locator("#text *:not(span), #tip img, img").count() == 0
+    assert tab.title() == "Generation order" and tab.locator("body > *").count() == 8
+
+
+def test_a_thousand_steps_do_not_lag(show):
+    T = 1024
+    tab = show([PageSample([" token"] * T, [i * 389 % T for i in range(T)], [-1.0] * T) for _ in range(64)])
+    seconds = tab.evaluate(
+        """() => {
+            const before = performance.now();
+            for (let i = 0; i <= 1024; i++) { show(i); document.body.offsetHeight; }
+            return (performance.now() - before) / 1000;
+        }"""
+    )
+    assert seconds < 5  # far below on an idle machine: a frame of 1/60 s holds many steps
+    tab.locator("#sample").select_option("63")
+    assert len(state(tab)[0]) == T
