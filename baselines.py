@@ -125,6 +125,7 @@ class _State:
             tokens=in_sequence(self.tokens, self.order),
             step=in_sequence(self.plan.step, self.plan.order),
             log_probs=in_sequence(self.log_probs, self.order),
+            length=self.plan.length,
             model_calls=len(self.plan.step.unique()),
             token_forwards=self.token_forwards,
         )

@@ -68,12 +68,13 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return drawn
     wanted = choice.top_p * total
     outside = _outside_nucleus(probs, drawn, wanted)
-    if probs.device.type == "cpu" and not torch.compiler.is_compiling():
-        rows = outside.nonzero().squeeze(1)  # where nothing has to wait for a device, only the rows that need it
-        if len(rows):
-            drawn[rows] = draw(_nucleus(probs[rows], wanted[rows]), inside[rows])
-        return drawn
-    return torch.where(outside, draw(_nucleus(probs, wanted), inside), drawn)
+    if probs.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.where(outside, draw(_nucleus(probs, wanted), inside), drawn)
+    for row in outside.nonzero().flatten().tolist():  # where nothing waits for a device, only the rows that need it
+        ids = (probs[row] >= probs[row, drawn[row]]).nonzero().squeeze(1)  # all of the nucleus is among these
+        kept = _nucleus(probs[row, ids].unsqueeze(0), wanted[row])
+        drawn[row] = ids[draw(kept, inside[row : row + 1])[0]]
+    return drawn
 
 
 def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
@@ -127,7 +128,7 @@ def _compare(relation, a: Tensor, b: Tensor, like: Tensor) -> Tensor:
 
 def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     """Mass (N, 1), float64, of the tokens more probable than `least` (N, 1)."""
-    return _compare(torch.gt, probs, least, probs).mul_(probs).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return _compare(torch.gt, probs, least, probs).mul_(probs).double().sum(dim=-1, keepdim=True)
 
 
 def _missing(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _truncated(probs: Tensor, top_p: float) -> Tensor:
-    return probs if top_p == 1 else _nucleus(probs, top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    return probs if top_p == 1 else _nucleus(probs, top_p * probs.double().sum(dim=-1, keepdim=True))
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +172,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns the index (N,); where within its share each uniform fell, (N,) in [0, 1), which is again uniform and
     independent of the index; and the total (N, 1).
     """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    cumulative = weights.double().cumsum(dim=-1)
     total = cumulative[:, -1:]
     # Below the total even after rounding, so that a token of probability 0 is never taken.
     point = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))

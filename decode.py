@@ -9,6 +9,7 @@ Shapes: B samples in flight, T positions, G groups, N items of a step, V vocabul
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ __all__ = [
     "random_plan",
     "speculative_plan",
 ]
+
+CPU_ROWS = 8  # rows of logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
 
 
 @dataclass
@@ -210,6 +213,31 @@ def _rounded(n: int) -> int:
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
+class PackedLinear(nn.Module):
+    """A linear layer for inference on a CPU, its weight laid out by oneDNN: for few rows 2 to 4 times as fast as BLAS."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def packed(model: AOGPT) -> AOGPT:
+    """The model with packed linear layers, sharing all parameters, where that makes it faster: in float32 on a CPU."""
+    weight = model.wte.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return model
+    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child))
+    return model
+
+
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +250,7 @@ class Engine(nn.Module):
 
     def __init__(self, model: AOGPT, batch_size: int, length: int, choice: TokenChoice, vocab_size=None, compile=False):
         super().__init__()
-        self.model, self.choice, self.vocab_size = model, choice, vocab_size
+        self.model, self.choice, self.vocab_size = model if compile else packed(model), choice, vocab_size
         self.B, self.T, self.rounded = batch_size, length, compile
         self.encoder = model.config.attention == "full"
         device, dtype = model.wte.weight.device, model.wte.weight.dtype
@@ -369,8 +397,9 @@ class Engine(nn.Module):
         """Draw the tokens of some steps from the hidden states of their items."""
         for rows, slots in zip(*(v.split(_head_rows(self.model.config)) for v in (row, slot)), strict=True):
             logits = self._logits(x[item[rows, slots]])
-            drawn = choose_tokens(logits, self._uniforms(rows, slots), self.choice)
-            self._write(rows, slots, drawn, logits)
+            few = CPU_ROWS if logits.device.type == "cpu" else len(logits)
+            for part, r, s in zip(*(v.split(few) for v in (logits, rows, slots)), strict=True):
+                self._write(r, s, choose_tokens(part, self._uniforms(r, s), self.choice), part)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Logits (N, V), those of ids that may not be drawn minus infinity."""
