@@ -71,9 +71,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     if probs.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.where(outside, draw(_nucleus(probs, wanted), inside), drawn)
     for row in outside.nonzero().flatten().tolist():  # where nothing waits for a device, only the rows that need it
-        ids = (probs[row] >= probs[row, drawn[row]]).nonzero().squeeze(1)  # all of the nucleus is among these
-        kept = _nucleus(probs[row, ids].unsqueeze(0), wanted[row])
-        drawn[row] = ids[draw(kept, inside[row : row + 1])[0]]
+        drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], inside[row])
     return drawn
 
 
@@ -143,6 +141,16 @@ def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     earlier = _compare(torch.lt, ids, token[:, None].to(probs.dtype), probs)
     ties = earlier.mul_(_compare(torch.eq, probs, p, probs)).sum(dim=-1, keepdim=True)
     return (ties >= _missing(probs, p, wanted)).squeeze(1)
+
+
+def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from the nucleus of one row (V,) of which a token outside it is known: only what is at least as probable as
+    that token, a small part of the vocabulary, has to be sorted."""
+    ids = (probs >= probs[rejected]).nonzero().squeeze(1)
+    ranked, place = probs[ids].sort(descending=True, stable=True)
+    cumulative = ranked.double().cumsum(dim=0)
+    kept = torch.where(cumulative - ranked < wanted, ranked, 0)
+    return ids[draw(torch.empty_like(kept).scatter_(0, place, kept).unsqueeze(0), uniform.unsqueeze(0))[0]]
 
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
