@@ -95,25 +95,19 @@ def generate(
 
     Raises ValueError for what does not fit together, and before the first step if memory would not suffice.
     """
-    if uniforms is None:
-        uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    tokens = _check(model, plan, tokens, uniforms, vocab_size, batch_size)
     B, T = plan.order.shape
+    for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; give at least 1, or None for all")
+    tokens, uniforms = _check(model, plan, tokens, uniforms, generator)
     batch_size = min(B, batch_size or B)
     _check_memory(model, plan, batch_size, memory)
     engine = Engine(model, batch_size, T, choice or TokenChoice(), vocab_size, compile)
-    parts = []
-    for start in range(0, B, batch_size):
-        rows = slice(start, min(start + batch_size, B))
-        parts.append(engine.run(plan[rows], tokens[rows], uniforms[rows], progress))
-    return Generation(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "step", "log_probs", "length")),
-        *(sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")),
-    )
+    return engine.generate(plan, tokens, uniforms=uniforms, progress=progress)
 
 
-def _check(model, plan, tokens, uniforms, vocab_size, batch_size) -> Tensor:
-    """The tokens (B, T); ValueError for arguments of `generate` that do not fit together."""
+def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
+    """Tokens, 0 where they are not given, and uniforms, both (B, T); ValueError if they do not fit model and plan."""
     B, T = plan.order.shape
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
@@ -127,17 +121,15 @@ def _check(model, plan, tokens, uniforms, vocab_size, batch_size) -> Tensor:
         if plan.given().any():
             raise ValueError("the plan has given positions: pass their tokens")
         tokens = torch.zeros(B, T, dtype=torch.long)
-    if tokens.shape != (B, T):
-        raise ValueError(f"tokens are {tuple(tokens.shape)}, but the plan is for {(B, T)}")
-    if uniforms.shape != (B, T):
-        raise ValueError(f"uniforms are {tuple(uniforms.shape)}, but the plan is for {(B, T)}")
-    for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; give at least 1, or None for all")
+    if uniforms is None:
+        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
+    for name, value in (("tokens", tokens), ("uniforms", uniforms)):
+        if value.shape != (B, T):
+            raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
     given = tokens.cpu()[plan.given()]
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < model.config.vocab_size:
         raise ValueError(f"a given token is outside the model's vocabulary of {model.config.vocab_size}")
-    return tokens.cpu().where(plan.given(), 0)
+    return tokens.cpu().where(plan.given(), 0), uniforms
 
 
 # ---- the sizes of every step, known before the first -----------------------------------------------------------------
@@ -242,7 +234,10 @@ def packed(model: AOGPT) -> AOGPT:
 
 
 class Engine(nn.Module):
-    """The state of B samples in flight, and the steps that advance it. One engine serves any number of batches.
+    """The state of B samples in flight, and the steps that advance it.
+
+    One engine serves any number of batches and plans: what is allocated, packed or compiled once stays. The model's
+    weights must stay as they are meanwhile.
 
     Buffers (their addresses stay, as CUDA graphs need): order, tokens, log_probs by prediction step, uniforms by
     position; a last column takes what nobody reads.
@@ -268,8 +263,19 @@ class Engine(nn.Module):
         self._pass = torch.compile(self.parallel_pass, **how) if compile else self.parallel_pass
 
     @torch.no_grad()
-    def run(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None) -> Generation:
-        """Generate one batch of at most B samples; arguments as for `generate`, tokens 0 where they are not given."""
+    def generate(self, plan: Plan, tokens=None, *, generator=None, uniforms=None, progress=None) -> Generation:
+        """As the function of that name, for plans of T positions, B samples at a time."""
+        if plan.order.shape[1] != self.T:
+            raise ValueError(f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}")
+        tokens, uniforms = _check(self.model, plan, tokens, uniforms, generator)
+        batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
+        parts = [self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches]
+        return Generation(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "step", "log_probs", "length")),
+            *(sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")),
+        )
+
+    def _batch(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress) -> Generation:
         plan, tokens, uniforms, rows = *self._padded(plan, tokens, uniforms), len(plan)
         self.order[:, : self.T].copy_(plan.order)
         self.tokens[:, : self.T].copy_(tokens.gather(1, plan.order))
