@@ -6,6 +6,7 @@ python bench.py decode --size small --batch-size 32 --steps 64 256 1024 --markdo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import platform
@@ -24,7 +25,7 @@ from torch import Tensor
 
 import checkpoint
 from baselines import decode_cached, decode_uncached
-from decode import Generation, Plan, TokenChoice, generate, mdm_plan
+from decode import Engine, Generation, Plan, TokenChoice, mdm_plan
 from model import AOGPT, ModelConfig
 from runtime import check_output, pick_device, pick_dtype, run_script, to_json, versions
 
@@ -166,12 +167,8 @@ class DecodeBench:
         """Time every system under one plan, in turn; a row of the table for each."""
         a, systems = self.a, list(dict.fromkeys(self.a.systems))
         plan = mdm_plan(a.batch_size, a.length, steps, seeded(a.seed), even=a.plan == "even")
-        # A shorter plan with groups of the same size warms up everything but what is compiled for a length.
-        share = 1 if a.compile else 8
-        length, fewer = math.ceil(a.length / share), math.ceil(steps / share)
-        warm_up = mdm_plan(a.batch_size, length, fewer, seeded(a.seed), even=a.plan == "even")
-        for system in systems:
-            self.time(system, warm_up, self.sampled_calls(system, warm_up, most=2))
+        for system in systems:  # warm up; the slow systems in a few calls only
+            self.time(system, plan, self.sampled_calls(system, plan, most=2))
         timings = {system: [] for system in systems}
         for _ in range(a.repeats):
             for system in systems:
@@ -220,15 +217,18 @@ class DecodeBench:
             return decode_cached(self.model, plan, generator=seeded(self.a.seed, self.device), **common)
         if system == "no-cache":
             return decode_uncached(self.model, plan, generator=seeded(self.a.seed, self.device), calls=calls, **common)
-        if self.a.compile:
-            common["compile"] = True
         generator = seeded(self.a.seed)
         if system == "ours":
-            return generate(self.model, plan, generator=generator, **common)
+            return self.engine(self.model).generate(plan, generator=generator)
         if calls is not None:
             plan = only_calls(plan, calls)
         tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
-        return generate(self.encoder, plan, tokens, generator=generator, **common)
+        return self.engine(self.encoder).generate(plan, tokens, generator=generator)
+
+    @functools.cache  # noqa: B019
+    def engine(self, model: AOGPT) -> Engine:
+        """Caches, packed weights and compiled steps are made once, as for a long series of samples."""
+        return Engine(model, self.a.batch_size, self.a.length, self.choice, self.vocab_size, self.a.compile)
 
 
 @dataclass(frozen=True)

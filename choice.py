@@ -23,7 +23,7 @@ class TokenChoice:
     temperature: float = 1.0
     """0 takes the most probable token."""
     top_p: float = 1.0
-    """Keep the fewest most probable tokens whose mass reaches top_p (nucleus sampling), the lower id first among equals;
+    """Keep the fewest most probable tokens whose mass reaches top_p (the nucleus), the lower id first among equals;
     0 keeps the most probable one."""
     top_k: int | None = None
     """Keep the top_k most probable tokens."""

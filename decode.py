@@ -38,7 +38,7 @@ __all__ = [
     "speculative_plan",
 ]
 
-CPU_ROWS = 8  # rows of logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
+CPU_CHUNK_ELEMENTS = 2**19  # logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
 
 
 @dataclass
@@ -164,6 +164,13 @@ class Steps:
             count = (size > 0) * (plan.length - cached)
         return Steps(cached, known, count, size)
 
+    def needs(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Of every step: items, items of the widest row, positions revealed, and positions that could be if the model
+        chooses among all that are left."""
+        candidates = (self.size > 0) * (plan.length - self.known) * (plan.reveal != "order")
+        columns = self.count.sum(dim=1), self.count.amax(dim=1), self.size.sum(dim=1), candidates.sum(dim=1)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
 
 def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
     """Bytes that `generate` needs beside the model's weights: the cache exactly, the widest step by estimate."""
@@ -199,10 +206,36 @@ def _head_rows(config) -> int:
     return max(1, model_module.HEAD_CHUNK_ELEMENTS // config.vocab_size)
 
 
-def _rounded(n: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is >= n."""
-    power = 1 << max(n - 1, 0).bit_length()
-    return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
+class Shapes:
+    """The few shapes that compiled steps have. A shape: items, width, reveals and candidates of a step.
+
+    Groups of one plan differ in size, and each new shape costs a compilation: a step takes a shape that is there if it
+    is large enough and not more than four times too large.
+    """
+
+    def __init__(self):
+        self.made: list[tuple[int, ...]] = []
+
+    def prepare(self, needs: list[tuple[int, ...]]) -> None:
+        """Make the shapes that a list of steps will take: one for the largest and all down to a quarter of it, ..."""
+        needs = sorted(needs, key=max, reverse=True)
+        while needs:
+            level = [need for need in needs if 4 * max(need) >= max(needs[0])]
+            self.fit(tuple(map(max, zip(*level, strict=True))))
+            needs = needs[len(level) :]
+
+    def fit(self, need: tuple[int, ...]) -> tuple[int, ...]:
+        for shape in self.made:
+            if all(n <= size for n, size in zip(need, shape, strict=True)) and max(shape) <= 4 * max(need):
+                return shape
+        self.made.append(tuple(map(self._rounded, need)))
+        return self.made[-1]
+
+    @staticmethod
+    def _rounded(n: int) -> int:
+        """Up to three significant bits: 1, 2, ..., 8, 10, 12, 14, 16, 20, ..."""
+        unit = 1 << max(n.bit_length() - 3, 0)
+        return -(-n // unit) * unit
 
 
 class PackedLinear(nn.Module):
@@ -246,7 +279,7 @@ class Engine(nn.Module):
     def __init__(self, model: AOGPT, batch_size: int, length: int, choice: TokenChoice, vocab_size=None, compile=False):
         super().__init__()
         self.model, self.choice, self.vocab_size = model if compile else packed(model), choice, vocab_size
-        self.B, self.T, self.rounded = batch_size, length, compile
+        self.B, self.T, self.shapes = batch_size, length, Shapes() if compile else None
         self.encoder = model.config.attention == "full"
         device, dtype = model.wte.weight.device, model.wte.weight.dtype
         shapes = {"order": torch.long, "tokens": torch.long, "log_probs": torch.float, "uniforms": torch.float64}
@@ -313,45 +346,48 @@ class Engine(nn.Module):
         active = (steps.size == 0).to(torch.uint8).argsort(dim=1, stable=True)  # rows that reveal something first
         on_device = torch.stack([steps.cached, steps.known, steps.count, steps.size, active], dim=1)
         on_device = on_device.to(self.order.device)
+        needs, reached = steps.needs(plan), (steps.cached + steps.count).amax(dim=1).tolist()
+        shapes = self._shapes_of(needs)
         shorter = bool((plan.length < self.T).any())
-        for g in range(len(steps.size)):
-            size, count = steps.size[g], steps.count[g]
-            reached = steps.cached[g] + count
-            host = {"reveals": self._shape(size.sum()), "candidates": 0}
-            if plan.reveal != "order":
-                host["candidates"] = self._shape(((size > 0) * (plan.length - steps.known[g])).sum())
-            if self.encoder:
-                rows = self.B if self.rounded else int((size > 0).sum())
-                self._step(*on_device[g], plan.reveal, rows=rows, shorter=shorter, **host)
-            else:
-                shape = (self._shape(count.sum()), self._shape(count.max()), self._cache_length(int(reached.max())))
-                self._step(*on_device[g], plan.reveal, shape=shape, **host)
+        for g, revealed in enumerate(steps.size.sum(dim=1).tolist()):
+            rows = self.B if self.shapes else int((steps.size[g] > 0).sum())
+            host = {"rows": rows, "shorter": shorter, "cache_length": self._cache_length(reached[g])}
+            self._compiled(self._step, *on_device[g], plan.reveal, shapes[g], **host)
             if progress is not None:
-                progress(int(size.sum()))
-        return len(steps.size), int(steps.count.sum())
+                progress(revealed)
+        return len(needs), int(steps.count.sum())
 
-    def _shape(self, n: Tensor) -> int:
-        return _rounded(int(n)) if self.rounded else int(n)
+    def _shapes_of(self, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        if self.shapes is None:
+            return needs
+        self.shapes.prepare(needs)
+        return [self.shapes.fit(need) for need in needs]
 
     def _cache_length(self, n: int) -> int:
-        """Compiled, a quarter, half, three quarters or all of the cache is read."""
-        quarter = -(-self.T // 4)
-        return min(self.T, -(-n // quarter) * quarter) if self.rounded else n
+        """Cache slots that are read; compiled, a multiple of 256 or all."""
+        return min(self.T, -(-n // 256) * 256) if self.shapes else n
 
-    def step(self, cached, known, count, size, active, reveal, *, reveals, candidates, rows=0, shorter=False, shape=()):
+    def _compiled(self, function, *arguments, **keywords):
+        """Call a compiled function; beyond its default limit of shapes torch.compile would run it uncompiled."""
+        if self.shapes is None:
+            return function(*arguments, **keywords)
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return function(*arguments, **keywords)
+
+    def step(self, cached, known, count, size, active, reveal, shape, *, rows, shorter, cache_length) -> None:
         """One step of the loop: pure tensor code whose shapes are the host numbers alone.
 
         Args:
             cached, known, count, size: (B,) as in `Steps`. active: (B,) rows that reveal something first.
-            reveal: as in `Plan`.
-            reveals: host number of positions revealed. candidates: of positions that could be (adaptive plans).
-            shape: decoder: items, width and length of the `Feed`.
+            reveal: as in `Plan`. shape: as in `Shapes`, at least what the step needs.
             rows: encoder: how many of the active rows are fed. shorter: some rows are shorter than T.
+            cache_length: decoder: cache slots that are read.
         """
+        items, width, reveals, candidates = shape
         if self.encoder:
             x, item = self._full_pass(known, active[:rows], shorter)
         else:
-            x, item = self.parallel_pass(cached, known, count, *shape)
+            x, item = self.parallel_pass(cached, known, count, items, width, cache_length)
         if reveal != "order":
             item = self._reorder(x, item, known, size, reveal, candidates)
         row, column, existing = ragged(size, reveals)
@@ -403,7 +439,7 @@ class Engine(nn.Module):
         """Draw the tokens of some steps from the hidden states of their items."""
         for rows, slots in zip(*(v.split(_head_rows(self.model.config)) for v in (row, slot)), strict=True):
             logits = self._logits(x[item[rows, slots]])
-            few = CPU_ROWS if logits.device.type == "cpu" else len(logits)
+            few = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
             for part, r, s in zip(*(v.split(few) for v in (logits, rows, slots)), strict=True):
                 self._write(r, s, choose_tokens(part, self._uniforms(r, s), self.choice), part)
 
@@ -484,9 +520,9 @@ class Engine(nn.Module):
 
     def _predict(self, cached, known, count, start, size):
         """One pass on host numbers; and the row and slot of the `size` steps of each row from `start` on."""
-        reached = int((cached + count).max())
-        shape = (self._shape(count.sum()), self._shape(count.max()), self._cache_length(reached))
+        ((items, width, _, _),) = self._shapes_of([(int(count.sum()), int(count.max()), 0, 0)])
+        reached = self._cache_length(int((cached + count).max()))
         cached, known, count, start, size = torch.stack([cached, known, count, start, size]).to(self.order.device)
-        x, item = self._pass(cached, known, count, *shape)
+        x, item = self._compiled(self._pass, cached, known, count, items, width, reached)
         row, column, _ = ragged(size, int(size.sum()))
         return x, item, row, start[row] + column
