@@ -239,7 +239,7 @@ class Shapes:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference on a CPU, its weight laid out by oneDNN: for few rows 2 to 4 times as fast as BLAS."""
+    """A linear layer for inference on a CPU, its weight laid out by oneDNN: for few rows 2 to 4 times as fast."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()

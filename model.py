@@ -1,6 +1,6 @@
 """The Transformer: a decoder that predicts the tokens of a sequence in any order.
 
-Shapes: B batch, T steps (= positions), D width, H heads, V vocabulary; in a cached pass N items in all, W in the longest
+Shapes: B batch, T steps (= positions), D width, H heads, V vocabulary; in a cached pass N items in all, W in the widest
 row, C cache slots.
 
 For T tokens x and an order s (a permutation of the positions), the input and output of step i are
