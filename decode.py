@@ -183,7 +183,8 @@ def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
     items = batch_size * row_items * c.n_embd * width * 24  # residual, modulation, qkv, MLP and what they turn into
     mask = batch_size * row_items * T * (2 + width)
     logits = min(batch_size * int(revealed), _head_rows(c)) * c.vocab_size * (width + 36)
-    return cache + tables + items + mask + logits
+    drafts = batch_size * (plan.draft + 1) * c.vocab_size * 48
+    return cache + tables + items + mask + logits + (drafts if plan.draft else 0)
 
 
 def _check_memory(model: AOGPT, plan: Plan, batch_size: int, memory: int | None) -> None:
@@ -473,7 +474,7 @@ class Engine(nn.Module):
             count = (size > 0) * (known - cached + size)
             verified = (size > 0) * (size - 1 + bonus)
             draft_probs = self._draft(cached, known, count, size)
-            accepted = self._verify(known, size, verified, bonus, draft_probs) if verified.any() else size
+            accepted = self._verify(known, size, verified, draft_probs) if verified.any() else size
             reached = known + accepted
             newly = (steps >= known[:, None]) & (steps < reached[:, None])
             step = step.where(~newly, calls)
@@ -492,7 +493,7 @@ class Engine(nn.Module):
         self._write(row, slot, draw(probs, self._uniforms(row, slot)), logits)
         return probs
 
-    def _verify(self, known: Tensor, size: Tensor, verified: Tensor, bonus: Tensor, draft_probs: Tensor) -> Tensor:
+    def _verify(self, known: Tensor, size: Tensor, verified: Tensor, draft_probs: Tensor) -> Tensor:
         """Compare the drafts after the first of each row with what the model says once the drafts before them are
         known; (B,) how many steps of each row are settled.
 
@@ -502,7 +503,7 @@ class Engine(nn.Module):
         x, item, row, slot = self._predict(known + 1, known + size, verified, known + 1, verified)
         logits = self._logits(x[item[row, slot]])
         q = probabilities(logits, self.choice)
-        known, size, verified, bonus = (v.to(x.device) for v in (known, size, verified, bonus))
+        known, size, verified = (v.to(x.device) for v in (known, size, verified))
         column = slot - known[row] - 1
         drafted = column < (size - 1)[row]
         p = draft_probs[((size.cumsum(0) - size)[row] + column + 1).clamp(max=len(draft_probs) - 1)]
@@ -510,12 +511,13 @@ class Engine(nn.Module):
         token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
         accept = fresh_uniforms(uniforms, 1) * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
         stop = verified.scatter_reduce(0, row, torch.where(accept & drafted, self.T, column), "amin")
-        again = column == stop[row]
-        rest = (q - p).clamp(min=0)[again]
-        rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, q[again])  # p = q up to rounding
-        uniforms = torch.where(drafted, fresh_uniforms(uniforms, 2), uniforms)
-        token[again, 0] = draw(rest, uniforms[again])
         self._write(row, slot, token.squeeze(1), logits)
+        last = (verified.cumsum(0) - verified + stop).clamp(max=len(q) - 1)
+        rest = (q[last] - p[last]).clamp(min=0)
+        rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, q[last])  # p = q up to rounding
+        uniforms = torch.where(drafted[last], fresh_uniforms(uniforms[last], 2), uniforms[last])
+        slot = torch.where(stop < verified, known + 1 + stop, self.T)
+        self._write(torch.arange(self.B, device=x.device), slot, draw(rest, uniforms), logits[last])
         return (size.clamp(max=1) + stop + (stop < verified)).cpu()
 
     def _predict(self, cached, known, count, start, size):
