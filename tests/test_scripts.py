@@ -1,4 +1,4 @@
-"""sample.py and eval_ppl.py: what they print and write, the same for any batches and processes; bad arguments."""
+"""eval_ppl.py: what it prints and writes, the same for any batches and processes; mistakes that all scripts catch."""
 
 import json
 import math
@@ -16,7 +16,6 @@ import eval_ppl
 import sample
 import train
 from data.loader import TokenDataset
-from data.tokenizer import get_tokenizer
 from orders import OrderConfig, orders_at
 from runtime import run_script as run_main
 
@@ -61,164 +60,7 @@ def script(monkeypatch, capsys):
     return call
 
 
-@pytest.fixture
-def draw(script, run, tmp_path):
-    """Sample from the run: the JSON objects of the samples."""
-
-    def call(*arguments, path=run):
-        status, _, err = script(sample, path, "--jsonl", tmp_path / "samples.jsonl", *arguments)
-        assert status == 0, err
-        return read_lines(tmp_path / "samples.jsonl")
-
-    return call
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def column(samples, key):
-    return [line[key] for line in samples]
-
-
-# ---- sample.py: samples ----------------------------------------------------------------------------------------------
-
-
-def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
-    path = tmp_path / "samples.jsonl"
-    status, out, err = script(sample, run, "--num-samples", 3, "--steps", 5, "--seed", 4, "--jsonl", path)
-    assert status == 0
-    lines = read_lines(path)
-    assert len(lines) == out.count("=== sample") == 3
-    for line in lines:
-        assert line["text"] in out
-        assert line["text"] == get_tokenizer("bytes").decode(line["tokens"])
-        assert len(line["tokens"]) == len(line["step"]) == len(line["log_probs"]) == LENGTH
-        assert all(0 <= token < 257 for token in line["tokens"]), "padding rows of the token table are no tokens"
-        assert all(0 <= step < 5 for step in line["step"])
-        assert all(p < 0 for p in line["log_probs"])
-        assert 1 <= line["model_calls"] <= 5
-        settings = line["settings"]
-        assert (settings["steps"], settings["seed"], settings["mode"], settings["top_p"]) == (5, 4, "mdm", 1.0)
-        assert f"{checkpoint.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
-        assert settings["versions"]["torch"] == torch.__version__
-    assert "3 samples of 16 tokens" in err and "model calls" in err
-
-
-def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others(draw):
-    for mode in (["--mode", "mdm", "--steps", 5], ["--mode", "even", "--steps", 5], ["--mode", "l2r"]):
-        common = [*mode, "--num-samples", 5, "--seed", 3]
-        samples = draw(*common)
-        for size in (1, 2, 3):
-            again = draw(*common, "--batch-size", size)
-            assert column(again, "tokens") == column(samples, "tokens")
-            assert column(again, "step") == column(samples, "step")
-        assert column(draw(*common[:-1], 4), "tokens") != column(samples, "tokens")
-        fewer = draw(*mode, "--num-samples", 5, "--seed", 3, "--length", 10)
-        assert [len(line["tokens"]) for line in fewer] == [10] * 5
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_two_processes_give_the_samples_of_one(draw, run, tmp_path, count):
-    """Also with fewer samples than processes."""
-    arguments = ["--num-samples", count, "--seed", 3, "--steps", 5, "--prompt", "the"]
-    done = torchrun(2, "sample.py", run, *arguments, "--jsonl", tmp_path / "two.jsonl")
-    two, one = read_lines(tmp_path / "two.jsonl"), draw(*arguments)
-    for key in ("tokens", "step", "text"):
-        assert column(two, key) == column(one, key)
-    # other batches round differently, and the file holds six digits
-    np.testing.assert_allclose(column(two, "log_probs"), column(one, "log_probs"), atol=1e-5)
-    assert done.stdout.count("=== sample") == count
-
-
-@pytest.mark.parametrize("mode", ["mdm", "even", "l2r"])
-@pytest.mark.parametrize("prompt", ["the", "é🎉", "<|endoftext|>"])
-def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
-    given = len(prompt.encode())
-    for line in draw("--mode", mode, "--prompt", prompt, "--num-samples", 2):
-        assert bytes(line["tokens"][:given]) == prompt.encode() and line["text"].startswith(prompt)
-        assert line["prompt_tokens"] == given
-        assert line["step"][:given] == [-1] * given and min(line["step"][given:]) >= 0
-        assert line["log_probs"][:given] == [0.0] * given and max(line["log_probs"][given:]) < 0
-
-
-def test_the_modes_reveal_positions_as_they_say(draw):
-    (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
-    assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
-    for line in draw("--mode", "even", "--steps", 5, "--num-samples", 3):
-        counts = np.bincount(line["step"], minlength=5)
-        assert sorted(counts) == [3, 3, 3, 3, 4] and line["model_calls"] == 5
-    one_step = draw("--mode", "mdm", "--steps", 1, "--num-samples", 3)
-    assert column(one_step, "step") == [[0] * LENGTH] * 3 and column(one_step, "model_calls") == [1] * 3
-    # exact masked diffusion draws the number of tokens of a step: of 20 samples hardly two agree in all four
-    counts = {tuple(np.bincount(line["step"], minlength=4)) for line in draw("--steps", 4, "--num-samples", 20)}
-    assert len(counts) > 5
-
-
-def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run):
-    arguments = ["--mode", "l2r", "--num-samples", 1, "--temperature", 0]
-    (line,), (other,) = draw(*arguments), draw(*arguments, "--seed", 9)
-    assert line["tokens"] == other["tokens"]
-    model, tokens = checkpoint.load_model(run), torch.tensor([line["tokens"]])
-    with torch.no_grad():
-        logits = model.head(model.hidden(tokens, torch.arange(LENGTH)[None]))[0, :, :257]
-    assert logits.argmax(-1).tolist() == line["tokens"]
-    expected = logits.log_softmax(-1).max(-1).values
-    # the cached steps round differently from one causal pass: float32, values of about 3
-    np.testing.assert_allclose(line["log_probs"], expected, atol=1e-5)
-
-
-def test_averaged_weights_are_the_default_and_a_checkpoint_file_is_as_good_as_its_folder(draw, run):
-    samples = column(draw("--seed", 1), "tokens")
-    assert column(draw("--seed", 1, "--weights", "ema"), "tokens") == samples
-    assert column(draw("--seed", 1, "--weights", "raw"), "tokens") != samples
-    assert column(draw("--seed", 1, path=checkpoint.find(run)[-1]), "tokens") == samples
-
-
-def test_a_model_without_target_positions_samples_left_to_right(draw, plain):
-    assert column(draw("--mode", "l2r", "--num-samples", 1, path=plain), "step") == [list(range(LENGTH))]
-
-
-# ---- sample.py: mistakes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--prompt", "x" * 16], ["16 tokens", "--length is 16", "block size"]),
-        (["--prompt", "x" * 5, "--length", 5], ["5 tokens", "--length"]),
-        (["--length", 17], ["--length is 17", "block size, 16"]),
-        (["--length", 0], ["--length is 0"]),
-        (["--steps", 0], ["steps is 0"]),
-        (["--mode", "even", "--steps", -3], ["steps is -3"]),
-        (["--mode", "l2r", "--steps", 4], ["--steps", "l2r"]),
-        (["--temperature", -1], ["temperature is -1"]),
-        (["--temperature", "nan"], ["temperature is nan"]),
-        (["--top-p", 0], ["top_p is 0"]),
-        (["--top-p", 2], ["top_p is 2"]),
-        (["--top-k", 0], ["top_k is 0"]),
-        (["--num-samples", 0], ["--num-samples is 0"]),
-        (["--batch-size", 0], ["--batch-size is 0"]),
-        (["--jsonl", "no/such/folder/x.jsonl"], ["--jsonl no/such/folder/x.jsonl", "there is no folder"]),
-        (["--device", "banana"], ["device 'banana'"]),
-        (["--seed", 10**30], ["seed"]),
-        (["--stepz", 3], ["--stepz", "--steps"]),
-        (["--mode", "random"], ["--mode", "mdm"]),
-        (["--num-samples", "many"], ["--num-samples", "many"]),
-    ],
-    ids=lambda value: " ".join(map(str, value))[:30],
-)
-def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(script, run, arguments, words):
-    status, _, err = script(sample, run, *arguments)
-    assert status == 2
-    for word in words:
-        assert word in " ".join(err.split())
-
-
-@pytest.mark.parametrize("mode", ["mdm", "even"])
-def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(script, plain, mode):
-    status, _, err = script(sample, plain, "--mode", mode)
-    assert status == 2 and f"--mode {mode} needs a model that is told its target position" in err and "l2r" in err
+# ---- mistakes that both scripts catch --------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_not_there_or_has_no_checkpoint_is_an_error_for_both_scripts(script, tmp_path, data):

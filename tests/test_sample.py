@@ -1,0 +1,520 @@
+"""sample.py: every mode, prompts and infilling; the same samples for any batches and processes; bad arguments."""
+# ruff: noqa: F811  (fixtures are imported by their names)
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_user_error, run_script, torchrun
+from test_page import data_of
+from test_scripts import LENGTH, data, plain, run, script  # noqa: F401
+from test_train import ALONE, tiny_config
+
+import checkpoint
+import decode
+import sample
+import train
+from data.tokenizer import get_tokenizer
+from objectives import ObjectiveConfig
+from orders import OrderConfig
+
+MODES = {
+    "mdm": ["--mode", "mdm", "--steps", 5],
+    "mdm cosine": ["--mode", "mdm", "--steps", 5, "--schedule", "cosine"],
+    "even": ["--mode", "even", "--steps", 5],
+    "l2r": ["--mode", "l2r"],
+    "l2r in groups": ["--mode", "l2r", "--group-size", 3],
+    "random": ["--mode", "random", "--group-size", 2],
+    "confidence": ["--mode", "adaptive"],
+    "entropy": ["--mode", "adaptive", "--reveal-by", "entropy", "--group-size", 2],
+    "speculative": ["--mode", "speculative", "--draft", 4],
+    "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
+}
+ROWS = [{"prompt": "the "}, {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"}, {"prompt": "", "length": 7}]
+
+
+@pytest.fixture(scope="module")
+def encoder(run, data):
+    """A run of a model with full attention."""
+    config = tiny_config(data, run.parent, "encoder", steps=6)
+    model = dataclasses.replace(config.model, attention="full", target="none", mask_token=257)
+    kinds = {"objective": ObjectiveConfig("lambda_dce"), "order": OrderConfig("random")}
+    config = dataclasses.replace(config, model=model, **kinds)
+    train.train(config, ALONE)
+    return config.run_folder
+
+
+@pytest.fixture
+def draw(script, run, tmp_path):
+    """Sample from the run: the JSON objects of the samples."""
+
+    def call(*arguments, path=run):
+        status, _, err = script(sample, path, "--jsonl", tmp_path / "samples.jsonl", *arguments)
+        assert status == 0, err
+        return read_lines(tmp_path / "samples.jsonl")
+
+    return call
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Write a file of prompts: rows of a .jsonl file, or the text of a .txt file."""
+
+    def write(content):
+        path = tmp_path / ("prompts.txt" if isinstance(content, str) else "prompts.jsonl")
+        path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
+        return path
+
+    return write
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def column(samples, key):
+    return [line[key] for line in samples]
+
+
+def check_given(line, *expected):
+    """The sample is what `expected` says: text that is given, and numbers of tokens that are not."""
+    given = [token for part in expected for token in (part.encode() if isinstance(part, str) else [None] * part)]
+    assert line["length"] == len(line["tokens"]) == len(line["step"]) == len(line["log_probs"]) == len(given)
+    for token, step, log_prob, wanted in zip(line["tokens"], line["step"], line["log_probs"], given, strict=True):
+        if wanted is None:
+            assert 0 <= token < 257 and step >= 0 and log_prob < 0
+        else:
+            assert (token, step, log_prob) == (wanted, -1, 0)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    status, out, err = script(sample, run, "--num-samples", 3, "--steps", 5, "--seed", 4, "--jsonl", path)
+    assert status == 0
+    lines = read_lines(path)
+    assert len(lines) == out.count("=== sample") == 3
+    for line in lines:
+        assert line["text"] in out
+        assert line["text"] == get_tokenizer("bytes").decode(line["tokens"])
+        check_given(line, LENGTH)
+        assert all(step < 5 for step in line["step"])
+        assert (line["prompt_index"], line["prompt"]) == (0, "")
+        assert 1 <= line["model_calls"] <= 5 and line["token_forwards"] >= 3 * LENGTH and line["seconds"] > 0
+        settings = line["settings"]
+        assert (settings["steps"], settings["seed"], settings["mode"], settings["top_p"]) == (5, 4, "mdm", 1.0)
+        assert (settings["schedule"], settings["noise"], settings["dtype"]) == ("linear", "float64", "float32")
+        assert f"{checkpoint.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
+        assert settings["versions"]["torch"] == torch.__version__
+    assert "3 samples of 16 tokens" in err and "model calls" in err
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others(draw, prompts, mode):
+    """Prompts and infills of several lengths share their batches."""
+    common = [*MODES[mode], "--num-samples", 2, "--prompts", prompts(ROWS)]
+    samples = draw(*common, "--seed", 3)
+    for size in (1, 2, 3, 5):
+        again = draw(*common, "--seed", 3, "--batch-size", size)
+        assert column(again, "tokens") == column(samples, "tokens")
+        assert column(again, "step") == column(samples, "step")
+    assert column(draw(*common, "--seed", 4), "tokens") != column(samples, "tokens")
+    fewer = draw(*MODES[mode], "--num-samples", 2, "--length", 10)
+    assert column(fewer, "length") == [10, 10]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_two_processes_give_the_samples_of_one(draw, run, tmp_path, count):
+    """Also with fewer samples than processes."""
+    arguments = ["--num-samples", count, "--seed", 3, "--steps", 5, "--prompt", "the"]
+    done = torchrun(2, "sample.py", run, *arguments, "--jsonl", tmp_path / "two.jsonl")
+    two, one = read_lines(tmp_path / "two.jsonl"), draw(*arguments)
+    for key in ("tokens", "step", "text"):
+        assert column(two, key) == column(one, key)
+    # other batches round differently, and the file holds six digits
+    np.testing.assert_allclose(column(two, "log_probs"), column(one, "log_probs"), atol=1e-5)
+    assert done.stdout.count("=== sample") == count
+
+
+def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(draw, run, prompts, tmp_path):
+    arguments = ["--mode", "adaptive", "--num-samples", 3, "--prompts", prompts(ROWS)]
+    files = ["--jsonl", tmp_path / "two.jsonl", "--html", tmp_path / "two.html"]
+    done = torchrun(2, "sample.py", run, *arguments, *files)
+    two, one = read_lines(tmp_path / "two.jsonl"), draw(*arguments)
+    for key in ("tokens", "step", "text", "prompt_index"):
+        assert column(two, key) == column(one, key)
+    assert done.stdout.count("=== sample") == 9
+    shown = data_of((tmp_path / "two.html").read_text())["samples"]
+    assert ["".join(page_sample["pieces"]) for page_sample in shown] == column(two, "text")
+
+
+def test_the_modes_reveal_positions_as_they_say(draw):
+    (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
+    assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
+    (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
+    assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3] and l2r["model_calls"] == 4
+    for line in draw("--mode", "even", "--steps", 5, "--num-samples", 3):
+        counts = np.bincount(line["step"], minlength=5)
+        assert sorted(counts) == [3, 3, 3, 3, 4] and line["model_calls"] == 5
+    (cosine,) = draw("--mode", "even", "--steps", 4, "--schedule", "cosine", "--num-samples", 1)
+    counts = np.bincount(cosine["step"], minlength=4).tolist()
+    assert counts == sorted(counts) and counts[-1] > 4  # few at first, many at the end
+    for mode in (
+        ["random"],
+        ["adaptive"],
+        ["adaptive", "--reveal-by", "entropy"],
+        ["adaptive", "--reveal-by", "random"],
+    ):
+        samples = draw("--mode", *mode, "--group-size", 6, "--num-samples", 3)
+        for line in samples:
+            assert np.bincount(line["step"]).tolist() == [6, 6, 4] and line["model_calls"] == 3
+        if "random" in mode:
+            assert len(set(map(tuple, column(samples, "step")))) == 3
+    one_step = draw("--mode", "mdm", "--steps", 1, "--num-samples", 3)
+    assert column(one_step, "step") == [[0] * LENGTH] * 3 and column(one_step, "model_calls") == [1] * 3
+    # exact masked diffusion draws the number of tokens of a step: of 20 samples hardly two agree in all four
+    counts = {tuple(np.bincount(line["step"], minlength=4)) for line in draw("--steps", 4, "--num-samples", 20)}
+    assert len(counts) > 5
+
+
+def test_adaptive_begins_where_the_model_is_surest(draw, run):
+    (line,) = draw("--mode", "adaptive", "--num-samples", 1, "--prompt", "the", "--temperature", 0)
+    model = checkpoint.load_model(run)
+    first = {}
+    for position in range(3, LENGTH):
+        order = torch.tensor([[0, 1, 2, position, *(i for i in range(3, LENGTH) if i != position)]])
+        with torch.no_grad():
+            logits = model.head(model.hidden(torch.tensor([line["tokens"]]), order))[0, 3, :257]
+        first[position] = float(logits.log_softmax(-1).max())
+    surest = max(first, key=first.get)
+    assert line["step"][surest] == 0
+    assert line["log_probs"][surest] == pytest.approx(first[surest], abs=1e-5)
+
+
+def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(draw):
+    """Greedy, what is verified is the most probable token at every step."""
+    common = ["--num-samples", 1, "--temperature", 0, "--prompt", "the mo"]
+    (plain_l2r,) = draw("--mode", "l2r", *common)
+    (speculative,) = draw("--mode", "speculative", "--order", "l2r", *common)
+    assert speculative["tokens"] == plain_l2r["tokens"]
+    assert speculative["settings"]["draft"] == 8 and speculative["settings"]["order"] == "l2r"
+    assert speculative["step"][6:] == sorted(speculative["step"][6:])
+    (random_order,) = draw("--mode", "speculative", *common)
+    assert random_order["step"][6:] != sorted(random_order["step"][6:])
+
+
+def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run):
+    arguments = ["--mode", "l2r", "--num-samples", 1, "--temperature", 0]
+    (line,), (other,) = draw(*arguments), draw(*arguments, "--seed", 9)
+    assert line["tokens"] == other["tokens"]
+    model, tokens = checkpoint.load_model(run), torch.tensor([line["tokens"]])
+    with torch.no_grad():
+        logits = model.head(model.hidden(tokens, torch.arange(LENGTH)[None]))[0, :, :257]
+    assert logits.argmax(-1).tolist() == line["tokens"]
+    expected = logits.log_softmax(-1).max(-1).values
+    # the cached steps round differently from one causal pass: float32, values of about 3
+    np.testing.assert_allclose(line["log_probs"], expected, atol=1e-5)
+
+
+def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
+    exact = draw("--mode", "l2r")
+    for noise in ("float32", "bfloat16"):
+        noisy = draw("--mode", "l2r", "--noise", noise)
+        assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != column(exact, "tokens")
+    compiled = []
+    monkeypatch.setattr(
+        sample, "generate", lambda *a, compile, **k: compiled.append(compile) or decode.generate(*a, **k)
+    )
+    draw()
+    draw("--compile")
+    assert compiled == [False, True]
+
+
+def test_averaged_weights_are_the_default_and_a_checkpoint_file_is_as_good_as_its_folder(draw, run):
+    samples = column(draw("--seed", 1), "tokens")
+    assert column(draw("--seed", 1, "--weights", "ema"), "tokens") == samples
+    assert column(draw("--seed", 1, "--weights", "raw"), "tokens") != samples
+    assert column(draw("--seed", 1, path=checkpoint.find(run)[-1]), "tokens") == samples
+
+
+# ---- what is given ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prompt", ["the", "é🎉", "<|endoftext|>", "[MASKED] 2"])
+def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
+    for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
+        check_given(line, prompt, LENGTH - len(prompt.encode()))
+        assert line["text"].startswith(prompt) and line["prompt"] == prompt and "infill" not in line
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "infill, expected",
+    [
+        ("It was [MASK:4] a.", ["It was ", 4, " a."]),
+        ("[MASK:2]é[MASK:03] 🎉[MASK:1]", [2, "é", 3, " 🎉", 1]),
+        ("[MASK:2][MASK:3]\n", [5, "\n"]),
+        ("[MASK:16]", [16]),
+        ("[MASKED][MASK:1][mask]", ["[MASKED]", 1, "[mask]"]),
+    ],
+)
+def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(draw, mode, infill, expected):
+    samples = draw(*MODES[mode], "--infill", infill, "--num-samples", 2)
+    for line in samples:
+        check_given(line, *expected)
+        assert line["infill"] == infill and "prompt" not in line
+
+
+def test_what_is_given_is_what_the_model_sees(draw, run):
+    """The log-probability of a lone mask is that of its token after all the text, on either side of it."""
+    (line,) = draw("--infill", "any or[MASK:1]er to", "--num-samples", 1)
+    order = [*(i for i in range(12) if i != 6), 6]
+    tokens = torch.tensor([line["tokens"]])
+    with torch.no_grad():
+        model = checkpoint.load_model(run)
+        logits = model.head(model.hidden(tokens, torch.tensor([order])))[0, -1, :257]
+    assert line["log_probs"][6] == pytest.approx(float(logits.log_softmax(-1)[line["tokens"][6]]), abs=1e-5)
+
+
+def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
+    path = prompts("the\r\n\n  \nany \n\u2028é\x0c\n")
+    samples = draw("--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12)
+    texts = ["the", "any ", "\u2028é\x0c"]
+    assert column(samples, "prompt_index") == [0, 0, 1, 1, 2, 2]
+    for line in samples:
+        prompt = texts[line["prompt_index"]]
+        assert line["prompt"] == prompt and line["settings"]["prompts"] == str(path)
+        check_given(line, prompt, 12 - len(prompt.encode()))
+
+
+def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run, prompts):
+    samples = draw("--prompts", prompts(ROWS), "--num-samples", 2)
+    assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
+    for number, line in enumerate(samples):
+        check_given(line, *[["the ", 12], [2, "the", 1, " é", 3], [7]][number // 2])
+        assert {key: line[key] for key in ("prompt", "infill") if key in line}.items() <= ROWS[number // 2].items()
+    status, out, err = script(sample, run, "--prompts", prompts(ROWS), "--num-samples", 2)
+    assert status == 0 and "6 samples of 7 to 16 tokens" in err
+    for line in samples:
+        assert line["text"] in out
+    assert "=== sample 3 of prompt 2 ===" in out
+
+
+def test_the_answer_to_a_prompt_of_a_file_with_one_is_that_to_the_prompt(draw, prompts):
+    alone = draw("--prompt", "any")
+    for content in ("any", "any\n", "\ufeffany", [{"prompt": "any"}]):
+        assert column(draw("--prompts", prompts(content)), "tokens") == column(alone, "tokens")
+
+
+def test_an_encoder_takes_every_mode_but_speculation(draw, script, encoder, prompts):
+    for mode, options in MODES.items():
+        if "speculative" not in mode:
+            samples = draw(*options, "--prompts", prompts(ROWS), "--num-samples", 1, path=encoder)
+            for line, expected in zip(samples, [["the ", 12], [2, "the", 1, " é", 3], [7]], strict=True):
+                check_given(line, *expected)
+    status, _, err = script(sample, encoder, "--mode", "speculative")
+    assert status == 2 and "needs causal attention" in err and "take another mode" in err
+
+
+def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
+    assert column(draw("--mode", "l2r", "--num-samples", 1, path=plain), "step") == [list(range(LENGTH))]
+    rows = prompts([{"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}])
+    samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
+    assert column(samples, "step") == [[-1] * 3 + list(range(13)), [-1] * 3 + list(range(4))]
+
+
+def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, draw):
+    arguments = ["--infill", "the [MASK:3]é[MASK:1]", "--num-samples", 1]
+    (line,) = draw(*arguments)
+    assert "\033" not in script(sample, run, *arguments)[1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = script(sample, run, *arguments)
+    middle = get_tokenizer("bytes").decode(line["tokens"][4:7])
+    assert f"the \033[1m{middle}\033[0mé\033[1m" in out
+    assert "\033" not in script(sample, run, "--num-samples", 1)[1]  # nothing given, nothing to tell apart
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
+    path = tmp_path / "order.html"
+    arguments = ["--infill", "the [MASK:3]</script>", "--mode", "l2r", "--num-samples", 2, "--html", path]
+    done = run_script("sample.py", run, *arguments, "--jsonl", tmp_path / "samples.jsonl", "--length=16", check=False)
+    assert_user_error(done, "--infill", "leave out --length")
+    assert not path.exists()
+    arguments[1] = "the [MASK:3]</b>"
+    run_script("sample.py", run, *arguments, "--jsonl", tmp_path / "samples.jsonl")
+    shown = data_of(path.read_text(encoding="utf-8"))
+    for line, page_sample in zip(read_lines(tmp_path / "samples.jsonl"), shown["samples"], strict=True):
+        check_given(line, "the ", 3, "</b>")
+        assert "".join(page_sample["pieces"]) == line["text"]
+        assert (page_sample["step"], page_sample["log_probs"]) == (line["step"], line["log_probs"])
+    assert shown["settings"]["mode"] == "l2r" and shown["settings"]["model_calls"] == 3
+    assert "steps" not in shown["settings"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["order.html", "samples.jsonl"]
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--prompt", "x" * 16], ["16 tokens", "--length is 16", "block size"]),
+        (["--prompt", "x" * 5, "--length", 5], ["5 tokens", "--length"]),
+        (["--length", 17], ["--length is 17", "block size, 16"]),
+        (["--length", 0], ["--length is 0"]),
+        (["--steps", 0], ["--steps is 0"]),
+        (["--mode", "even", "--steps", -3], ["--steps is -3"]),
+        (["--mode", "l2r", "--steps", 4], ["--steps has no meaning with --mode l2r", "--mode mdm or even"]),
+        (["--mode", "random", "--schedule", "cosine"], ["--schedule", "random", "mdm or even"]),
+        (["--group-size", 1], ["--group-size", "mdm", "l2r or random or adaptive"]),
+        (["--mode", "speculative", "--group-size", 2], ["--group-size", "speculative"]),
+        (["--mode", "random", "--reveal-by", "entropy"], ["--reveal-by", "random", "--mode adaptive"]),
+        (["--mode", "even", "--draft", 4], ["--draft", "even", "--mode speculative"]),
+        (["--mode", "l2r", "--order", "l2r"], ["--order", "l2r", "--mode speculative"]),
+        (["--mode", "l2r", "--group-size", 0], ["--group-size is 0"]),
+        (["--mode", "l2r", "--group-size", 10**30], ["--group-size is 1000", "2**31"]),
+        (["--mode", "speculative", "--draft", 1], ["--draft is 1", "at least 2"]),
+        (["--mode", "speculative", "--noise", "float32"], ["--noise float32", "speculative"]),
+        (["--mode", "adaptive", "--reveal-by", "length"], ["--reveal-by", "confidence"]),
+        (["--temperature", -1], ["temperature is -1"]),
+        (["--temperature", "nan"], ["temperature is nan"]),
+        (["--top-p", 2], ["top_p is 2"]),
+        (["--top-k", 0], ["top_k is 0"]),
+        (["--noise", "float16"], ["--noise", "float64"]),
+        (["--num-samples", 0], ["--num-samples is 0"]),
+        (["--batch-size", 0], ["--batch-size is 0"]),
+        (["--jsonl", "no/such/folder/x.jsonl"], ["--jsonl no/such/folder/x.jsonl", "there is no folder"]),
+        (["--html", "no/such/folder/x.html"], ["--html no/such/folder/x.html", "there is no folder"]),
+        (["--html", "tests"], ["--html tests is a folder"]),
+        (["--html", "/tmp/x", "--jsonl", "/tmp/../tmp/x"], ["the same file", "different"]),
+        (["--device", "banana"], ["device 'banana'"]),
+        (["--seed", 10**30], ["seed"]),
+        (["--stepz", 3], ["--stepz", "--steps"]),
+        (["--mode", "backwards"], ["--mode", "mdm"]),
+        (["--num-samples", "many"], ["--num-samples", "many"]),
+        (["--prompt", "a", "--infill", "[MASK:1]"], ["one of --prompt, --infill and --prompts"]),
+        (["--prompt", "a", "--prompts", "a.txt"], ["one of --prompt, --infill and --prompts"]),
+        (["--prompts", "nowhere.txt"], ["--prompts nowhere.txt: there is no such file"]),
+        (["--prompts", "README.md"], ["--prompts README.md", ".txt", ".jsonl"]),
+        (["--infill", "no mask"], ["--infill: there is no mask", "[MASK:n]"]),
+        (["--infill", ""], ["--infill: there is no mask"]),
+        (["--infill", "a [MASK]"], ["'[MASK]' is no mask", "[MASK:n]"]),
+        (["--infill", "[MASK:1] [MASK:0]"], ["'[MASK:0]' is no mask", "at least 1"]),
+        (["--infill", "[MASK:-1]"], ["'[MASK:-1]' is no mask"]),
+        (["--infill", "[MASK:٣]"], ["is no mask"]),
+        (["--infill", "[MASK: 1]"], ["'[MASK: 1]' is no mask"]),
+        (["--infill", "a [MASK:1 b"], ["'[MASK:1 b' is no mask"]),
+        (["--infill", "[MASK:" + "9" * 5000 + "]"], ["is no mask"]),
+        (["--infill", "a[MASK:999999999]"], ["exceed the model's block size, 16 tokens"]),
+        (["--infill", "x" * 16 + "[MASK:1]"], ["--infill", "block size, 16 tokens; shorten"]),
+        (["--infill", "a[MASK:1]", "--length", 8], ["--infill", "leave out --length"]),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:30],
+)
+def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(script, run, arguments, words):
+    status, _, err = script(sample, run, *arguments)
+    assert status == 2
+    for word in words:
+        assert word in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.txt", b"", ["there is no prompt in it"]),
+        ("a.txt", b"\n \n\r\n", ["there is no prompt in it"]),
+        ("a.txt", b"ok\n\ncaf\xe9\n", ["a.txt line 3", "UTF-8"]),
+        ("a.txt", b"ok\n\n" + b"x" * 16, ["a.txt line 3", "16 tokens", "--length is 16"]),
+        ("a.jsonl", b"\xef\xbb\xbf", ["there is no prompt in it"]),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": ', ["a.jsonl line 2", "not JSON"]),
+        ("a.jsonl", b"[" * 100_000, ["a.jsonl line 1", "not JSON"]),
+        ("a.jsonl", b'\n"text"', ["a.jsonl line 2", '"prompt": TEXT', "found a str"]),
+        ("a.jsonl", b"{}", ["a.jsonl line 1", "found keys (none)"]),
+        ("a.jsonl", b'{"length": 3}', ["a.jsonl line 1", '"prompt": TEXT', "'length'"]),
+        ("a.jsonl", b'{"prompt": "a", "infill": "[MASK:1]"}', ["a.jsonl line 1", "'prompt', 'infill'"]),
+        ("a.jsonl", b'{"prompt": "a", "lenght": 3}', ["a.jsonl line 1", "'lenght'"]),
+        ("a.jsonl", b'{"prompt": ["a"]}', ["a.jsonl line 1", '"prompt" must be text, not ["a"]']),
+        ("a.jsonl", b'{"infill": null}', ["a.jsonl line 1", '"infill" must be text, not null']),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "length": true}',
+            ["a.jsonl line 1", '"length" must be a whole number, not true'],
+        ),
+        ("a.jsonl", b'{"prompt": "a", "length": 4.0}', ["a.jsonl line 1", "not 4.0"]),
+        ("a.jsonl", b'{"prompt": "a", "length": 0}', ["a.jsonl line 1", "1 tokens and length is 0"]),
+        ("a.jsonl", b'{"prompt": "a", "length": 17}', ["a.jsonl line 1", "length is 17", "block size, 16"]),
+        ("a.jsonl", b'{"infill": "[MASK:1]", "length": 3}', ["a.jsonl line 1", 'leave out "length"']),
+        ("a.jsonl", b'{"prompt": "a"}\n{"infill": "a"}', ["a.jsonl line 2", "there is no mask"]),
+    ],
+)
+def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(script, run, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    status, out, err = script(sample, run, "--prompts", tmp_path / name)
+    assert status == 2 and not out
+    for word in [str(tmp_path / name), *words]:
+        assert word in " ".join(err.split())
+
+
+def test_length_does_not_go_with_infills_of_a_file(script, run, prompts):
+    status, _, err = script(sample, run, "--prompts", prompts(ROWS), "--length", 12)
+    assert status == 2 and "prompts.jsonl line 2: an infill is as long as its text and its masks" in err
+
+
+def test_a_file_of_prompts_is_not_overwritten(script, run, prompts):
+    path = prompts(ROWS)
+    status, _, err = script(sample, run, "--prompts", path, "--jsonl", path)
+    assert status == 2 and "the same file twice" in err
+    assert read_lines(path) == ROWS
+
+
+@pytest.mark.parametrize("mode", ["mdm", "even", "random", "adaptive", "speculative"])
+def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(script, plain, mode):
+    status, _, err = script(sample, plain, "--mode", mode)
+    assert status == 2 and f"--mode {mode} needs a model that is told its target position" in err and "l2r" in err
+
+
+def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_mask(script, plain, prompts):
+    status, _, err = script(sample, plain, "--mode", "l2r", "--group-size", 2)
+    assert status == 2 and "--group-size 2 needs a model that is told its target position" in err
+    status, _, err = script(sample, plain, "--mode", "l2r", "--infill", "[MASK:1]a")
+    assert status == 2 and "--infill: this model is not told its target position and can only continue" in err
+    rows = prompts([{"prompt": "a"}, {"infill": "a[MASK:1]b[MASK:1]"}])
+    status, _, err = script(sample, plain, "--mode", "l2r", "--prompts", rows)
+    assert status == 2 and "line 2" in err and "write one mask, at the end" in err
+
+
+def test_a_model_without_a_start_token_needs_text_to_begin_with(script, run, prompts, monkeypatch, draw):
+    load = checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
+    rows = prompts([{"prompt": "a"}, {"prompt": ""}])
+    for arguments, place in (
+        ([], "--prompt"),
+        (["--infill", "[MASK:1]a"], "--infill"),
+        (["--prompts", rows], "line 2"),
+    ):
+        status, _, err = script(sample, run, *arguments)
+        assert status == 2 and f"{place}: this model has no start token (GPT-2)" in err
+    check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
+
+
+def test_too_little_memory_is_an_error_that_says_which_batch_size_fits(script, run, draw, monkeypatch):
+    model = checkpoint.load_model(run)
+    plan = decode.mdm_plan(8, LENGTH, LENGTH, torch.Generator())
+    monkeypatch.setattr(decode, "available_memory", lambda device: decode.memory_needed(model, plan, 3))
+    status, _, err = script(sample, run, "--num-samples", 8)
+    assert status == 2 and "8 samples of 16 tokens at once need" in err
+    size = err.split("--batch-size ")[1].split()
+    assert size[0] in "123" and size[1] == "fits"
+    draw("--num-samples", 8, "--batch-size", size[0])
+    monkeypatch.setattr(decode, "available_memory", lambda device: 1)
+    status, _, err = script(sample, run)
+    assert status == 2 and "not even one sample fits" in err
