@@ -301,6 +301,8 @@ class Engine(nn.Module):
         """As the function of that name, for plans of T positions, B samples at a time."""
         if plan.order.shape[1] != self.T:
             raise ValueError(f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}")
+        if plan.draft and self.choice.noise != "float64":
+            raise ValueError(f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning there")
         tokens, uniforms = _check(self.model, plan, tokens, uniforms, generator)
         batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
         parts = [self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches]
@@ -467,7 +469,7 @@ class Engine(nn.Module):
         How many drafts a row accepts depends on the model, so every round waits once for the device.
         """
         known = (plan.exists() & (plan.step < 0)).sum(dim=1)
-        cached, calls, forwards, steps = torch.zeros_like(known), 0, 0, torch.arange(self.T)
+        cached, rounds, calls, forwards, steps = torch.zeros_like(known), 0, 0, 0, torch.arange(self.T)
         while (left := plan.length - known).any():
             size = left.clamp(max=plan.draft)
             bonus = (left > plan.draft).long()  # after a full draft the verification predicts one step more
@@ -477,7 +479,8 @@ class Engine(nn.Module):
             accepted = self._verify(known, size, verified, draft_probs) if verified.any() else size
             reached = known + accepted
             newly = (steps >= known[:, None]) & (steps < reached[:, None])
-            step = step.where(~newly, calls)
+            step = step.where(~newly, rounds)
+            rounds += 1
             forwards += int(count.sum() + verified.sum())
             calls += 1 + bool(verified.any())
             known = cached = torch.where(size > 0, reached, known)
