@@ -9,6 +9,7 @@ Shapes: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,9 +69,9 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return drawn
     wanted = choice.top_p * total
     outside = _outside_nucleus(probs, drawn, wanted)
-    if probs.device.type != "cpu" or torch.compiler.is_compiling():
+    if not _may_branch(probs):
         return torch.where(outside, draw(_nucleus(probs, wanted), inside), drawn)
-    for row in outside.nonzero().flatten().tolist():  # where nothing waits for a device, only the rows that need it
+    for row in outside.nonzero().flatten().tolist():
         drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], inside[row])
     return drawn
 
@@ -94,6 +95,12 @@ def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index a row with probability proportional to its weight: (N, V) >= 0, (N,) -> LongTensor (N,)."""
     return _invert(weights, uniforms)[0]
+
+
+def _may_branch(x: Tensor) -> bool:
+    """Whether to look at values and do only what they need: on a GPU that would wait for it, compiled it would break
+    the graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
@@ -137,10 +144,12 @@ def _missing(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
 def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     """BoolTensor (N,): whether the mass ranked before the token of each row reaches `wanted` (N, 1)."""
     p = probs.gather(1, token[:, None])
+    missing, equal = _missing(probs, p, wanted), _compare(torch.eq, probs, p, probs)
+    if _may_branch(probs) and float(equal.sum()) == len(probs):
+        return (missing <= 0).squeeze(1)  # no ties
     ids = torch.arange(probs.shape[-1], device=probs.device, dtype=probs.dtype)
     earlier = _compare(torch.lt, ids, token[:, None].to(probs.dtype), probs)
-    ties = earlier.mul_(_compare(torch.eq, probs, p, probs)).sum(dim=-1, keepdim=True)
-    return (ties >= _missing(probs, p, wanted)).squeeze(1)
+    return (earlier.mul_(equal).sum(dim=-1, keepdim=True) >= missing).squeeze(1)
 
 
 def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor) -> Tensor:
@@ -175,18 +184,29 @@ def _truncated(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Look uniforms up in the cumulative weights.
+    """Look uniforms up in the cumulative weights, first among blocks of them, then in the block.
 
     Returns the index (N,); where within its share each uniform fell, (N,) in [0, 1), which is again uniform and
     independent of the index; and the total (N, 1).
     """
-    cumulative = weights.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Below the total even after rounding, so that a token of probability 0 is never taken.
-    point = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulative, point, right=True)
-    inside = 1 - (cumulative.gather(1, index) - point) / weights.gather(1, index).double()
-    return index.squeeze(1), inside.clamp(0, 1 - 2.0**-53).squeeze(1), total
+    size = math.gcd(weights.shape[-1], 64)
+    blocks = weights.unflatten(-1, (-1, size))
+    ends = blocks.double().sum(dim=-1).cumsum(dim=-1)
+    block, point = _look_up(ends, uniforms.unsqueeze(-1) * ends[:, -1:])
+    before = ends.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
+    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, size)).squeeze(1).double()
+    cumulative = before + within.cumsum(dim=-1)
+    column, point = _look_up(cumulative, point)
+    inside = 1 - (cumulative.gather(1, column) - point) / within.gather(1, column)
+    return (block * size + column).squeeze(1), inside.clamp(0, 1 - 2.0**-53).squeeze(1), ends[:, -1:]
+
+
+def _look_up(cumulative: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index (N, 1) whose cumulative weight exceeds the point (N, 1); and the point, moved below the last one
+    if rounding put it there, so that nothing of weight 0 is ever taken."""
+    last = cumulative[:, -1:]
+    point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(cumulative, point, right=True), point
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:
