@@ -88,7 +88,7 @@ def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     z = uniforms.view(torch.int64) * -7046029254386353131 + salt  # the golden ratio, then the mixes of splitmix64
     z = (z ^ _shifted(z, 30)) * -4658895280553007687
     z = (z ^ _shifted(z, 27)) * -7723592293110705685
-    return _shifted(z ^ _shifted(z, 31), 11) * 2.0**-53
+    return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
