@@ -195,4 +195,5 @@ def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Ten
     bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]  # what torch.rand draws in these types
     noise = (fresh_uniforms(uniforms[:, None], salt) * 2**bits).floor() * 2.0**-bits
     noise = -(-noise.to(dtype).log()).log()
+    noise = noise.clamp(min=torch.finfo(dtype).min)  # a uniform of 0: not minus infinity, which means cut off
     return (weights.log().to(dtype) + noise).argmax(dim=-1)
