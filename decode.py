@@ -434,7 +434,7 @@ class Engine(nn.Module):
             accepted = self._verify(known, size, verified, bonus, draft_probs) if verified.any() else size
             reached = known + accepted
             newly = (steps >= known[:, None]) & (steps < reached[:, None])
-            step = step.where(~newly, calls)
+            step = step.where(~newly, calls // 2)  # every round but the last takes two calls
             forwards += int(count.sum() + verified.sum())
             calls += 1 + bool(verified.any())
             known = cached = torch.where(size > 0, reached, known)
