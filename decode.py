@@ -263,7 +263,9 @@ class Engine(nn.Module):
             self.cache = KVCache(model.config, batch_size, length, device=device, dtype=dtype)
             self.tables = list(model.adaln_tables())
         self.eval()
-        how = {"dynamic": False, "mode": "reduce-overhead" if device.type == "cuda" else "default"}
+        # A plan has up to a hundred shapes; beyond the default limit of 8 the rest would run eagerly.
+        how = {"dynamic": False, "recompile_limit": 256}
+        how["mode"] = "reduce-overhead" if device.type == "cuda" else "default"
         self._step = torch.compile(self.step, **how) if compile else self.step
         self._pass = torch.compile(self.parallel_pass, **how) if compile else self.parallel_pass
 
