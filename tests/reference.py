@@ -329,11 +329,11 @@ def exact_plans(free, given, steps, schedule="linear"):
 
 
 def even_sizes(n, steps, schedule="linear"):
-    """Sizes of the groups of an even plan of n positions: linear: as equal as can be, in any order of sizes; cosine:
-    differences of the rounded expected number of positions unmasked, n (1 - sin(pi t / 2))."""
+    """Sizes of the groups of an even plan of n positions, differences of the expected number of positions unmasked:
+    n (1 - t), rounded up, or by the cosine schedule n (1 - sin(pi t / 2)), rounded."""
     steps = min(n, steps)
     if schedule == "linear":
-        return tuple(n * (i + 1) // steps - n * i // steps for i in range(steps))
+        return tuple(-(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps))
     unmasked = [round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps))) for i in range(steps + 1)]
     return tuple(b - a for a, b in itertools.pairwise(unmasked))
 
@@ -390,7 +390,7 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
     """Distribution over all sequences, (V ** T,), of decoding where the model chooses the `group` positions of a step:
     those whose likeliest token is most probable, or those of least entropy. What it chooses depends on the tokens so
     far, so the sequences that are consistent with a context part ways: `reached[context][x]` is the probability that
-    x's tokens at the positions of `context` are drawn in that order."""
+    x's tokens at the positions of `context` are drawn in that order. Equals are ranked in uniformly random order."""
     result, reached = 0, {tuple(given): torch.ones(vocab_size**length, dtype=torch.float64)}
     while reached:
         following = {}
@@ -399,14 +399,17 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
             if not free:
                 result = result + weight
                 continue
-            scores = torch.stack([_certainty(conditional[context, p], p, vocab_size, length, by) for p in free])
-            chosen = scores.argsort(dim=0, descending=True, stable=True)[:group]
-            for perm in itertools.permutations(range(len(free)), min(group, len(free))):
-                taken = weight * (chosen == torch.tensor(perm)[:, None]).all(dim=0)
-                if taken.any():
-                    for i in perm:
-                        taken = taken * conditional[context, free[i]]
-                    following[(*context, *(free[i] for i in perm))] = taken
+            ranks = list(itertools.permutations(free))
+            for ranked in ranks:  # equal to 7 digits: the same number, rounded differently
+                scores = torch.stack([_certainty(conditional[context, p], p, vocab_size, length, by) for p in ranked])
+                best = (scores * 1e7).round().argsort(dim=0, descending=True, stable=True)[:group]
+                for chosen in itertools.permutations(range(len(free)), len(best)):
+                    taken = weight / len(ranks) * (best == torch.tensor(chosen)[:, None]).all(dim=0)
+                    if taken.any():
+                        for i in chosen:
+                            taken = taken * conditional[context, ranked[i]]
+                        state = (*context, *(ranked[i] for i in chosen))
+                        following[state] = following.get(state, 0) + taken
         reached = following
     return result
 
