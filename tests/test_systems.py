@@ -1,4 +1,4 @@
-"""Every system of the comparison computes its formulas, trains on its objective and samples its own distribution."""
+"""Every system of the comparison computes its formulas and trains on its objective."""
 
 import dataclasses
 import itertools
