@@ -89,7 +89,7 @@ def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     z = uniforms.view(torch.int64) * -7046029254386353131 + salt  # the golden ratio, then the mixes of splitmix64
     z = (z ^ _shifted(z, 30)) * -4658895280553007687
     z = (z ^ _shifted(z, 27)) * -7723592293110705685
-    return _shifted(z ^ _shifted(z, 31), 11) * 2.0**-53
+    return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -215,4 +215,5 @@ def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Ten
     bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]  # what torch.rand draws in these types
     noise = (fresh_uniforms(uniforms[:, None], salt) * 2**bits).floor() * 2.0**-bits
     noise = -(-noise.to(dtype).log()).log()
+    noise = noise.clamp(min=torch.finfo(dtype).min)  # a uniform of 0: not minus infinity, which means cut off
     return (weights.log().to(dtype) + noise).argmax(dim=-1)

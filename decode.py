@@ -219,23 +219,28 @@ class Shapes:
 
     def prepare(self, needs: list[tuple[int, ...]]) -> None:
         """Make the shapes that a list of steps will take: one for the largest and all down to a quarter of it, ..."""
-        needs = sorted(needs, key=max, reverse=True)
-        while needs:
-            level = [need for need in needs if 4 * max(need) >= max(needs[0])]
-            self.fit(tuple(map(max, zip(*level, strict=True))))
-            needs = needs[len(level) :]
+        waiting = sorted(needs, key=max, reverse=True)
+        while waiting := [need for need in waiting if self._find(need) is None]:
+            largest = self._rounded(max(waiting[0]))
+            level = [need for need in waiting if 4 * max(*need, 8) >= largest]
+            self.made.append(tuple(self._rounded(max(sizes)) for sizes in zip(*level, strict=True)))
 
     def fit(self, need: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that a step takes."""
+        if self._find(need) is None:
+            self.prepare([need])
+        return self._find(need)
+
+    def _find(self, need: tuple[int, ...]) -> tuple[int, ...] | None:
         for shape in self.made:
-            if all(n <= size for n, size in zip(need, shape, strict=True)) and max(shape) <= 4 * max(need):
+            if all(n <= size for n, size in zip(need, shape, strict=True)) and max(shape) <= 4 * max(*need, 8):
                 return shape
-        self.made.append(tuple(map(self._rounded, need)))
-        return self.made[-1]
+        return None
 
     @staticmethod
     def _rounded(n: int) -> int:
-        """Up to three significant bits: 1, 2, ..., 8, 10, 12, 14, 16, 20, ..."""
-        unit = 1 << max(n.bit_length() - 3, 0)
+        """Up to a multiple of 8, and to three significant bits: 8, 16, ..., 64, 80, 96, 112, 128, 160, ..."""
+        unit = 1 << max(n.bit_length() - 3, 3)
         return -(-n // unit) * unit
 
 

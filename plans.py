@@ -182,10 +182,9 @@ def group_sizes(plan: Plan) -> Tensor:
     model calls is that of the longest row.
     """
     revealed = plan.revealed()
-    step = plan.step.where(plan.exists(), plan.step.amax(dim=1, keepdim=True))
-    starts = (step.diff(dim=1, prepend=torch.full_like(step[:, :1], -1)) > 0) & revealed
+    starts = (plan.step.diff(dim=1, prepend=torch.full_like(plan.step[:, :1], -1)) > 0) & revealed
     index = starts.cumsum(dim=1) * revealed  # 1 for the first group, 0 for given and absent positions
-    sizes = torch.zeros(len(step), int(index.max()) + 1, dtype=torch.long)
+    sizes = torch.zeros(len(index), int(index.max()) + 1 if index.numel() else 1, dtype=torch.long)
     return sizes.scatter_add_(1, index, torch.ones_like(index))[:, 1:]
 
 

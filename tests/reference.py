@@ -3,7 +3,7 @@
 `log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target variants, `encoder_outputs` the
 encoders, from their formulas alone: plain loops over sequences, steps, heads and the steps seen; they use no layer, no
 fused kernel and no code of the project, only the named parameters. The rest enumerates every sequence, every order and
-every plan of tiny problems.
+every plan of tiny problems. The last part builds the models, plans and samples that are compared with them.
 """
 
 import itertools
@@ -11,6 +11,12 @@ import math
 from fractions import Fraction
 
 import torch
+
+from decode import generate
+from model import AOGPT, ModelConfig
+from plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+
+LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
 
 # ---- the Transformer, from its formulas ------------------------------------------------------------------------------
 
@@ -253,16 +259,20 @@ def all_sequences(vocab_size, length):
     return torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
 
 
-def conditionals(model, vocab_size, length):
-    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for every sequence x."""
-    sequences = all_sequences(vocab_size, length)
-    keys = [
+def listed_contexts(length):
+    """Every (context, target): a list of positions in every order, and a position that is not among them."""
+    return [
         (context, target)
         for size in range(length)
         for context in itertools.permutations(range(length), size)
         for target in range(length)
         if target not in context
     ]
+
+
+def conditionals(model, vocab_size, length):
+    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for every sequence x."""
+    sequences, keys = all_sequences(vocab_size, length), listed_contexts(length)
     orders = torch.tensor([order_through(context, target, length) for context, target in keys])
     rows = model.token_log_probs(
         sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
@@ -301,14 +311,31 @@ def compositions(total, parts):
     return [(first, *rest) for first in range(total + 1) for rest in compositions(total - first, parts - 1)]
 
 
-def exact_plans(free, given, steps):
+def exact_plans(free, given, steps, schedule="linear"):
     """Every (probability, order, group sizes) when each position of `free` unmasks at its own U(0, 1) time, observed
-    in `steps` equal steps: the counts are multinomial, and independent of the order, which is uniform."""
+    in `steps` equal steps: the counts are multinomial, and independent of the order, which is uniform.
+
+    With the cosine schedule the share of masked positions at time t is sin(pi t / 2), t falling from 1 to 0.
+    """
     k = len(free)
+    masked = [Fraction(steps - i, steps) for i in range(steps + 1)]
+    if schedule == "cosine":
+        masked = [math.sin(math.pi / 2 * float(t)) for t in masked]
+    shares = [a - b for a, b in itertools.pairwise(masked)]
     for perm in itertools.permutations(free):
         for counts in compositions(k, steps):
-            ways = Fraction(math.factorial(k), math.prod(map(math.factorial, counts)))
-            yield ways / steps**k / math.factorial(k), (*given, *perm), counts
+            probability = math.prod(share**n for share, n in zip(shares, counts, strict=True))
+            yield probability / math.prod(map(math.factorial, counts)), (*given, *perm), counts
+
+
+def even_sizes(n, steps, schedule="linear"):
+    """Sizes of the groups of an even plan of n positions, differences of the expected number of positions unmasked:
+    n (1 - t), rounded up, or by the cosine schedule n (1 - sin(pi t / 2)), rounded."""
+    steps = min(n, steps)
+    if schedule == "linear":
+        return tuple(-(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps))
+    unmasked = [round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps))) for i in range(steps + 1)]
+    return tuple(b - a for a, b in itertools.pairwise(unmasked))
 
 
 def fixed_plans(free, given, counts):
@@ -359,6 +386,79 @@ def one_stage_distribution(conditional, length, steps):
     return sum(weight for context, weight in reached.items() if len(context) == length)
 
 
+def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
+    """Distribution over all sequences, (V ** T,), of decoding where the model chooses the `group` positions of a step:
+    those whose likeliest token is most probable, or those of least entropy. What it chooses depends on the tokens so
+    far, so the sequences that are consistent with a context part ways: `reached[context][x]` is the probability that
+    x's tokens at the positions of `context` are drawn in that order. Equals are ranked in uniformly random order."""
+    result, reached = 0, {tuple(given): torch.ones(vocab_size**length, dtype=torch.float64)}
+    while reached:
+        following = {}
+        for context, weight in reached.items():
+            free = [p for p in range(length) if p not in context]
+            if not free:
+                result = result + weight
+                continue
+            ranks = list(itertools.permutations(free))
+            for ranked in ranks:  # equal to 7 digits: the same number, rounded differently
+                scores = torch.stack([_certainty(conditional[context, p], p, vocab_size, length, by) for p in ranked])
+                best = (scores * 1e7).round().argsort(dim=0, descending=True, stable=True)[:group]
+                for chosen in itertools.permutations(range(len(free)), len(best)):
+                    taken = weight / len(ranks) * (best == torch.tensor(chosen)[:, None]).all(dim=0)
+                    if taken.any():
+                        for i in chosen:
+                            taken = taken * conditional[context, ranked[i]]
+                        state = (*context, *(ranked[i] for i in chosen))
+                        following[state] = following.get(state, 0) + taken
+        reached = following
+    return result
+
+
+def _certainty(conditional, target, vocab_size, length, by):
+    """Of the distribution at `target` that each sequence belongs to: its highest probability, or minus its entropy."""
+    probs = conditional.view((vocab_size,) * length)
+    certain = probs.amax(target, True) if by == "confidence" else (probs * probs.log()).sum(target, True)
+    return certain.expand_as(probs).flatten()
+
+
+# ---- the choice of a token, by definition ----------------------------------------------------------------------------
+
+
+def truncated(probs, choice):
+    """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k, renormalise, then keep
+    the shortest head whose mass reaches top_p, and at least one token; renormalise."""
+    ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
+    mass, kept, reached = sum(probs[i] for i in ranked), [], 0.0
+    for i in ranked:
+        kept.append(i)
+        reached += probs[i] / mass
+        if reached >= choice.top_p:
+            break
+    mass = sum(probs[i] for i in kept)
+    return [probs[i] / mass if i in kept else 0.0 for i in range(len(probs))]
+
+
+def tempered(logits, temperature):
+    if temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    weights = [math.exp((v - max(logits)) / temperature) for v in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def with_choice(conditional, choice, vocab_size, length):
+    """The conditionals after temperature, top-k and nucleus, by the definitions above."""
+    result, known = {}, {}
+    for (context, target), p in conditional.items():
+        rows = p.view((vocab_size,) * length).movedim(target, -1).reshape(-1, vocab_size)
+        for row in rows:
+            key = tuple(row.tolist())
+            if key not in known:
+                known[key] = truncated(tempered(row.log().tolist(), choice.temperature), choice)
+        rows = torch.tensor([known[tuple(row)] for row in rows.tolist()], dtype=torch.float64)
+        result[context, target] = rows.view((vocab_size,) * length).movedim(-1, target).flatten()
+    return result
+
+
 # ---- chi-square ------------------------------------------------------------------------------------------------------
 
 
@@ -383,3 +483,132 @@ def chi_square_p(observed, expected):
     statistic = sum((o - e) ** 2 / e for o, e in cells)
     half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def accept(counts, distribution):
+    """Whether counts (K,) pass for draws from a distribution (K,). 1e-5: SEDD's enumeration sums float32 numbers."""
+    total = float(distribution.sum())
+    assert abs(total - 1) < 1e-5
+    return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
+
+
+# ---- models, plans and samples ---------------------------------------------------------------------------------------
+
+TOKENS = 11
+TINY = {"vocab_size": TOKENS + 1, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12, "cond_dim": 5}
+GPT2_BLOCKS = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
+DECODERS = {
+    "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
+    "sigma-GPT": {"target": "input"} | GPT2_BLOCKS,
+    "AO-GPT": {},
+    "shared": {"target": "shared"},
+    "per_block": {"target": "per_block"},
+    "two_stream": {"target": "two_stream"},
+}
+ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
+ROTARY_BLOCKS = {"position": "rotary", "norm": "layernorm", "qk_norm": False, "gelu": "tanh", "attn_bias": False}
+ENCODERS = {
+    "RADD": ENCODER | ROTARY_BLOCKS,
+    "SEDD": ENCODER | ROTARY_BLOCKS | {"norm_bias": False, "noise": True},
+    "encoder AO-GPT": ENCODER,
+}
+SYSTEMS = DECODERS | ENCODERS
+
+
+def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings):
+    """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an encoder."""
+    settings = TINY | SYSTEMS[system] | settings
+    if tokens is not None:
+        settings |= {"vocab_size": tokens + 1, "mask_token": tokens} if system in ENCODERS else {"vocab_size": tokens}
+    return randomise(AOGPT(ModelConfig(**settings)).to(dtype), seed, scale)
+
+
+def enumerable_system(system, seed, length=4, tokens=3, **settings):
+    """A float64 model of 4 positions and 3 tokens, 81 sequences, and its conditionals."""
+    sizes = {"block_size": length, "n_head": 2, "n_embd": 8, "cond_dim": 4}
+    model = make_system(system, seed, tokens=tokens, **sizes | settings)
+    return model, (encoder_conditionals if system in ENCODERS else conditionals)(model, tokens, length)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def some_given(batch_size, length, seed):
+    """Rows with nothing given, everything given and random subsets given."""
+    given = torch.rand(batch_size, length, generator=seeded(seed)) < 0.4
+    given[0], given[1] = False, True
+    return given
+
+
+def make_plan(mode, batch_size, length, given=None, seed=0):
+    """A plan by name: "l2r" or "random" and the positions a step; "exact", "even", "cosine", "even-cosine" and the
+    steps; "confidence", "entropy" or "any" (adaptive, by that) and the positions a step; "speculative",
+    "speculative-random" and the positions drafted."""
+    kind, number = mode.split() if " " in mode else (mode, 1)
+    rows, number = (batch_size, length), int(number)
+    if kind == "l2r":
+        return l2r_plan(*rows, given, number)
+    if kind == "random":
+        return random_plan(*rows, seeded(seed), given, number)
+    if kind in ("confidence", "entropy", "any"):
+        return adaptive_plan(*rows, {"any": "random"}.get(kind, kind), seeded(seed), given, number)
+    if kind.startswith("speculative"):
+        return speculative_plan(*rows, number, seeded(seed) if kind.endswith("random") else None, given)
+    schedule = "cosine" if "cosine" in kind else "linear"
+    return mdm_plan(*rows, number, seeded(seed), given, even=kind.startswith("even"), schedule=schedule)
+
+
+def distribution_of(mode, conditional, vocab_size, length, prompt=()):
+    """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position: token}."""
+    kind, number = mode.split() if " " in mode else (mode, 1)
+    context, free, number = tuple(sorted(prompt)), [p for p in range(length) if p not in prompt], int(number)
+    schedule = "cosine" if "cosine" in kind else "linear"
+    size = 1 if kind.startswith("speculative") else number  # the exact joint of the order, whatever is drafted
+    groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
+    if kind in ("confidence", "entropy"):
+        expected = adaptive_distribution(conditional, vocab_size, length, kind, number, context)
+    elif kind in ("l2r", "speculative"):
+        expected = plan_distribution(conditional, [(1, (*context, *free), groups)], len(context))
+    elif kind in ("random", "any", "speculative-random"):
+        expected = plan_distribution(conditional, fixed_plans(free, context, groups), len(context))
+    elif kind.startswith("even"):
+        sizes = even_sizes(len(free), number, schedule)
+        expected = plan_distribution(conditional, fixed_plans(free, context, sizes), len(context))
+    else:
+        expected = plan_distribution(conditional, exact_plans(free, context, number, schedule), len(context))
+    sequences = all_sequences(vocab_size, length)
+    for position, token in dict(prompt).items():
+        expected = expected * (sequences[:, position] == token)
+    return expected
+
+
+def prompt_rows(prompt, batch_size, length):
+    """given and tokens, (B, T) both, of a prompt {position: token} that every row has."""
+    given = torch.tensor([p in prompt for p in range(length)]).expand(batch_size, length)
+    tokens = torch.tensor([prompt.get(p, 0) for p in range(length)]).expand(batch_size, length)
+    return given, tokens
+
+
+def sequence_counts(tokens, vocab_size):
+    """How often each sequence of `all_sequences` occurs among tokens (B, T)."""
+    length = tokens.shape[1]
+    place = torch.tensor([vocab_size ** (length - 1 - i) for i in range(length)])
+    return (tokens * place).sum(dim=1).bincount(minlength=vocab_size**length)
+
+
+def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
+    got = generate(model, plan, tokens, generator=seeded(seed), choice=choice, **settings).tokens
+    return sequence_counts(got, model.config.mask_token or model.config.vocab_size)
+
+
+def uncached_log_probs(model, tokens, plan):
+    """Each revealed position under the order (known before its group, it, the rest), in one uncached pass each."""
+    result = torch.zeros(tokens.shape)
+    rows = zip(plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True)
+    for b, (order, step, length) in enumerate(rows):
+        for i in (i for i in range(length) if step[i] >= 0):
+            start = i if plan.draft else step.index(step[i])
+            single = torch.tensor([order_through(order[:start], order[i], length)])
+            result[b, order[i]] = model.token_log_probs(tokens[b : b + 1, :length], single)[0, start]
+    return result

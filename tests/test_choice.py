@@ -1,0 +1,401 @@
+"""Tokens are drawn from the distribution that temperature, top-k and nucleus define, on every path alike."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from reference import LEVEL, chi_square_p, seeded, tempered, truncated
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from choice import TokenChoice, _nucleus, choose_tokens, draw, fresh_uniforms, probabilities
+
+GRID = 2**13
+JUST_BELOW_ONE = torch.tensor(1.0, dtype=torch.float64).nextafter(torch.tensor(0.0, dtype=torch.float64))
+
+SHAPES = {
+    "random": [0.3, -1.2, 2.0, 0.9, -0.4, 1.1, 0.0, -2.5],
+    "ties": [1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 1.0, 0.5],
+    "flat": [0.7] * 8,
+    "one-hot": [-math.inf, -math.inf, 3.0, -math.inf],
+    "two, the rest impossible": [-math.inf, 0.5, -math.inf, 0.0, -math.inf],
+    "sharp": [0.0, 30.0, 29.0, -30.0],
+}
+CHOICES = [
+    TokenChoice(),
+    TokenChoice(temperature=0.5),
+    TokenChoice(temperature=3.0),
+    TokenChoice(top_p=0.0),
+    TokenChoice(top_p=1e-9),
+    TokenChoice(top_p=0.3),
+    TokenChoice(top_p=0.5),
+    TokenChoice(top_p=0.9),
+    TokenChoice(top_p=1.0 - 1e-12),
+    TokenChoice(top_k=1),
+    TokenChoice(top_k=3),
+    TokenChoice(top_k=100),
+    TokenChoice(top_k=3, top_p=0.6),
+    TokenChoice(temperature=0.7, top_k=5, top_p=0.85),
+]
+
+
+def even_uniforms(n):
+    return (torch.arange(n, dtype=torch.float64) + 0.5) / n
+
+
+@pytest.fixture(params=["CPU", "device"])
+def path(request, monkeypatch):
+    """Both ways to draw from a nucleus: row by row where nothing waits for a device, and all rows by bisection, which
+    GPUs and torch.compile take."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param == "device")
+    return request.param
+
+
+# ---- the distribution of the tokens ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
+    """A grid of uniforms gives each token its probability, within what the grid can show.
+
+    The uniforms that fall on a token are an interval, whose share is right to 1 / GRID; those that fall on one of R
+    rejected tokens are spread over the nucleus again, and each of these R intervals gives a token its share of that
+    interval to 1 / GRID. So R + 1 cells, and a little for rounding at the edges; 8 tokens at most: 8 of 8192 cells.
+    """
+    expected = truncated(tempered(SHAPES[shape], choice.temperature), choice)
+    logits = torch.tensor(SHAPES[shape]).expand(GRID, len(expected))
+    shares = (choose_tokens(logits, even_uniforms(GRID), choice).bincount(minlength=len(expected)) / GRID).tolist()
+    rejected = sum(w == 0 for w in expected)
+    for got, want in zip(shares, expected, strict=True):
+        assert abs(got - want) <= (rejected + 1.001) / GRID and (want > 0 or got == 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_probabilities_are_the_truncated_distribution(shape, choice):
+    """1e-6: probabilities are float32, and temperature 0.5 doubles logits up to 30."""
+    got = probabilities(torch.tensor([SHAPES[shape]]), choice)
+    expected = truncated(tempered(SHAPES[shape], choice.temperature), choice)
+    assert got.dtype == torch.float64 and abs(float(got.sum()) - 1) < 1e-12
+    assert ((got[0] > 0) == torch.tensor([w > 0 for w in expected])).logical_or(got[0] < 1e-12).all()
+    assert (got[0] - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "choice", [TokenChoice(), TokenChoice(0.6, 0.9), TokenChoice(1.5, top_k=7), TokenChoice(0.8, 0.7, 9)], ids=str
+)
+def test_drawn_tokens_pass_chi_square(choice, seed, path):
+    logits = 1.5 * torch.randn(12, generator=seeded(seed))
+    uniforms = torch.rand(10_000, generator=seeded(seed + 100), dtype=torch.float64)
+    drawn = choose_tokens(logits.expand(10_000, 12), uniforms, choice)
+    expected = truncated(tempered(logits.double().tolist(), choice.temperature), choice)
+    assert chi_square_p(drawn.bincount(minlength=12), 10_000 * torch.tensor(expected, dtype=torch.float64)) > LEVEL
+
+
+def test_each_row_is_drawn_from_its_own_logits(path):
+    logits = torch.randn(40, 9, generator=seeded(0))
+    uniforms = torch.rand(40, generator=seeded(1), dtype=torch.float64)
+    noisy = (TokenChoice(noise="float32"), TokenChoice(noise="bfloat16", top_p=0.7))
+    for choice in (TokenChoice(), TokenChoice(0.7, 0.8), TokenChoice(top_k=4), TokenChoice(0), *noisy):
+        together = choose_tokens(logits, uniforms, choice)
+        apart = [choose_tokens(logits[i : i + 1], uniforms[i : i + 1], choice) for i in range(40)]
+        assert together.dtype == torch.int64 and torch.equal(together, torch.cat(apart))
+
+
+@pytest.mark.parametrize("choice", [TokenChoice(0), TokenChoice(top_p=0), TokenChoice(0.5, 0, 3), TokenChoice(top_k=1)])
+def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform(choice, path):
+    logits = torch.randint(5, (30, 50), generator=seeded(0)).float()  # ten ties or so in every row
+    first = [row.index(max(row)) for row in logits.tolist()]
+    for u in (0.0, 0.5, float(JUST_BELOW_ONE)):
+        assert choose_tokens(logits, torch.full((30,), u, dtype=torch.float64), choice).tolist() == first
+    assert choice.greedy and probabilities(logits, choice).nonzero()[:, 1].tolist() == first
+
+
+@pytest.mark.parametrize("choice", [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(top_k=4)], ids=str)
+@pytest.mark.parametrize("vocab", [6, 50_304])
+def test_a_token_of_probability_zero_is_never_drawn(vocab, choice, path):
+    """Impossible tokens at both ends and between, at both ends of the uniforms: rounding may not reach them."""
+    logits = torch.randn(16, vocab, generator=seeded(0))
+    impossible = torch.rand(16, vocab, generator=seeded(1)) < 0.5
+    impossible[:, 0], impossible[:, -1], impossible[:, 1] = True, True, False
+    logits = logits.masked_fill(impossible, -math.inf)
+    logits[::2, 0] = -1e5  # not minus infinity, but its probability underflows to 0
+    for u in (torch.tensor(0.0, dtype=torch.float64), JUST_BELOW_ONE):
+        drawn = choose_tokens(logits, u.expand(16), choice)
+        assert not impossible.gather(1, drawn[:, None]).any()
+
+
+def test_no_probability_mass_is_lost_below_float32():
+    """A token of probability 1e-9, which noise of 24 bits could never draw, has its own interval of uniforms."""
+    p = 1e-9
+    logits = torch.tensor([math.log(p), math.log1p(-p)], dtype=torch.float64)
+    uniforms = torch.tensor([0.5 * p, 0.99 * p, 1.01 * p, 2 * p], dtype=torch.float64)
+    assert choose_tokens(logits.expand(4, 2), uniforms, TokenChoice()).tolist() == [0, 0, 1, 1]
+
+
+# ---- the nucleus -----------------------------------------------------------------------------------------------------
+
+
+def nucleus_by_sorting(probs, top_p):
+    """BoolTensor (N, V) by the definition: ranked by falling probability, lower id first among equals, the tokens
+    before which less than top_p of the mass is reached; at least one."""
+    ranked, place = probs.double().sort(dim=1, descending=True, stable=True)
+    before = ranked.cumsum(dim=1) - ranked
+    kept = (before < top_p * probs.double().cumsum(dim=1)[:, -1:]) & (ranked > 0)
+    kept[:, 0] = True
+    return torch.empty_like(kept).scatter_(1, place, kept)
+
+
+def drawn_support(logits, choice, uniforms):
+    """BoolTensor (V,): which tokens of one row (V,) are drawn at any of the uniforms."""
+    support = torch.zeros(len(logits), dtype=torch.bool)
+    for part in uniforms.split(max(1, 2**21 // len(logits))):
+        support[choose_tokens(logits.expand(len(part), -1), part, choice)] = True
+    return support
+
+
+def with_ties(vocab, seed):
+    """Few distinct values, so that the boundary runs through hundreds of equal tokens."""
+    return torch.randint(4, (vocab,), generator=seeded(seed)) * 0.5
+
+
+def rounded_to_bfloat16(vocab, seed):
+    return (2 * torch.randn(vocab, generator=seeded(seed))).bfloat16().float()
+
+
+def underflowing(vocab, seed):
+    """Probabilities down to below the least float32 number, where they are 0."""
+    return 40 * torch.randn(vocab, generator=seeded(seed))
+
+
+DISTRIBUTIONS = {
+    "random": lambda vocab, seed: 2 * torch.randn(vocab, generator=seeded(seed)),
+    "peaked": lambda vocab, seed: 6 * torch.randn(vocab, generator=seeded(seed)),
+    "ties": with_ties,
+    "bfloat16": rounded_to_bfloat16,
+    "underflow": underflowing,
+    "flat": lambda vocab, seed: torch.full((vocab,), 0.3 * seed),
+    "one-hot": lambda vocab, seed: torch.full((vocab,), -math.inf).index_fill(0, torch.tensor([seed]), 2.0),
+}
+# No multiple of 1/10, 1/257 or 1/50304, where the boundary of a flat nucleus would hang on the last bit.
+TOP_P = [1e-12, 0.0123, 0.31, 0.505, 0.777, 0.9137, 0.995, 1 - 1e-9]
+
+
+def tempered_probs(logits):
+    return (logits - logits.amax(dim=-1, keepdim=True)).softmax(dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [10, 257, 50_304])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_nucleus_found_by_bisection_is_the_sorted_one(name, vocab, dtype):
+    seeds = range(2) if vocab > 1000 else range(9)
+    logits = torch.stack([DISTRIBUTIONS[name](vocab, seed) for seed in seeds]).to(dtype)
+    probs = tempered_probs(logits)
+    for top_p in TOP_P:
+        expected = nucleus_by_sorting(probs, top_p)
+        kept = _nucleus(probs, top_p * probs.double().sum(dim=-1, keepdim=True))
+        assert torch.equal(kept, probs * expected)
+        got = probabilities(logits, TokenChoice(top_p=top_p))
+        assert torch.equal(got > 0, expected)
+        wanted = probs.double() * expected
+        assert (got - wanted / wanted.sum(dim=1, keepdim=True)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("vocab", [2, 8, 256, 65_536])
+def test_a_flat_nucleus_of_exact_size_holds_the_lowest_ids(vocab, path):
+    """Powers of two: every sum and quotient is exact, so the boundary lies exactly between two tokens."""
+    logits = torch.zeros(4, vocab)
+    for size in sorted({1, 2, vocab // 2, 3 * vocab // 4, vocab - 1}):
+        choice = TokenChoice(top_p=size / vocab)
+        expected = (torch.arange(vocab) < size).expand(4, vocab)
+        assert torch.equal(probabilities(logits, choice) > 0, expected)
+        uniforms = torch.tensor([0.0, size / vocab, 0.9, float(JUST_BELOW_ONE)], dtype=torch.float64)
+        assert int(choose_tokens(logits, uniforms, choice).max()) < size
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("top_p", [1e-12, 0.31, 0.777, 0.995])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_drawing_reaches_the_nucleus_and_nothing_else(name, top_p, seed, path):
+    """10 tokens, so that a grid of uniforms reaches all but the least probable ones of the nucleus."""
+    logits, choice, n = DISTRIBUTIONS[name](10, seed), TokenChoice(top_p=top_p), 2000
+    expected = probabilities(logits[None], choice)[0]
+    support = drawn_support(logits, choice, even_uniforms(n))
+    assert not (support & (expected == 0)).any()
+    assert (support | (expected < 1 / n)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [10, 257, 50_304])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dtype, monkeypatch):
+    seeds = 4 if vocab > 1000 else 60
+    logits = torch.stack([DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]).to(dtype)
+    uniforms = torch.rand(seeds, generator=seeded(1), dtype=torch.float64)
+    uniforms[0], uniforms[1] = 0.0, JUST_BELOW_ONE
+    for choice in (*(TokenChoice(top_p=top_p) for top_p in TOP_P[1::2]), TokenChoice(0.7, 0.777, 9)):
+        by_row = choose_tokens(logits, uniforms, choice)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        together = choose_tokens(logits, uniforms, choice)
+        monkeypatch.undo()
+        assert torch.equal(by_row, together)
+        assert (probabilities(logits, choice).gather(1, together[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_k_and_nucleus_of_random_settings_are_the_definition(seed):
+    """Float64 logits of few or many distinct values; a definition in plain Python. 1e-12: rounding of float64."""
+    generator = np.random.default_rng(seed)
+    vocab = int(generator.integers(2, 40))
+    logits = generator.normal(size=vocab) * generator.choice([0.5, 2, 8])
+    logits = np.round(logits, int(generator.integers(0, 6)))  # rounded to 0 to 5 decimals: with many ties or none
+    choice = TokenChoice(
+        generator.uniform(0.3, 2), generator.uniform(0.01, 0.99), int(generator.integers(1, vocab + 3))
+    )
+    expected = truncated(tempered(logits.tolist(), choice.temperature), choice)
+    got = probabilities(torch.tensor(logits)[None], choice)[0]
+    assert (got - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
+
+
+class SortedElements(TorchDispatchMode):
+    """Counts the elements that are sorted or ranked."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in str(func) for word in ("sort", "topk", "msort")) and "searchsorted" not in str(func):
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_peaked_logits_of_a_full_vocabulary_are_drawn_without_sorting_it():
+    """Logits such as a language model's: of 50304 tokens a few hundred hold nearly all mass. About 5% of the rows draw
+    outside the nucleus and sort what is at least as probable as the token they drew; the counter sees a full sort."""
+    logits = 6 * torch.randn(100, 50_304, generator=seeded(0))
+    uniforms = torch.rand(100, generator=seeded(1), dtype=torch.float64)
+    with SortedElements() as sorting:
+        logits[:1].sort(dim=1)
+    assert sorting.count == 50_304
+    with SortedElements() as sorting:
+        drawn = choose_tokens(logits, uniforms, TokenChoice(top_p=0.95))
+    assert 0 < sorting.count < 50_304  # of 5 million elements
+    assert len(drawn.unique()) > 50
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("choice", [TokenChoice(noise="float32"), TokenChoice(0.7, 0.8, 5, "float32")], ids=str)
+def test_float32_noise_draws_moderately_probable_tokens_right(choice, seed):
+    logits = torch.randn(8, generator=seeded(seed))
+    uniforms = torch.rand(20_000, generator=seeded(seed + 5), dtype=torch.float64)
+    drawn = choose_tokens(logits.expand(20_000, 8), uniforms, choice)
+    expected = truncated(tempered(logits.double().tolist(), choice.temperature), choice)
+    assert chi_square_p(drawn.bincount(minlength=8), 20_000 * torch.tensor(expected, dtype=torch.float64)) > LEVEL
+
+
+def test_float32_noise_never_draws_what_is_less_probable_than_its_bits_allow():
+    """Noise of 24 bits is at most -log(-log(1 - 2**-24)) = 16.6, and at least -log(-log(2**-24)) = -2.8 unless it is
+    minus infinity. Half of the mass lies on tokens of probability 1e-9 each: they are drawn half of the time with
+    float64, and with noise only when the probable token loses; here log(0.5) - 2.8 > log(1e-9) + 16.6 says when."""
+    tail, n = 5000, 400
+    p = 1e-9
+    logits = torch.full((tail + 1,), math.log(p), dtype=torch.float64)
+    logits[0] = math.log1p(-tail * p)
+    low = torch.linspace(1 - tail * p, 1, n + 2, dtype=torch.float64)[1:-1]  # uniforms that belong to the tail
+    exact = choose_tokens(logits.expand(n, -1), low, TokenChoice())
+    assert (exact > 0).all() and len(exact.unique()) == n
+    noisy = choose_tokens(logits.expand(n, -1), low, TokenChoice(noise="float32"))
+    assert (noisy == 0).all()
+
+
+def test_bfloat16_noise_lowers_the_entropy():
+    """Zheng et al. 2024: coarse noise reaches only what is probable, as a lower temperature would. 5 tokens of
+    probability 0.13 and 1000 of 0.0003, a third of the mass in all: noise of 8 bits is at most 5.5, the best of 5
+    seldom below 0, so at 6 below them the thousand tokens are out of reach. The mean surprisal of draws is the entropy
+    if they are exact, to 5 standard errors; without the thousand it falls by half."""
+    logits = torch.cat([torch.zeros(5), torch.full((1000,), -6.0)])
+    probs = torch.tensor(tempered(logits.tolist(), 1.0), dtype=torch.float64)
+    entropy, n = float(torch.special.entr(probs).sum()), 4000
+    error = float((probs * (-probs.log() - entropy) ** 2).sum() / n) ** 0.5
+    for noise in ("float64", "float32", "bfloat16"):
+        uniforms = torch.rand(n, generator=seeded(3), dtype=torch.float64)
+        surprisal = -probs[choose_tokens(logits.expand(n, -1), uniforms, TokenChoice(noise=noise))].log().mean()
+        if noise == "bfloat16":
+            assert surprisal < 0.6 * entropy
+        else:
+            assert abs(surprisal - entropy) < 5 * error
+
+
+@pytest.mark.parametrize("noise", ["float32", "bfloat16"])
+def test_noise_never_draws_a_token_that_is_cut_off(noise):
+    """In bfloat16 one uniform of 256 is 0 and its noise minus infinity: the only token left must be drawn even so."""
+    logits = torch.zeros(5000, 6)
+    logits[:, 4] = 30.0
+    uniforms = torch.rand(5000, generator=seeded(0), dtype=torch.float64)
+    assert (choose_tokens(logits, uniforms, TokenChoice(top_p=0.9, noise=noise)) == 4).all()
+    possible = torch.full((5000, 6), -math.inf).index_fill(1, torch.tensor([2, 5]), 0.0)
+    assert set(choose_tokens(possible, uniforms, TokenChoice(noise=noise)).tolist()) == {2, 5}
+
+
+# ---- fresh uniforms --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("salt", [1, 2, 50_303])
+@pytest.mark.parametrize("kind", ["random", "grid", "small"])
+def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
+    """100 cells of the new number; 10 x 10 cells of both, and of the new one with the last digits of the old one."""
+    n = 50_000
+    old = torch.rand(n, generator=seeded(salt), dtype=torch.float64)
+    old = {"random": old, "grid": torch.arange(n, dtype=torch.float64) / n, "small": old * 2.0**-30}[kind]
+    new = fresh_uniforms(old, salt)
+    assert new.dtype == torch.float64 and float(new.min()) >= 0 and float(new.max()) < 1
+    assert chi_square_p((new * 100).long().bincount(minlength=100), torch.full((100,), n / 100)) > LEVEL
+    scaled = old / old.max() * (1 - 1e-9)
+    for part in (scaled, (scaled * 5000) % 1):
+        row, column = (part * 10).long(), (new * 10).long()
+        observed = (row * 10 + column).bincount(minlength=100)
+        expected = (row.bincount(minlength=10)[:, None] * column.bincount(minlength=10)[None]).flatten() / n
+        assert chi_square_p(observed, expected) > LEVEL
+    assert abs(float(torch.corrcoef(torch.stack([old, new]))[0, 1])) < 4 / math.sqrt(n)
+
+
+def test_fresh_uniforms_of_different_salts_are_independent():
+    n = 50_000
+    old = torch.rand(n, generator=seeded(0), dtype=torch.float64)
+    several = fresh_uniforms(old[:, None], torch.tensor([1, 2, 3, 1000]))
+    assert torch.equal(several[:, 1], fresh_uniforms(old, 2))  # a pure function that broadcasts
+    for i, j in ((0, 1), (1, 2), (0, 3)):
+        cell = (several[:, i] * 10).long() * 10 + (several[:, j] * 10).long()
+        assert chi_square_p(cell.bincount(minlength=100), torch.full((100,), n / 100)) > LEVEL
+    assert len(several.unique()) == 4 * n
+
+
+def test_draw_is_proportional_to_weights_that_need_not_sum_to_one():
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
+    drawn = draw(weights.expand(GRID, 6), even_uniforms(GRID))
+    assert drawn.bincount(minlength=6).tolist() == [0, GRID * 3 // 8, 0, GRID // 8, GRID // 2, 0]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, word",
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"noise": "float16"}, "'float16'.*'float64', 'float32' or 'bfloat16'"),
+    ],
+)
+def test_impossible_token_choices_are_refused_by_name(settings, word):
+    with pytest.raises(ValueError, match=word):
+        TokenChoice(**settings)
