@@ -208,7 +208,7 @@ def _heads(attn, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def draw(logits: Tensor, choice: TokenChoice, generator: torch.Generator) -> Tensor:
     """Draw one token a row of logits (N, V), (N,): softmax, a full sort if anything is cut off, multinomial."""
-    if choice.temperature == 0:
+    if choice.greedy:
         return logits.argmax(dim=-1)
     probs = (at_least_float32(logits) / choice.temperature).softmax(dim=-1)
     if choice.top_p == 1 and choice.top_k is None:

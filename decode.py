@@ -127,8 +127,9 @@ def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
         if value.shape != (B, T):
             raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
     given = tokens.cpu()[plan.given()]
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < model.config.vocab_size:
-        raise ValueError(f"a given token is outside the model's vocabulary of {model.config.vocab_size}")
+    ids = model.config.vocab_size if model.config.mask_token is None else model.config.mask_token
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < ids:
+        raise ValueError(f"a given token is outside the model's vocabulary of {ids}")
     return tokens.cpu().where(plan.given(), 0), uniforms
 
 

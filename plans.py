@@ -197,8 +197,13 @@ class _Rows:
     """What the samples of a plan have: their lengths and given positions."""
 
     def __init__(self, batch_size: int, length: int | Tensor, given: Tensor | None):
-        self.length = torch.as_tensor(length).cpu().expand(batch_size)
-        self.B, self.T = batch_size, int(self.length.max()) if batch_size else int(torch.as_tensor(length).max())
+        length = torch.as_tensor(length).cpu()
+        if length.shape not in ((), (batch_size,)) or length.numel() and int(length.min()) < 0:
+            raise ValueError(f"length must be a number >= 0, or {batch_size} of them, one a sample; it is {length}")
+        self.length, self.B = length.expand(batch_size), batch_size
+        self.T = int(length.max()) if length.numel() else 0
+        if given is not None and given.shape != (self.B, self.T):
+            raise ValueError(f"given is {tuple(given.shape)}, but the samples are {(self.B, self.T)}")
         self.position = torch.arange(self.T).expand(self.B, self.T)
         exists = self.position < self.length[:, None]
         self.given = exists & (torch.zeros(self.B, self.T, dtype=torch.bool) if given is None else given.cpu())

@@ -311,7 +311,7 @@ def test_all_calls_of_chosen_systems_and_of_even_plans():
         ({"threads": 0}, "--threads is 0"),
         ({"run": "nowhere/at-all"}, "nowhere"),
         ({"json": Path("nowhere/result.json")}, "--json .* make it first"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"logit_scale": 0.0}, "--logit-scale .* positive"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -282,3 +282,23 @@ def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
 def test_settings_of_a_plan_are_refused_by_name(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "length, given, words",
+    [
+        (-1, None, "length must be a number >= 0, or 2 of them"),
+        (torch.tensor([3, 4, 5]), None, "length must be a number >= 0, or 2 of them"),
+        (torch.tensor([3, -4]), None, "length must be a number >= 0, or 2 of them"),
+        (4, torch.zeros(2, 5, dtype=torch.bool), r"given is \(2, 5\), but the samples are \(2, 4\)"),
+        (torch.tensor([3, 4]), torch.zeros(4, dtype=torch.bool), r"given is \(4,\)"),
+    ],
+)
+def test_lengths_and_given_positions_that_do_not_fit_are_refused_by_name(length, given, words):
+    for build in (
+        l2r_plan,
+        lambda *a: random_plan(*a[:2], seeded(0), a[2]),
+        lambda *a: speculative_plan(*a[:2], 3, None, a[2]),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build(2, length, given)
