@@ -114,8 +114,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 def _tempered(logits: Tensor, choice: TokenChoice) -> Tensor:
     """Probabilities (N, V), float32 or float64, zero outside the top k. Not normalised again after that cut."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    # Relative to the largest before the division, which a low temperature must not make infinite.
-    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / choice.temperature).softmax(dim=-1)
+    probs = (logits if choice.temperature == 1 else logits / choice.temperature).softmax(dim=-1)
     if choice.top_k is None or choice.top_k >= probs.shape[-1]:
         return probs
     least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
