@@ -480,7 +480,7 @@ def markdown(results: list[dict], entropies: dict, a: Arguments, loaded: checkpo
         for name, nats in table.items():
             row = [text, name, "", f"{nats:.4f}", "", "", f"{nats / math.log(2):.4f}", f"{math.exp(nats):.3f}"]
             rows.append(row + [""] * (len(head) - len(row)))
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
     rows = [head, ["-" * (width - (i > 1)) + ":" * (i > 1) for i, width in enumerate(widths)], *rows]
     table = ["| " + " | ".join(aligned(row, widths)) + " |" for row in rows]
     return [f"{loaded.describe()}", "", *table, "", *notes(results, a, orders)]
@@ -507,10 +507,8 @@ def notes(results: list[dict], a: Arguments, orders: list) -> list[str]:
             reached = "reached" if r["stopped"] == "target" else "NOT reached"
             lines.append(f"{name}: --target-se {a.target_se} {reached} after {r['draws']} draws")
         if found := r.get("bfloat16_minus_float32"):
-            lines.append(
-                f"{name}: bfloat16 - float32 on {found['sequences']} blocks: {found['mean']:+.5f} nats/token on average, "
-                f"{found['largest']:.5f} at most"
-            )
+            mean, largest = f"{found['mean']:+.5f} nats/token on average", f"{found['largest']:.5f} at most"
+            lines.append(f"{name}: bfloat16 - float32 on {found['sequences']} blocks: {mean}, {largest}")
     without = [name for name, _, sizes in orders if sizes == (1,) and set(a.ensemble) != {1}]
     if without:
         lines.append(f"no ensembles of {', '.join(without)}: the cheap ones are of uniform orders (random) only")

@@ -99,16 +99,34 @@ def masks_at(config: ObjectiveConfig, seed: int, step: int, rows: range, total: 
         masked = keys.argsort(dim=1).argsort(dim=1) < k[:, None]
         return Masks(masked, length / k, log_linear_noise(k / length, config.noise_eps))
     if config.kind == "lambda_dce":
-        # One offset for the whole batch, from the row after its last.
-        offset = (philox_bits(seed, step, range(total, total + 1), length + 1)[0, 0] >> np.uint64(11)) * 2.0**-53
-        rate = (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + float(offset)) % 1.0
-        rate = rate.clamp(min=2.0**-53)
+        rate = stratified(seed, step, rows, total, length + 1).clamp(min=2.0**-53)
         return Masks(keys < rate[:, None], 1 / rate, log_linear_noise(rate, config.noise_eps))
     t = draw.clamp(min=2.0**-53)
     sigma = log_linear_noise(t, config.noise_eps)
     rate = (1 - config.noise_eps) * t
     speed = (1 - config.noise_eps) / (1 - rate)  # d sigma / dt
     return Masks(keys < rate[:, None], speed if config.kind == "score_entropy" else 1 / t, sigma)
+
+
+def stratified(seed: int, step: int, rows: range, total: int, width: int) -> Tensor:
+    """Uniform numbers, (len(rows),) float64, of which all `total` lie one in each of as many equal parts of (0, 1).
+
+    They have one offset for the whole batch, from the row after its last in a table of random numbers `width` wide.
+    """
+    offset = (philox_bits(seed, step, range(total, total + 1), width)[0, 0] >> np.uint64(11)) * 2.0**-53
+    return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + float(offset)) % 1.0
+
+
+def evaluation_masks(seed: int, step: int, rows: range, total: int, length: int) -> Masks:
+    """As `masks_at` for k_dce, but the numbers of masked positions k are stratified over the batch.
+
+    Better for evaluation than lambda_dce, which is as stratified: its weight 1 / lambda has no bound, and its variance
+    near lambda = 0 none either, so that errors estimated from a few draws are too small.
+    """
+    keys = torch.from_numpy(philox_bits(seed, step, rows, length + 1)[:, 1:] >> np.uint64(11)).double()
+    k = (stratified(seed, step, rows, total, length + 1) * length).long() + 1
+    masked = keys.argsort(dim=1).argsort(dim=1) < k[:, None]
+    return Masks(masked, length / k, log_linear_noise(k / length))
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
@@ -143,8 +161,8 @@ def token_nll(
     """One estimate of the negative log-likelihood of every token, (B, T) float64, nats, in sequence order.
 
     A decoder is scored along one order drawn from `orders`. An encoder knows no order: its ELBO, the any-order value,
-    is estimated with lambda_dce masks stratified over `total` sequences; the terms of a sequence (0 where not masked)
-    have the ELBO as their mean. Either follows from (seed, draw, row) alone.
+    is estimated with `evaluation_masks`, stratified over `total` sequences; the terms of a sequence (0 where not
+    masked) have the ELBO as their mean. Either follows from (seed, draw, row) alone.
 
     Args:
         tokens: (B, T), the sequences `rows` of the `total` that are scored.
@@ -153,7 +171,7 @@ def token_nll(
     if model.config.attention == "full":
         if orders.kind != "random":
             raise ValueError(f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}")
-        masks = masks_at(ObjectiveConfig("lambda_dce"), seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
+        masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
         return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
     order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
     nll = -model.token_log_probs(tokens, order).double()
