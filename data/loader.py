@@ -48,7 +48,7 @@ def find_dataset(name) -> Path:
     for folder in (Path(name), home / name):
         if (folder / "meta.json").is_file():
             return folder
-    from data.sources import DATASETS  # imported here: sources.py is built on this file
+    from data.catalogue import DATASETS  # imported here: it is built on this file
 
     if str(name) in DATASETS:
         source = "" if DATASETS[str(name)].source == "never" else " [--source FILE ...]"
