@@ -122,8 +122,10 @@ def check_arguments(a: Arguments) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least 1")
     if a.num_orders >= MAX_DRAWS:
         raise ValueError(f"--num-orders is {a.num_orders}; give less than {MAX_DRAWS}")
-    if not a.datasets or len({Path(name).name for name in a.datasets}) < len(a.datasets):
-        raise ValueError(f"--datasets is {' '.join(a.datasets) or 'empty'}; give at least one, each of its own name")
+    if not a.datasets:
+        raise ValueError("--datasets names nothing; give RUN first, then --datasets with one name or folder at least")
+    if len({Path(name).name for name in a.datasets}) < len(a.datasets):
+        raise ValueError(f"--datasets {' '.join(a.datasets)}: results go by the last part of a path; give each its own")
     if not a.ensemble or not all(1 <= size < 2**16 for size in a.ensemble):
         raise ValueError(f"--ensemble is {a.ensemble}; give sizes from 1 to 65535")
     if a.target_se is not None and not a.target_se > 0:
@@ -213,7 +215,7 @@ class Text:
     def facts(self) -> dict:
         """What a result must name for another to reproduce it."""
         meta = self.dataset.meta
-        facts = {key: meta[key] for key in ("tokenizer", "protocol", "packing") if key in meta}
+        facts = {key: meta[key] for key in ("tokenizer", "protocol", "packing", "notes") if key in meta}
         return facts | {"split": self.split, "block_size": self.dataset.block_size} | meta["splits"][self.split]
 
 
@@ -300,8 +302,9 @@ def score(job: Job) -> tuple[list[dict], dict[int, Tensor]]:
         counts = {"draws": len(draws), "contexts": len(gains) if size > 1 else 0, "stopped": stopped}
         counts |= {"token_forwards": forwards, "seconds": seconds, "batch_size": job.walker.batch_size}
         results.append(result_of(job, size, value, gain) | counts | difference)
-    scored = [1] if job.method == "cheap" else job.sizes
-    tokens = {m: sums[..., i] / len(draws) for i, m in enumerate(scored)} if job.a.per_token else {}
+    scored = (1, *job.larger) if job.method == "direct" else (1,)
+    means = sums / len(draws) if job.a.per_token else None
+    tokens = {size: means[..., i] for i, size in enumerate(scored) if size in job.sizes and job.a.per_token}
     return results, tokens
 
 
@@ -452,7 +455,7 @@ def published(job: Job, size: int) -> float | None:
     """The published perplexity of the released model that this is, on this set under the same protocol, if any."""
     meta, config = job.text.dataset.meta, job.loaded.model.config
     whole = job.text.count == job.text.dataset.num_blocks and job.text.split == evaluation_split(meta)
-    if not job.loaded.system or meta.get("protocol") != "sedd" or not whole:
+    if not job.loaded.system or meta.get("protocol") != "sedd" or meta.get("notes") or not whole:
         return None
     table = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     scale = {(12, 768): "small", (24, 1024): "medium"}.get((config.n_layer, config.n_embd))

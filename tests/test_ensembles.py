@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from reference import all_sequences, conditionals, enumerable_system, make_system, random_tokens
+from reference import all_sequences, enumerable_system, make_system, random_tokens
 
 import ensembles
 from ensembles import cheap_gains, direct_nll, ensemble_log_probs, passes, permute_context, table
@@ -175,7 +175,9 @@ def test_ensemble_log_probs_is_the_log_of_the_mean_probability():
 def test_passes_is_what_the_model_is_fed(size, monkeypatch):
     model, fed = make_system("AO-GPT"), []
     embed = model._embed
-    monkeypatch.setattr(model, "_embed", lambda tokens, positions: fed.append(tokens.numel()) or embed(tokens, positions))
+    monkeypatch.setattr(
+        model, "_embed", lambda tokens, positions: fed.append(tokens.numel()) or embed(tokens, positions)
+    )
     tokens = random_tokens(8, 3, 8, seed=0)
     direct_nll(model, tokens, OrderConfig("random"), (size,), 0, 0, range(3))
     assert sum(fed) == tokens.numel() * passes("direct", size, 8)
@@ -195,15 +197,15 @@ def coverage(estimates, exact, given_data=True):
 
 
 def repeated(values):
-    """Draws (REPEATS * TEXTS,) each -> (REPEATS, TEXTS, DRAWS): rows differ in their randomness, whatever their text."""
+    """Draws (REPEATS * TEXTS,) each -> (REPEATS, TEXTS, DRAWS): every row has randomness of its own."""
     return torch.stack(values, dim=1).view(REPEATS, TEXTS, -1)
 
 
 @pytest.mark.parametrize("given_data", [True, False])
 @pytest.mark.parametrize("method", ["cheap", "direct"])
 def test_95_percent_intervals_of_an_ensemble_cover_the_exact_value(system, method, given_data):
-    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand. Given the data, the texts are the
-    same every time; else they are drawn anew, all sequences being equally likely."""
+    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand. Given the data, the texts are
+    the same every time; else they are drawn anew, all sequences being equally likely."""
     model, exact = system
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator).expand(REPEATS, TEXTS)

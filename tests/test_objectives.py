@@ -245,7 +245,8 @@ def test_parts_add_up():
 
 
 @pytest.mark.parametrize(
-    "degrees, expected", [(1, 12.70620), (2, 4.30265), (5, 2.57058), (30, 2.04227), (1000, 1.96234), (math.inf, 1.95996)]
+    "degrees, expected",
+    [(1, 12.70620), (2, 4.30265), (5, 2.57058), (30, 2.04227), (1000, 1.96234), (math.inf, 1.95996)],
 )
 def test_quantiles_of_students_t_are_those_of_the_tables(degrees, expected):
     assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
