@@ -44,7 +44,7 @@ NGRAM_TOKENS = 10_000_000  # of the training split, for the entropies shown besi
 PRECISION_SAMPLE = 8  # blocks scored in both precisions
 ORDERS_PER_CONTEXT = 8  # the cheap gain varies far less than the loss along an order: results/order_ensembles.md
 JOINT_DRAWS = 8  # fewer means than these tell too little of their spread to stop at a target
-LARGEST_BATCH = {"cpu": 32, "cuda": 1024}
+LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
 PUBLISHED = Path(__file__).parent / "data" / "published.toml"
 
 
@@ -434,7 +434,7 @@ class Walker:
 
 def starting_batch_size(config, device: torch.device) -> int:
     """Sequences that take about half of the memory by a rough count of activations, attention masks and logits."""
-    length, largest = config.block_size, LARGEST_BATCH[device.type]
+    length, largest = config.block_size, max(1, LARGEST_PASS[device.type] // config.block_size)
     each = length * 4 * (40 * config.n_embd + 2 * config.n_head * length + 3 * config.vocab_size)
     memory = available_memory(device)
     return largest if memory is None else max(1, min(largest, memory // 2 // each))
