@@ -78,9 +78,9 @@ def _pydocs(files: Files) -> dict[str, Corpus]:
 
 
 def _text(files: Files) -> dict[str, Corpus]:
-    paths = {files.split or "train": files.source, "val": files.val, "test": files.test}
     if files.split:
-        paths = {files.split: files.source}
+        return {files.split: TextFiles(files.source, files.field)}
+    paths = {"train": files.source, "val": files.val, "test": files.test}
     return {split: TextFiles(some, files.field) for split, some in paths.items() if some}
 
 
