@@ -78,9 +78,9 @@ def _pydocs(files: Files) -> dict[str, Corpus]:
 
 
 def _text(files: Files) -> dict[str, Corpus]:
-    paths = {files.split or "train": files.source, "val": files.val, "test": files.test}
     if files.split:
-        paths = {files.split: files.source}
+        return {files.split: TextFiles(files.source, files.field)}
+    paths = {"train": files.source, "val": files.val, "test": files.test}
     return {split: TextFiles(some, files.field) for split, some in paths.items() if some}
 
 
@@ -91,7 +91,7 @@ def _openwebtext(files: Files) -> dict[str, Corpus]:
         description = [{"dataset": OPENWEBTEXT}]
         return {split: HubRows(rows, description, files.field, OPENWEBTEXT, OPENWEBTEXT_DOCUMENTS)}
     _one_kind(files.source, ())
-    return {split: _local(files.source, files.field)}
+    return {split: _through_datasets(files.source, files.field)}
 
 
 def _download(name: str, get: Callable[[], Iterable[dict] | None]) -> Iterable[dict] | None:
@@ -140,7 +140,8 @@ def _kind(path: Path, lines: tuple[str, ...]) -> str:
     )
 
 
-def _local(paths: list[Path], field: str) -> HubRows:
+def _through_datasets(paths: list[Path], field: str) -> HubRows:
+    """Local files that the package `datasets` reads."""
     names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     return HubRows(lambda: local_rows(paths), [describe_file(path) for path in paths], field, names)
 
@@ -177,6 +178,7 @@ class EvaluationSet:
     foreign: str | None = None
 
     def corpora(self, files: Files) -> dict[str, Corpus]:
+        """The rows of `files.split`, from the user's files or else downloaded. ValueError for files of another kind."""
         inner = self._local(files.source, files.field) if files.source else self._published(files)
         return {files.split: EvaluationRows(inner, self, files.split, downloaded=not files.source)}
 
@@ -184,7 +186,7 @@ class EvaluationSet:
         kind = _one_kind(paths, self.lines)
         if kind == "lines":
             return LineFiles(paths)
-        return TextFiles(paths, field) if kind == "jsonl" else _local(paths, field)
+        return TextFiles(paths, field) if kind == "jsonl" else _through_datasets(paths, field)
 
     def _published(self, files: Files) -> Corpus:
         if self.url:
@@ -199,6 +201,7 @@ class EvaluationSet:
         return HubRows(partial(_download, self.name, rows), description, files.field, self.name)
 
     def dataset(self) -> Dataset:
+        """Its entry in the table of datasets."""
         return Dataset(
             self.corpora,
             source="optional",

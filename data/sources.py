@@ -434,6 +434,14 @@ def local_rows(paths: list[Path]) -> Iterable[dict]:
     datasets = datasets_package()
     kind = "parquet" if paths[0].suffix.lower() == ".parquet" else "json"
     try:
+        if kind == "parquet":
+            from pyarrow.parquet import read_metadata
+
+            paths = [
+                path for path in paths if read_metadata(path).num_rows
+            ]  # `datasets` stumbles over those of no rows
+            if not paths:
+                return []
         # streaming: the files are here already, an Arrow copy of them would only take space
         return datasets.load_dataset(kind, data_files=[str(path) for path in paths], split="train", streaming=True)
     except Exception as error:

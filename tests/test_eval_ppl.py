@@ -208,6 +208,20 @@ def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evalu
     assert by_name(report)["random", 2]["gain"] > 0
 
 
+def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(evaluate, plain, data, tmp_path):  # noqa: F811
+    """An export that says so, as one of GPT-2 does."""
+    checkpoint.convert(str(plain), tmp_path / "export")
+    settings = json.loads((tmp_path / "export" / "config.json").read_text())
+    (tmp_path / "export" / "config.json").write_text(json.dumps(settings | {"scored_from": 1}))
+    report = evaluate("--max-sequences", 5, "--per-token", tmp_path / "t.npz", path=tmp_path / "export")
+    (result,) = report["results"]
+    expected = direct(plain, data, "l2r", 1, 0, 5)[0][:, 0]
+    assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
+    assert (result["tokens"], result["token_forwards"]) == (5 * (LENGTH - 1), 5 * LENGTH)
+    nll = np.load(tmp_path / "t.npz")["data/l2r/1/nll"]
+    assert np.isnan(nll[:, 0]).all() and nll[:, 1:] == pytest.approx(expected[:, 1:], rel=1e-5)
+
+
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 

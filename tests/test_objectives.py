@@ -18,7 +18,7 @@ from reference import (
 )
 
 from model import AOGPT, Feed, ModelConfig
-from objectives import Estimate, ao_ar_loss, estimate, held_out_nll, t_quantile, token_nll
+from objectives import Estimate, ao_ar_loss, estimate, evaluation_masks, held_out_nll, t_quantile, token_nll
 from orders import OrderConfig, orders_at
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
@@ -210,6 +210,19 @@ def test_the_standard_error_is_the_spread_of_repeated_estimates(seed):
 def test_one_sequence_has_no_standard_error():
     got = estimate(torch.tensor([2.0]))
     assert got.nll == 2.0 and math.isnan(got.standard_error) and got.sequences == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
+    """Of 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; of each draw, in any share of the rows."""
+    whole = evaluation_masks(seed, 3, range(24), 24, 6)
+    counts = whole.masked.sum(dim=1)
+    assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]
+    assert torch.equal(whole.weight, 6 / counts)
+    part = evaluation_masks(seed, 3, range(7, 20), 24, 6)
+    assert torch.equal(part.masked, whole.masked[7:20]) and torch.equal(part.weight, whole.weight[7:20])
+    other = evaluation_masks(seed, 4, range(24), 24, 6)
+    assert not torch.equal(other.masked, whole.masked) and not torch.equal(other.weight, whole.weight)
 
 
 # ---- Monte Carlo errors and intervals --------------------------------------------------------------------------------

@@ -652,8 +652,9 @@ def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, l
     loaded = checkpoint.load(tmp_path / "export")
     same_weights(loaded.model, original.model)
     assert loaded.model.config == original.model.config
-    for name in ("step", "weights", "tokenizer", "vocab_size", "scored_from"):
+    for name in ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system"):
         assert getattr(loaded, name) == getattr(original, name)
+    assert loaded.system == layout
     assert loaded.path == str(tmp_path / "export" / "model.safetensors")
     out = capsys.readouterr().out
     assert str(source) in out and f"wrote {tmp_path}/export" in out
