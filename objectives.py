@@ -243,7 +243,11 @@ def _monte_carlo(draws: Tensor, joint: bool) -> tuple[float, float]:
         return math.nan, math.nan
     if joint:
         return float(draws.mean(dim=0).var() / count), count - 1
-    return float(draws.var(dim=1).mean() / (n * count)), n * (count - 1)
+    spread = draws.var(dim=1)
+    fourth = float(spread.square().sum())
+    # Satterthwaite's for sequences that vary differently, unbiased: n (D - 1) if they vary alike
+    degrees = max(count - 1, (count + 1) * float(spread.sum()) ** 2 / fourth - 2) if fourth else n * (count - 1)
+    return float(spread.mean() / (n * count)), degrees
 
 
 def t_quantile(degrees: float, probability: float = 0.975) -> float:

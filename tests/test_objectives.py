@@ -229,10 +229,15 @@ def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
 
 
 def test_the_monte_carlo_error_is_the_spread_of_the_draws_of_each_sequence():
-    """By hand: variances 2, 8 and 0 within three sequences of two draws; the mean of six draws, 10/3 / 6, 3 degrees."""
+    """By hand: variances 2, 8 and 0 within three sequences of two draws; the mean of six draws, 10/3 / 6."""
     draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
     got = estimate(draws)
-    assert got.monte_carlo_error == pytest.approx(math.sqrt(10 / 3 / 6)) and got.degrees == pytest.approx(3)
+    assert got.monte_carlo_error == pytest.approx(math.sqrt(10 / 3 / 6)) and got.degrees == pytest.approx(
+        3 * 10**2 / 68 - 2
+    )
+    alike = estimate(torch.tensor([[1.0, 3.0], [0.0, 2.0], [7.0, 9.0]]))
+    assert alike.degrees == pytest.approx(3 * 6**2 / 12 - 2)
+    assert estimate(draws[:1]).degrees == pytest.approx(1)
     # as one: the two means are 1 and 3, their mean varies by 2 / 2, with one degree
     got = estimate(draws, joint=True)
     assert got.monte_carlo_error == pytest.approx(1.0) and got.degrees == pytest.approx(1)
