@@ -18,7 +18,7 @@ quickstart: $(VENV)/.requirements
 	@echo "== 2/5 training: a small AO-GPT, 90% random and 10% left-to-right orders"
 	$(PY) train.py configs/quickstart.toml
 	@echo "== 3/5 evaluation: perplexity left to right and in any order"
-	$(PY) eval_ppl.py $(RUN) --data data/pydocs --num-orders 2
+	$(PY) eval_ppl.py $(RUN) --datasets pydocs --num-orders 2
 	@echo "== 4/5 sampling in random order, one token a step on average"
 	$(PY) sample.py $(RUN) --mode mdm --steps 64 --num-samples 2 --top-p 0.9
 	@echo "== 5/5 sampling left to right, with a prompt"

@@ -304,6 +304,8 @@ class Loaded:
     """Of the tokenizer: ids that the model was trained on."""
     scored_from: int = 0
     """The first step, left to right, whose prediction means something: 1 for GPT-2, which has no start token."""
+    system: str | None = None
+    """The layout of released weights that it came from ("AO-GPT", "GPT-2", ...); None for a model trained here."""
 
     def describe(self) -> str:
         return f"{self.path} (step {self.step}, {self.weights} weights)"
@@ -399,7 +401,7 @@ def _trained(state: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
 
 
 def _exported(tensors: dict, settings: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
-    facts = {name: settings[name] for name in FACTS}
+    facts = {name: settings[name] for name in FACTS} | {"system": settings.get("system")}
     if weights == "raw" and facts["weights"] != "raw":
         raise CheckpointError(f"it holds the {facts['weights']} weights only; convert its source with --weights raw")
     return ModelConfig(**settings["model"]), tensors, facts
@@ -417,7 +419,8 @@ def _released(contents: dict, settings: dict, weights: str) -> tuple[ModelConfig
         config, tensors = released.translate(released.averaged(state, average["shadow_params"]), settings)
     facts = {"step": int(contents.get("iter_num", 0)), "weights": used, "tokenizer": "gpt2"}
     facts["vocab_size"] = min(50257, config.mask_token or config.vocab_size)
-    return config, tensors, facts | {"scored_from": int(released.layout(state) == "GPT-2")}
+    system = released.layout(state)
+    return config, tensors, facts | {"scored_from": int(system == "GPT-2"), "system": system}
 
 
 def _read_json(path: Path) -> dict:
@@ -450,7 +453,8 @@ def convert(
         raise CheckpointError(f"{destination} exists already; give a folder that does not, or remove it")
     loaded = load(source, weights)
     facts = {name: getattr(loaded, name) for name in FACTS}
-    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)} | facts | {"source": source}
+    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)} | facts
+    settings |= {"system": loaded.system, "source": source}
     tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
     temporary = destination.with_name(f".{destination.name}.tmp")

@@ -574,15 +574,31 @@ class AOGPT(nn.Module):
                     return -self(tokens, masked)
                 normaliser, output = self(tokens, masked, log_linear_noise(masked.double().mean(1)))
                 return (output - normaliser) * masked
-        order = masked.to(torch.uint8).argsort(dim=1, stable=True)
-        ordered, known = tokens.gather(1, order), (~masked).sum(1)
+        order, known = masked.to(torch.uint8).argsort(dim=1, stable=True), (~masked).sum(1)
+        log_probs = self.parallel_log_probs(tokens, order, known)
+        return torch.zeros_like(log_probs).scatter_(1, order, log_probs)
+
+    def parallel_log_probs(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+        """log p(x[order[b, r]] | x[order[b, :known[b]]]) for every step r >= known[b], in one pass; for decoders.
+
+        The first `known` positions of the order, as listed, are the context. Every other position is predicted from
+        them and from nothing else (the parallel mask of `parallel_hidden`).
+
+        Args:
+            tokens: LongTensor (B, T), in sequence order.
+            order: LongTensor (B, T), permutations of the positions.
+            known: LongTensor (B,), 0 to T.
+
+        Returns: float tensor (B, T) in prediction order, natural logarithm; 0 at steps < known.
+        """
+        ordered = tokens.gather(1, order)
         B, T = tokens.shape
         feed = Feed(torch.zeros_like(known), known, torch.full_like(known, T), items=B * T, width=T, length=T)
         with torch.no_grad():
             x = self.parallel_hidden(ordered, order, feed)
             log_probs = -self.head_nll(x.view(B, T, -1), ordered)
-        log_probs = torch.zeros_like(log_probs).scatter_(1, order, log_probs)
-        return log_probs.where(masked, torch.zeros_like(log_probs))
+        predicted = torch.arange(T, device=order.device) >= known[:, None]
+        return log_probs.where(predicted, torch.zeros_like(log_probs))
 
     def parallel_hidden(
         self,

@@ -4,6 +4,7 @@ B sequences, T positions. All of them bound or equal the same quantity, -log p(x
 (the paper, section 2): along orders for decoders, over random sets of masked positions for encoders.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -98,16 +99,34 @@ def masks_at(config: ObjectiveConfig, seed: int, step: int, rows: range, total: 
         masked = keys.argsort(dim=1).argsort(dim=1) < k[:, None]
         return Masks(masked, length / k, log_linear_noise(k / length, config.noise_eps))
     if config.kind == "lambda_dce":
-        # One offset for the whole batch, from the row after its last.
-        offset = (philox_bits(seed, step, range(total, total + 1), length + 1)[0, 0] >> np.uint64(11)) * 2.0**-53
-        rate = (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + float(offset)) % 1.0
-        rate = rate.clamp(min=2.0**-53)
+        rate = stratified(seed, step, rows, total, length + 1).clamp(min=2.0**-53)
         return Masks(keys < rate[:, None], 1 / rate, log_linear_noise(rate, config.noise_eps))
     t = draw.clamp(min=2.0**-53)
     sigma = log_linear_noise(t, config.noise_eps)
     rate = (1 - config.noise_eps) * t
     speed = (1 - config.noise_eps) / (1 - rate)  # d sigma / dt
     return Masks(keys < rate[:, None], speed if config.kind == "score_entropy" else 1 / t, sigma)
+
+
+def stratified(seed: int, step: int, rows: range, total: int, width: int) -> Tensor:
+    """Uniform numbers, (len(rows),) float64, of which all `total` lie one in each of as many equal parts of (0, 1).
+
+    They have one offset for the whole batch, from the row after its last in a table of random numbers `width` wide.
+    """
+    offset = (philox_bits(seed, step, range(total, total + 1), width)[0, 0] >> np.uint64(11)) * 2.0**-53
+    return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + float(offset)) % 1.0
+
+
+def evaluation_masks(seed: int, step: int, rows: range, total: int, length: int) -> Masks:
+    """As `masks_at` for k_dce, but the numbers of masked positions k are stratified over the batch.
+
+    Better for evaluation than lambda_dce, which is as stratified: its weight 1 / lambda has no bound, and its variance
+    near lambda = 0 none either, so that errors estimated from a few draws are too small.
+    """
+    keys = torch.from_numpy(philox_bits(seed, step, rows, length + 1)[:, 1:] >> np.uint64(11)).double()
+    k = (stratified(seed, step, rows, total, length + 1) * length).long() + 1
+    masked = keys.argsort(dim=1).argsort(dim=1) < k[:, None]
+    return Masks(masked, length / k, log_linear_noise(k / length))
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
@@ -136,62 +155,110 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def sequence_nll(model, tokens: Tensor, order: Tensor, scored_from: int = 0) -> Tensor:
-    """Mean negative log-likelihood of each sequence under its order, over the steps from `scored_from` on.
+def token_nll(
+    model, tokens: Tensor, orders: OrderConfig, seed: int, draw: int, rows: range, total: int, scored_from: int = 0
+) -> Tensor:
+    """One estimate of the negative log-likelihood of every token, (B, T) float64, nats, in sequence order.
 
-    (B, T), (B, T) -> (B,) float64, nats per token.
+    A decoder is scored along one order drawn from `orders`. An encoder knows no order: its ELBO, the any-order value,
+    is estimated with `evaluation_masks`, stratified over `total` sequences; the terms of a sequence (0 where not
+    masked) have the ELBO as their mean. Either follows from (seed, draw, row) alone.
+
+    Args:
+        tokens: (B, T), the sequences `rows` of the `total` that are scored.
+        scored_from: first step of an order that counts; 1 for GPT-2, which has no start token. NaN before it.
     """
-    return -model.token_log_probs(tokens, order)[:, scored_from:].double().mean(dim=1)
-
-
-def sequence_elbo(model, tokens: Tensor, masks: Masks) -> Tensor:
-    """The masked diffusion objective of each sequence, estimated with one mask: (B,) float64, nats per token."""
-    log_probs = model.masked_log_probs(tokens, masks.masked).double()
-    return -masks.weight * log_probs.sum(dim=1) / tokens.shape[1]
+    if model.config.attention == "full":
+        if orders.kind != "random":
+            raise ValueError(f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}")
+        masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
+        return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
+    order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
+    nll = -model.token_log_probs(tokens, order).double()
+    nll[:, :scored_from] = torch.nan
+    return torch.empty_like(nll).scatter_(1, order, nll)
 
 
 def held_out_nll(
     model, tokens: Tensor, orders: OrderConfig, seed: int, draw: int, rows: range, total: int, scored_from: int = 0
 ) -> Tensor:
-    """One estimate of the negative log-likelihood of each sequence, (B,) float64, nats per token.
-
-    A decoder is scored along one order drawn from `orders`. An encoder knows no order: its ELBO, the any-order value,
-    is estimated with lambda_dce masks stratified over `total` sequences. Either follows from (seed, draw, row) alone.
-
-    Args:
-        tokens: (B, T), the sequences `rows` of the `total` that are scored.
-        scored_from: first step of an order that counts; 1 for GPT-2, which has no start token.
-    """
-    if model.config.attention == "full":
-        if orders.kind != "random":
-            raise ValueError(f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}")
-        masks = masks_at(ObjectiveConfig("lambda_dce"), seed, draw, rows, total, tokens.shape[1])
-        return sequence_elbo(model, tokens, masks.to(tokens.device))
-    order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
-    return sequence_nll(model, tokens, order, scored_from)
+    """Mean of `token_nll` over the scored tokens of each sequence, (B,) float64, nats per token."""
+    return token_nll(model, tokens, orders, seed, draw, rows, total, scored_from).nanmean(dim=1)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over sequences and its standard error, in nats per token."""
+    """A mean over sequences, in nats per token, and how uncertain it is."""
 
     nll: float
     standard_error: float
+    """Over sequences: what other text of the same kind and other draws would change. NaN for one sequence."""
     sequences: int
+    monte_carlo_error: float = 0.0
+    """Standard error given the data: what other draws of orders, masks or contexts would change. NaN where a single
+    draw does not tell."""
+    degrees: float = math.inf
+    """Degrees of freedom of monte_carlo_error."""
 
     @property
     def perplexity(self) -> float:
-        return float(torch.tensor(self.nll, dtype=torch.float64).exp())
+        return float(np.exp(self.nll))
+
+    def interval(self, given_data: bool = False) -> tuple[float, float]:
+        """95% interval of the perplexity, from Student's t: over texts and draws, or over draws for this very data."""
+        error, degrees = self.standard_error, self.sequences - 1
+        if given_data:
+            error, degrees = self.monte_carlo_error, self.degrees
+        reach = t_quantile(degrees) * error if error else 0.0
+        return float(np.exp(self.nll - reach)), float(np.exp(self.nll + reach))
 
 
-def estimate(sequence_nlls: Tensor) -> Estimate:
-    """Mean and standard error over sequences of (N,) or (N, M) negative log-likelihoods (M orders each).
+def estimate(*parts: Tensor, joint: bool = False) -> Estimate:
+    """The mean over N sequences of a sum of parts, and its standard errors.
 
-    The M orders of a sequence are averaged first, since they are not independent of one another given the data: the
-    standard error, sample deviation / sqrt(N), then holds the spread of both the data and the orders. It is NaN for
-    N = 1.
+    A part is (N,), known exactly, or (N, D), D draws of an estimate of it. The draws of a sequence are averaged first,
+    since they share its text: the deviation of these means / sqrt(N) holds the spread of both the data and the draws.
+    The spread between the draws of one sequence, given the data, is the Monte Carlo error.
+
+    Args:
+        joint: the N numbers of a draw depend on one another, as masks that are stratified over the sequences. Then only
+            the D means are independent, so they tell the Monte Carlo error, with D - 1 degrees of freedom; and
+            standard_error, which ignores that stratification, is too large rather than too small.
     """
-    per_sequence = sequence_nlls.double().reshape(len(sequence_nlls), -1).mean(dim=1)
-    n = len(per_sequence)
-    deviation = per_sequence.std() if n > 1 else torch.tensor(float("nan"))
-    return Estimate(float(per_sequence.mean()), float(deviation / n**0.5), n)
+    means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
+    n = len(means)
+    deviation = means.std() if n > 1 else torch.tensor(torch.nan)
+    spreads = [_monte_carlo(part.double(), joint) for part in parts if part.dim() == 2]
+    variance = sum(v for v, _ in spreads)
+    degrees = math.inf
+    if variance > 0:  # Welch and Satterthwaite
+        degrees = variance**2 / sum(v**2 / df for v, df in spreads if v > 0)
+    return Estimate(float(means.mean()), float(deviation / n**0.5), n, variance**0.5, degrees)
+
+
+def _monte_carlo(draws: Tensor, joint: bool) -> tuple[float, float]:
+    """Variance of the mean of (N, D) draws given the data, and its degrees of freedom; NaN for D = 1."""
+    n, count = draws.shape
+    if count == 1:
+        return math.nan, math.nan
+    if joint:
+        return float(draws.mean(dim=0).var() / count), count - 1
+    spread = draws.var(dim=1)
+    fourth = float(spread.square().sum())
+    # Satterthwaite's for sequences that vary differently, unbiased: n (D - 1) if they vary alike
+    degrees = max(count - 1, (count + 1) * float(spread.sum()) ** 2 / fourth - 2) if fourth else n * (count - 1)
+    return float(spread.mean() / (n * count)), degrees
+
+
+def t_quantile(degrees: float, probability: float = 0.975) -> float:
+    """Quantile of Student's t for a probability above 1/2; NaN for no degrees of freedom.
+
+    t = sqrt(degrees) tan(angle), where the angle has a density proportional to cos(angle) ** (degrees - 1).
+    """
+    if not degrees > 0:
+        return math.nan
+    degrees = min(degrees, 1e8)  # from there on it is the normal distribution
+    angle = np.linspace(0, min(math.pi / 2, 12 / degrees**0.5), 200_001)
+    middle = (angle[1:] + angle[:-1]) / 2
+    share = np.concatenate([[0.0], np.cumsum(np.cos(middle) ** (degrees - 1))])
+    return float(degrees**0.5 * np.tan(np.interp(2 * probability - 1, share / share[-1], angle)))

@@ -1,7 +1,7 @@
 """Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
 
 A dataset is a folder with `meta.json` and one flat file of token ids per split (see prepare.py). A split is
-cut into blocks of `block_size` tokens; the few tokens after the last whole block are not used. Each epoch
+cut into blocks of `block_size` tokens; the few tokens after the last whole block are in no batch. Each epoch
 visits every block once, in an order that follows from (seed, epoch) alone, so the batch of a step follows from
 (seed, step): resuming needs no loader state, and the number of processes changes nothing.
 
@@ -37,6 +37,37 @@ def random_bits(seed: int, index: int, count: int, stream: int) -> np.ndarray:
     words = 2**64 - 1
     key = np.array([seed & words, index & words], dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, 0, 0, stream], dtype=np.uint64)).random_raw(count)
+
+
+def find_dataset(name) -> Path:
+    """The prepared folder that `name` means: a path, or a name under the project's data/.
+
+    Raises FileNotFoundError that says how to prepare it where there is none.
+    """
+    home = Path(__file__).resolve().parent
+    for folder in (Path(name), home / name):
+        if (folder / "meta.json").is_file():
+            return folder
+    from data.catalogue import DATASETS  # imported here: it is built on this file
+
+    if str(name) in DATASETS:
+        source = "" if DATASETS[str(name)].source == "never" else " [--source FILE ...]"
+        raise FileNotFoundError(
+            f"the dataset {name} is not prepared yet; make it with: python data/prepare.py {name}{source}"
+        )
+    prepared = sorted(path.parent.name for path in home.glob("*/meta.json"))
+    raise FileNotFoundError(
+        f"{name} is no prepared dataset: neither a folder with a meta.json nor one of those in {home} "
+        f"({', '.join(prepared) or 'none yet'}); make one with: python data/prepare.py NAME --out DIR, "
+        f"where NAME is {', '.join(DATASETS)}"
+    )
+
+
+def evaluation_split(meta: dict) -> str:
+    """The split to evaluate on where none is named: that of an evaluation set, else the only one, else "val"."""
+    if len(meta["splits"]) == 1:
+        return next(iter(meta["splits"]))
+    return meta["split"] if meta.get("split") in meta["splits"] else "val"
 
 
 def load_meta(folder) -> dict:
@@ -116,27 +147,41 @@ def sha256_file(path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
+    """All ids of a split (n,), whatever its blocks: a np.memmap, or an empty array. Raises as `TokenDataset` does."""
+    meta = load_meta(folder)
+    path, count = check_file(folder, meta, split, verify), meta["splits"][split]["tokens"]
+    dtype = DTYPES[meta["dtype"]]  # an empty file cannot be mapped
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
+
+
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens.
 
     Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split); `num_blocks`.
     `verify` compares the file's sha256 as well as its size. Raises FileNotFoundError or ValueError for a missing,
-    damaged or newer dataset and for a split with fewer tokens than one block.
+    damaged or newer dataset, for a split with fewer tokens than one block, and for another block size than the one
+    that the folder was packed for (protocol sedd).
     """
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):
         self.meta = load_meta(folder)
         self.block_size = block_size
-        path = check_file(folder, self.meta, split, verify)
-        count = self.meta["splits"][split]["tokens"]
+        self.tokens = read_tokens(folder, split, verify)
+        count = self.tokens.size
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
+        packed = self.meta.get("block_size")
+        if packed is not None and packed != block_size:
+            raise ValueError(
+                f"{folder} is packed into blocks of {packed} tokens (protocol {self.meta.get('protocol')}), not of "
+                f"{block_size}: prepare it again with --block-size {block_size}, or with --protocol full"
+            )
         if count < block_size:
             raise ValueError(
                 f"the {split} split of {folder} has {count:,} tokens, fewer than one block of "
                 f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text"
             )
-        self.tokens = np.memmap(path, dtype=DTYPES[self.meta["dtype"]], mode="r", shape=(count,))
         self.num_blocks = count // block_size
         self._rows = self.tokens[: self.num_blocks * block_size].reshape(self.num_blocks, block_size)
         self._shuffles: dict[tuple[int, int], np.ndarray] = {}
@@ -151,6 +196,12 @@ class TokenDataset:
                 f"block numbers run from 0 to {self.num_blocks - 1}, got {indices.min()} to {indices.max()}"
             )
         return torch.from_numpy(self._rows[indices].astype(np.int64))
+
+    def tail(self) -> torch.LongTensor:
+        """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T: for what must drop nothing."""
+        import torch
+
+        return torch.from_numpy(self.tokens[self.num_blocks * self.block_size :].astype(np.int64))[None]
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
         """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step` -> LongTensor (B, T).

@@ -4,15 +4,16 @@ A corpus yields *pieces*, pairs (text, end): a document is the texts up to and i
 Most documents are one piece; a big text file is many, cut where no tokenizer can tell, so that nothing ever has
 to be held whole.
 
-To add a dataset: write a function (source, val, test, field) -> {split: Corpus} and name it in DATASETS.
+Which datasets there are, and what they are made of, is in catalogue.py.
 """
 
 import codecs
 import contextlib
+import io
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from data.loader import sha256_file
@@ -22,8 +23,6 @@ PIECE_BYTES = 1 << 20
 MAX_WORD_BYTES = 64 << 20
 TEXT_SUFFIXES = (".txt", ".md")
 PACKINGS = ("", ".gz", ".xz")
-OPENWEBTEXT = "Skylion007/openwebtext"
-OPENWEBTEXT_DOCUMENTS = 8_013_769
 
 Piece = tuple[str, bool]
 
@@ -34,6 +33,7 @@ class Corpus:
     total: int | None = None
     unit = "documents"
     position = 0
+    packages: tuple[str, ...] = ()  # whose versions the documents may depend on
 
     def pieces(self) -> Iterator[Piece]:
         """Yields (text, end) from the beginning; can be called again. Raises ValueError for what cannot be read."""
@@ -42,6 +42,10 @@ class Corpus:
     def describe(self) -> list[dict]:
         """What identifies the contents, for meta.json: equal descriptions mean equal documents."""
         raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """What a user should know about the documents that have been read."""
+        return []
 
     def count(self, limit: int) -> int:
         """Number of documents, counting no further than `limit`."""
@@ -63,12 +67,12 @@ class TextFiles(Corpus):
     unit = "B"
 
     def __init__(self, paths: Iterable[Path], field: str):
-        self.paths = [_checked_file(path, _text_kind) for path in paths]
+        self.paths = [checked_file(path, _text_kind) for path in paths]
         self.field = field
         self.total = sum(path.stat().st_size for path in self.paths)
 
     def describe(self) -> list[dict]:
-        return [_describe_file(path) for path in self.paths]
+        return [describe_file(path) for path in self.paths]
 
     def count(self, limit: int) -> int:
         found = 0
@@ -93,6 +97,43 @@ class TextFiles(Corpus):
             self.position = before + path.stat().st_size
 
 
+class LineFiles(Corpus):
+    """Text files, each also as .gz or .xz, of which every line is a document; its end belongs to it."""
+
+    unit = "B"
+
+    def __init__(self, paths: Iterable[Path]):
+        self.paths = list(paths)
+        self.total = sum(path.stat().st_size for path in self.paths)
+
+    def describe(self) -> list[dict]:
+        return [describe_file(path) for path in self.paths]
+
+    def pieces(self) -> Iterator[Piece]:
+        self.position = 0
+        for path in self.paths:
+            before = self.position
+            with _opened(path) as (raw, unpacked):
+                for line in _lines(path, unpacked):
+                    self.position = before + raw.tell()
+                    yield line, True
+            self.position = before + path.stat().st_size
+
+
+def _lines(path: Path, stream) -> Iterator[str]:
+    number, lines = 0, io.TextIOWrapper(stream, encoding="utf-8-sig")
+    try:
+        while line := lines.readline(MAX_WORD_BYTES):
+            number += 1
+            if "\0" in line or len(line) == MAX_WORD_BYTES:
+                raise ValueError(f"{path}, line {number}: this is not text, a line a document; is it the right file?")
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason}, not far after line {number}); is it text?") from error
+    if number == 0:
+        raise ValueError(f"{path} is empty; leave it out")
+
+
 def _text_kind(path: Path) -> str:
     """.txt, .md or .jsonl, without a packing suffix; ValueError for other files."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -105,7 +146,7 @@ def _text_kind(path: Path) -> str:
     return suffixes[-1]
 
 
-def _checked_file(path: Path, check: Callable[[Path], object]) -> Path:
+def checked_file(path: Path, check: Callable[[Path], object]) -> Path:
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
@@ -115,7 +156,7 @@ def _checked_file(path: Path, check: Callable[[Path], object]) -> Path:
     return path
 
 
-def _describe_file(path: Path) -> dict:
+def describe_file(path: Path) -> dict:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
@@ -285,14 +326,58 @@ def _docstrings(path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# through the package `datasets`
+# from the network
+
+
+class PublishedFile(Corpus):
+    """The file that `fetch` writes to a path, read as the corpus that `read` makes of it; kept no longer than that."""
+
+    unit = "B"
+
+    def __init__(self, fetch: Callable[[Path], None], read: Callable[[Path], Corpus], url: str):
+        self.fetch, self.read, self.url = fetch, read, url
+
+    def describe(self) -> list[dict]:
+        return [{"url": self.url}]
+
+    def pieces(self) -> Iterator[Piece]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / self.url.rpartition("/")[2]
+            self.fetch(path)
+            corpus = self.read(path)
+            self.total = corpus.total
+            for piece in corpus.pieces():
+                self.position = corpus.position
+                yield piece
+
+
+def fetch(url: str, path: Path) -> None:
+    """Downloads a file; whatever can go wrong there is raised as it comes."""
+    import shutil
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
+        shutil.copyfileobj(response, file)
 
 
 class HubRows(Corpus):
-    """Rows of a dataset that `open_rows()` loads through the package `datasets`, a document a row."""
+    """Rows of a dataset that `open_rows()` loads through the package `datasets`, a document a row.
 
-    def __init__(self, open_rows: Callable[[], Iterable[dict]], description: list[dict], field: str):
+    `name` is for messages; fewer rows than `expected` are an error, where they can be counted beforehand.
+    """
+
+    packages = ("datasets",)
+
+    def __init__(
+        self,
+        open_rows: Callable[[], Iterable[dict]],
+        description: list[dict],
+        field: str,
+        name: str,
+        expected: int | None = None,
+    ):
         self.open_rows, self.description, self.field = open_rows, description, field
+        self.name, self.expected = name, expected
         self._rows: Iterable[dict] | None = None
 
     def describe(self) -> list[dict]:
@@ -302,136 +387,82 @@ class HubRows(Corpus):
         if self._rows is None:
             self._rows = self.open_rows()
             self.total = len(self._rows) if hasattr(self._rows, "__len__") else None
+            if self.total is not None and self.expected is not None:
+                check_complete(self.name, self.total, self.expected)
         self.position = 0
         rows = iter(self._rows)
         while (row := self._next(rows)) is not None:
             self.position += 1
-            yield _field(row, self.field, f"row {self.position}"), True
+            yield _field(row, self.field, f"{self.name}, row {self.position}"), True
         if self.position == 0:
-            raise ValueError("the dataset holds no documents")
+            raise ValueError(f"{self.name} holds no documents")
 
     def _next(self, rows: Iterator[dict]) -> dict | None:
         try:
             return next(rows, None)
         except Exception as error:  # whatever pyarrow, json or the network raise: rows are read as they are needed
             raise ValueError(
-                f"reading through the package datasets failed after row {self.position} ({_cause(error)})"
+                f"reading {self.name} through the package datasets failed after row {self.position} ({cause(error)})"
             ) from error
 
 
-def _hub_openwebtext() -> Iterable[dict]:
-    datasets = _datasets_package()
-    try:
-        try:
-            rows = datasets.load_dataset(OPENWEBTEXT, split="train")
-        except RuntimeError as error:
-            if "script" not in str(error):
-                raise
-            # `datasets` 4 runs no loading scripts; where the repository still holds one, the hub keeps a converted copy
-            rows = datasets.load_dataset(OPENWEBTEXT, split="train", revision="refs/convert/parquet")
-    except Exception as error:  # no network, a moved repository, a full disk, a changed layout: one remedy for all
+def check_complete(name: str, found: int, expected: int) -> None:
+    """Raises ValueError where fewer documents were downloaded than there should be."""
+    if found < expected:
         raise ValueError(
-            f"could not get {OPENWEBTEXT} from the Hugging Face hub ({_cause(error)}). Download its "
-            "files where there is a network and pass them: "
-            "python data/prepare.py openwebtext --source FILE.parquet ... (.jsonl works too)"
-        ) from error
-    if len(rows) < OPENWEBTEXT_DOCUMENTS:
-        raise ValueError(
-            f"the hub served {len(rows):,} of OpenWebText's {OPENWEBTEXT_DOCUMENTS:,} documents "
-            "(its converted copies can be partial); download the files and pass them with --source"
+            f"{name}: {found:,} of {expected:,} documents were served (the hub's converted copies can be partial); "
+            "download the files and pass them with --source"
         )
-    return rows
 
 
-def _local_rows(paths: list[Path]) -> Iterable[dict]:
-    datasets = _datasets_package()
-    kind = {"parquet": "parquet", "jsonl": "json"}[_rows_kind(paths[0])]
+def hub_rows(repository: str, config: str | None, split: str, streaming: bool) -> Iterable[dict]:
+    """Rows of a split of a dataset on the Hugging Face hub; whatever can go wrong there is raised as it comes."""
+    load = datasets_package().load_dataset
     try:
+        return load(repository, config, split=split, streaming=streaming)
+    except RuntimeError as error:
+        if "script" not in str(error):
+            raise
+        # `datasets` 4 runs no loading scripts; where the repository still holds one, the hub keeps a converted copy,
+        # in folders CONFIG/SPLIT or, where it is not complete, CONFIG/partial-SPLIT
+        files = {split: f"{config or '*'}/*{split}/*.parquet"}
+        revision = "refs/convert/parquet"
+        return load(repository, data_files=files, split=split, revision=revision, streaming=streaming)
+
+
+def local_rows(paths: list[Path]) -> Iterable[dict]:
+    datasets = datasets_package()
+    kind = "parquet" if paths[0].suffix.lower() == ".parquet" else "json"
+    try:
+        if kind == "parquet":
+            from pyarrow.parquet import read_metadata
+
+            paths = [
+                path for path in paths if read_metadata(path).num_rows
+            ]  # `datasets` stumbles over those of no rows
+            if not paths:
+                return []
         # streaming: the files are here already, an Arrow copy of them would only take space
         return datasets.load_dataset(kind, data_files=[str(path) for path in paths], split="train", streaming=True)
     except Exception as error:
         raise ValueError(
-            f"the package datasets could not read {', '.join(map(str, paths))} ({_cause(error)})"
+            f"the package datasets could not read {', '.join(map(str, paths))} ({cause(error)})"
         ) from error
 
 
-def _rows_kind(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes[-1:] == [".parquet"]:
-        return "parquet"
-    if suffixes[-1:] == [".jsonl"] or (suffixes[-2:-1] == [".jsonl"] and suffixes[-1] in PACKINGS):
-        return "jsonl"
-    raise ValueError(
-        f"{path}: unknown kind of file; known here are .parquet and .jsonl, the latter also followed by .gz or .xz"
-    )
-
-
-def _datasets_package():
+def datasets_package():
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("this needs the package datasets: pip install datasets") from error
+        raise ValueError(
+            "downloads and .parquet files need the package datasets: pip install datasets, or pass local files of "
+            "another kind with --source FILE"
+        ) from error
     return datasets
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The first line of the innermost error, which is the one that says something."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the table of datasets
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """How prepare.py makes a dataset. `val_fraction` None: it brings its own splits. `source`: "never", "optional" or
-    "always" given by the user; only "always" takes --val and --test."""
-
-    summary: str
-    corpora: Callable[[list[Path], list[Path], list[Path], str], dict[str, Corpus]]
-    tokenizer: str = "gpt2"
-    val_fraction: float | None = None
-    source: str = "never"
-
-
-def _pydocs(source, val, test, field) -> dict[str, Corpus]:
-    return {"train": PythonDocs()}
-
-
-def _text(source, val, test, field) -> dict[str, Corpus]:
-    files = {"train": source, "val": val, "test": test}
-    return {split: TextFiles(paths, field) for split, paths in files.items() if paths}
-
-
-def _openwebtext(source, val, test, field) -> dict[str, Corpus]:
-    if not source:
-        return {"train": HubRows(_hub_openwebtext, [{"dataset": OPENWEBTEXT}], field)}
-    paths = [_checked_file(path, _rows_kind) for path in source]
-    if len({_rows_kind(path) for path in paths}) > 1:
-        raise ValueError("--source mixes .parquet and .jsonl files; pass files of one kind")
-    return {"train": HubRows(lambda: _local_rows(paths), [_describe_file(path) for path in paths], field)}
-
-
-DATASETS = {
-    "pydocs": Dataset(
-        "the English that comes with Python: its help topics and docstrings, 2 MB, no download",
-        _pydocs,
-        tokenizer="bytes",
-        val_fraction=0.05,
-    ),
-    "text": Dataset(
-        "your own .txt, .md or .jsonl files (also .gz, .xz), given with --source",
-        _text,
-        val_fraction=0.05,
-        source="always",
-    ),
-    "openwebtext": Dataset(
-        "OpenWebText from the Hugging Face hub (24 GB), or local copies given with --source",
-        _openwebtext,
-        val_fraction=0.0005,
-        source="optional",
-    ),
-}

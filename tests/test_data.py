@@ -589,9 +589,10 @@ def test_a_run_killed_between_the_two_moves_is_mended(tmp_path):
     assert (tmp_path / "o" / "meta.json").exists()
 
 
-def test_memory_stays_bounded(tmp_path, big_text):
+@pytest.mark.parametrize("protocol", ["full", "sedd"])
+def test_memory_stays_bounded(tmp_path, big_text, protocol):
     small = tmp_path / "small.txt"
-    small.write_text("a few words\n")
+    small.write_text("a few words\n" * 500)
     # measured from a small process: a child begins with the peak of the one it was forked from
     measure = (
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, capture_output=True); "
@@ -600,6 +601,7 @@ def test_memory_stays_bounded(tmp_path, big_text):
     peaks = {}
     for source in (small, big_text):
         args = command("text", "--source", source, "--tokenizer", "bytes", "--out", tmp_path / source.stem)
+        args += ["--protocol", protocol] + ["--block-size", "64"] * (protocol == "sedd")
         done = subprocess.run([sys.executable, "-c", measure, *args], capture_output=True, text=True, check=True)
         peaks[source] = int(done.stdout) / 1024
     # a few pieces of 1 MB, as bytes, text and ids, and not the 60 MB of the file or the 120 MB of its ids

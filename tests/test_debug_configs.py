@@ -42,9 +42,9 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
     report = tmp_path / "report.json"
-    status, _, err = script(eval_ppl, run, "--data", data, "--max-sequences", 4, "--json", report)
+    status, _, err = script(eval_ppl, run, "--datasets", data, "--max-sequences", 4, "--json", report)
     assert status == 0, err
-    for result in json.loads(report.read_text())["results"].values():
+    for result in json.loads(report.read_text())["results"]:
         assert 0 < result["nll"] < math.log(257)  # eight steps teach it more than the uniform distribution
 
     mode = "l2r" if path.stem in ("gpt", "gpt2") else "mdm"
