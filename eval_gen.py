@@ -45,11 +45,7 @@ COLUMNS = (
     (4, "T", lambda row: plain(row["sampler"].get("temperature"), "g")),
     (5, "top-p", lambda row: plain(row["sampler"].get("top_p"), "g")),
     (10, "perplexity", lambda row: plain(row["perplexity"], ".2f")),
-    (
-        20,
-        "95% interval",
-        lambda row: f"{plain(row['perplexity_low'], '.2f')} to {plain(row['perplexity_high'], '.2f')}",
-    ),
+    (20, "95% interval", lambda row: interval(row)),
     (7, "entropy", lambda row: plain(row["entropy"], ".3f")),
     (10, "distinct-1", lambda row: plain(row["distinct_1"], ".3f")),
     (10, "distinct-2", lambda row: plain(row["distinct_2"], ".3f")),
@@ -60,7 +56,8 @@ COLUMNS = (
     (8, "tokens/s", lambda row: plain(row.get("tokens_per_second"), ".0f")),
 )
 LEGEND = (
-    "Sampler: mdm and even, and steps; l2r, random and adaptive, and tokens a step; speculative, and tokens drafted. "
+    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, adaptive) or tokens drafted "
+    "(speculative). "
     "Perplexity: exp of all nats over all scored tokens, with a 95% interval over samples. Of a sample's own tokens, "
     "means over samples: entropy of their histogram in nats; distinct-n, the share of n-grams that differ from one "
     "another; repeated, the share of 4-grams that occurred before. NFE: model calls that a sample took part in, mean. "
@@ -201,6 +198,8 @@ def check(a: Arguments) -> list[Sampler]:
         raise ValueError("a run is named twice; name each once")
     if a.batch_size < 1:
         raise ValueError(f"--batch-size is {a.batch_size}; give at least 1")
+    if a.top_k is not None and a.top_k < 1:
+        raise ValueError(f"--top-k is {a.top_k}; give at least 1")
     if a.length is not None and a.length < 2:
         raise ValueError(f"--length is {a.length}; give at least 2, of which a judge can score one")
     names = {field.name for field in dataclasses.fields(Sampler)} & {field.name for field in dataclasses.fields(a)}
@@ -211,7 +210,6 @@ def check(a: Arguments) -> list[Sampler]:
         for steps, group_size, draft in itertools.product(*sweep):
             own = {"steps": steps, "group_size": group_size, "draft": draft, "run": run}
             sampler = modes.with_defaults(Sampler(**common | own, temperature=setting[0], top_p=setting[1]))
-            _ = sampler.choice  # refuses what is out of range
             samplers.append(sampler)
     return samplers if a.runs else []
 
@@ -221,9 +219,11 @@ def parse_setting(text: str) -> tuple[float, float]:
     try:
         temperature, top_p = map(float, text.split(","))
     except ValueError:
-        raise ValueError(
-            f"--settings {text!r}: give temperature and top-p with a comma between, as in 0.9,0.95"
-        ) from None
+        raise ValueError(f"--settings {text}: give temperature and top-p, a comma between, as in 0.9,0.95") from None
+    try:
+        TokenChoice(temperature, top_p)
+    except ValueError as error:
+        raise ValueError(f"--settings {text}: {error}") from error
     return temperature, top_p
 
 
@@ -398,10 +398,7 @@ def header(a: Arguments, judge: Judge, procs: Processes) -> dict:
     settings = dataclasses.asdict(a) | {"dtype": str(pick_dtype(a.dtype, procs.device)).removeprefix("torch.")}
     result = {"command": shlex.join(["python", "eval_gen.py", *sys.argv[1:]]), "judge": judge.describe()}
     result |= {"settings": settings, "processes": procs.world_size, "device": str(procs.device)}
-    found = versions()
-    if "transformers" in sys.modules:
-        found["transformers"] = sys.modules["transformers"].__version__
-    return result | {"versions": found, "rows": []}
+    return result | {"versions": versions() | judge.libraries, "rows": []}
 
 
 def facts(result: dict) -> list[str]:
@@ -444,6 +441,11 @@ def swept(sampler: dict) -> str:
 def plain(value, form: str) -> str:
     """A number, or a dash for what is not known."""
     return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+def interval(row: dict) -> str:
+    low, high = (row[name] for name in BOUNDS)
+    return "-" if math.isnan(low) else f"{low:.2f} to {high:.2f}"
 
 
 def table_row(row: dict | None, width: int) -> str:

@@ -14,7 +14,8 @@ import collections
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ class Judge:
 
     Attributes: `name` as the user gave it; `source`, where its weights lie; `tokenizer`, its name; `context`, tokens of
     a window (None: no limit); `start`, whether there is a start token; `vocab_size`, rows of its token table;
-    `parameters`; `dtype`.
+    `parameters`; `dtype`; `libraries`, versions of those it needs besides the project's own.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Judge:
     parameters: int
     dtype: torch.dtype
     device: torch.device
+    libraries: Mapping[str, str] = types.MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:
         """The judge's ids of a text, in which "<|endoftext|>" stands for the end of a document, as samples have it."""
@@ -186,7 +188,7 @@ class TransformersJudge(Judge):
         # the small files first: they tell what is wrong before anything large is fetched
         config = _loaded(name, "config.json", lambda: transformers.AutoConfig.from_pretrained(name, **safe))
         tokenizer = _loaded(name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name, **safe))
-        self.name, self._tokenizer = name, tokenizer
+        self.name, self._tokenizer, self.libraries = name, tokenizer, {"transformers": transformers.__version__}
         if not self.encode(PROBE):  # transformers makes an empty tokenizer where there is no file of one
             raise ValueError(f"--judge {name} has no tokenizer: save the files of its tokenizer beside the model")
         options = safe | {"use_safetensors": True, "dtype": dtype, "output_loading_info": True}
@@ -264,9 +266,9 @@ def _loaded(name: str, what: str, load):
     try:
         return load()
     except Exception as error:  # no network, no such id, no access, a file that is missing or of another kind
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(
-            f"--judge {name}: its {what} could not be had: {type(error).__name__}: {reason[:300]}. Give a run or "
+            f"--judge {name}: its {what} could not be had: {type(error).__name__}: {reason}. Give a run or "
             "checkpoint of this project, a folder with config.json, model.safetensors and a tokenizer, or the id of a "
             "causal language model on Hugging Face (which needs the network once), as gpt2-large"
         ) from error
