@@ -440,7 +440,7 @@ def swept(sampler: dict) -> str:
 
 def plain(value, form: str) -> str:
     """A number, or a dash for what is not known."""
-    return "-" if value is None or math.isnan(value) else format(value, form)
+    return format(value, form) if isinstance(value, int | float) and not math.isnan(value) else "-"
 
 
 def interval(row: dict) -> str:
@@ -492,7 +492,7 @@ def plot(result: dict) -> bytes:
     from matplotlib.ticker import LogFormatter
 
     figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
-    curves = {}
+    curves, judge = {}, result["judge"]["name"]
     for row in result["rows"]:
         curves.setdefault(curve_of(row), []).append(row)
     runs = list(dict.fromkeys(row["run"] for row in result["rows"]))
@@ -500,11 +500,13 @@ def plot(result: dict) -> bytes:
         x, y = ([row[key] for row in rows] for key in ("entropy", "perplexity"))
         below, above = ([abs(row[key] - row["perplexity"]) for row in rows] for key in BOUNDS)
         marker = "osD^vP*X"[runs.index(rows[0]["run"]) % 8]
-        axes.errorbar(x, y, yerr=(below, above), marker=marker, markersize=5, capsize=2, linewidth=1.2, label=label)
+        axes.errorbar(
+            x, y, yerr=(below, above), marker=marker, markersize=5, capsize=2, linewidth=1.2, label=literal(label)
+        )
         for row in rows:
             point = (row["entropy"], row["perplexity"])
             axes.annotate(swept(row["sampler"]), point, (5, 4), textcoords="offset points", fontsize=8)
-    axes.set(yscale="log", xlabel="unigram entropy, nats", ylabel=f"perplexity under {result['judge']['name']}")
+    axes.set(yscale="log", xlabel="unigram entropy, nats", ylabel=literal(f"perplexity under {judge}"))
     axes.set_title(f"{', '.join(sorted({str(row['samples']) for row in result['rows']}))} samples a point, bars: 95%")
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
@@ -515,6 +517,11 @@ def plot(result: dict) -> bytes:
     figure.savefig(image, dpi=150, format="png")
     plt.close(figure)
     return image.getvalue()
+
+
+def literal(text: str) -> str:
+    """The text for matplotlib, to which dollars are mathematics."""
+    return text.replace("$", r"\$")
 
 
 def curve_of(row: dict) -> str:

@@ -47,7 +47,7 @@ def byte_symbols():
     return symbols
 
 
-def save_tokenizer(folder, symbols, start=False):
+def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
     """A byte-level tokenizer without merges; the id of a symbol is its place. start: it puts end-of-text in front."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -56,11 +56,11 @@ def save_tokenizer(folder, symbols, start=False):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    tokenizer.add_special_tokens([names["eos_token"]])
+    names = {"bos_token": end, "eos_token": end}
+    tokenizer.add_special_tokens([end])
     if start:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", len(symbols))]
+            single=f"{end} $A", special_tokens=[(end, len(symbols))]
         )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
@@ -260,8 +260,11 @@ def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
     assert long[1] == 6 and long[0] / math.log(2) == pytest.approx((3 + 2 + 2 + 1) + (2 + 2), rel=1e-6)
 
 
-def test_end_of_text_in_a_sample_is_the_judges_end_of_text(bigram):
-    judge = load(bigram)
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
+def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path, end):
+    """Whatever the judge calls it: b after it costs 1 bit."""
+    save_tokenizer(save_bigram(tmp_path), "abc", end=end)
+    judge = load(tmp_path)
     assert judge.encode("a<|endoftext|>b") == [0, 3, 1]
     ((nll, _),) = judge.score([judge.encode("a<|endoftext|>b")], 1)
     assert nll / math.log(2) == pytest.approx(3 + 1, rel=1e-6)
@@ -466,7 +469,7 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(script, 
 
 
 def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):
-    rows = ({"text": TEXT},)
+    rows = ({"text": TEXT}, {"text": TEXT, "settings": {"run": "$x^{$", "mode": "mdm", "steps": "?", "top_p": "?"}})
     status, out, err = script(eval_gen, "--samples", write(*rows), "--judge", bigram, "--plot", tmp_path / "plot.png")
     assert status == 0, err
     assert (tmp_path / "plot.png").stat().st_size > 5000 and "the judge's tokens" in out
