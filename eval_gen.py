@@ -507,7 +507,9 @@ def plot(result: dict) -> bytes:
             point = (row["entropy"], row["perplexity"])
             axes.annotate(swept(row["sampler"]), point, (5, 4), textcoords="offset points", fontsize=8)
     axes.set(yscale="log", xlabel="unigram entropy, nats", ylabel=literal(f"perplexity under {judge}"))
-    axes.set_title(f"{', '.join(sorted({str(row['samples']) for row in result['rows']}))} samples a point, bars: 95%")
+    axes.set_title(
+        f"{', '.join(map(str, sorted({row['samples'] for row in result['rows']})))} samples a point, bars: 95%"
+    )
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.margins(0.08)
