@@ -25,7 +25,7 @@ from torch import Tensor
 
 import checkpoint
 from baselines import decode_cached, decode_uncached
-from decode import Engine, Generation, Plan, TokenChoice, mdm_plan
+from decode import Engine, Generation, Plan, TokenChoice, group_sizes, mdm_plan
 from model import AOGPT, ModelConfig
 from runtime import check_output, pick_device, pick_dtype, run_script, to_json, versions
 
@@ -268,13 +268,6 @@ def row_groups(plan: Plan) -> Tensor:
     """The plan with every row's own non-empty steps numbered from 0, (B, T): what decode.generate goes through."""
     starts = plan.step.diff(dim=1, prepend=torch.full_like(plan.step[:, :1], -1)) > 0
     return starts.cumsum(dim=1) - 1
-
-
-def group_sizes(plan: Plan) -> Tensor:
-    """Positions in each of a row's groups, (B, G), zeros at the end of rows with fewer groups."""
-    groups = row_groups(plan)
-    sizes = torch.zeros(len(groups), int(groups.max()) + 1, dtype=torch.long)
-    return sizes.scatter_add_(1, groups, torch.ones_like(groups))
 
 
 def model_calls(system: System, plan: Plan) -> int:

@@ -16,13 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3  # what `fresh_uniforms` of a token's uniform number are for
+
 
 @dataclass(frozen=True)
 class TokenChoice:
     """How a token is drawn from the model's distribution: temperature first, then top-k, then the nucleus."""
 
     temperature: float = 1.0
-    """0 takes the most probable token."""
+    """0 (or less than 1e-10) takes the most probable token."""
     top_p: float = 1.0
     """Keep the fewest most probable tokens whose mass reaches top_p (the nucleus), the lower id first among equals;
     0 keeps the most probable one."""
@@ -44,7 +46,7 @@ class TokenChoice:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_p == 0 or self.top_k == 1
+        return self.temperature < 1e-10 or self.top_p == 0 or self.top_k == 1
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
@@ -53,6 +55,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     The nucleus is sampled without being sorted: a token is drawn from all, and one look at the mass ranked before it
     tells whether it belongs to the nucleus. If it does not, as happens with probability 1 - top_p at most, it is drawn
     again from the nucleus proper. That, too, is exact: P(i) + (1 - P(nucleus)) P(i) / P(nucleus) = P(i) / P(nucleus).
+    Its uniform number is a new one, made of the bits of the first: where in its share the first one fell would depend
+    on the last bits of the logits, and these on the batch.
 
     Args:
         logits: (N, V). uniforms: float64 (N,) in [0, 1).
@@ -64,15 +68,15 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     probs = _tempered(logits, choice)
     if choice.noise != "float64":
         return _gumbel_argmax(_truncated(probs, choice.top_p), uniforms, getattr(torch, choice.noise))
-    drawn, inside, total = _invert(probs, uniforms)
+    drawn, total = _invert(probs, uniforms)
     if choice.top_p == 1:
         return drawn
     wanted = choice.top_p * total
-    outside = _outside_nucleus(probs, drawn, wanted)
+    outside, again = _outside_nucleus(probs, drawn, wanted), fresh_uniforms(uniforms, REDRAWN)
     if not _may_branch(probs):
-        return torch.where(outside, draw(_nucleus(probs, wanted), inside), drawn)
+        return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)
     for row in outside.nonzero().flatten().tolist():
-        drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], inside[row])
+        drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], again[row])
     return drawn
 
 
@@ -133,7 +137,7 @@ def _compare(relation, a: Tensor, b: Tensor, like: Tensor) -> Tensor:
 
 def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     """Mass (N, 1), float64, of the tokens more probable than `least` (N, 1)."""
-    return _compare(torch.gt, probs, least, probs).mul_(probs).double().sum(dim=-1, keepdim=True)
+    return _compare(torch.gt, probs, least, probs).mul_(probs).sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def _missing(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
@@ -180,33 +184,28 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _truncated(probs: Tensor, top_p: float) -> Tensor:
-    return probs if top_p == 1 else _nucleus(probs, top_p * probs.double().sum(dim=-1, keepdim=True))
+    return probs if top_p == 1 else _nucleus(probs, top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
 
 
-def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Look uniforms up in the cumulative weights, first among blocks of them, then in the block.
-
-    Returns the index (N,); where within its share each uniform fell, (N,) in [0, 1), which is again uniform and
-    independent of the index; and the total (N, 1).
-    """
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Look uniforms up in the cumulative weights, first among blocks of them, then in the block: the index (N,), and
+    the total weight (N, 1)."""
     size = math.gcd(weights.shape[-1], 64)
     blocks = weights.unflatten(-1, (-1, size))
-    ends = blocks.double().sum(dim=-1).cumsum(dim=-1)
+    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     block, point = _look_up(ends, uniforms.unsqueeze(-1) * ends[:, -1:])
     before = ends.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
     within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, size)).squeeze(1).double()
-    cumulative = before + within.cumsum(dim=-1)
-    column, point = _look_up(cumulative, point)
-    inside = 1 - (cumulative.gather(1, column) - point) / within.gather(1, column)
-    return (block * size + column).squeeze(1), inside.clamp(0, 1 - 2.0**-53).squeeze(1), ends[:, -1:]
+    column, _ = _look_up(before + within.cumsum(dim=-1), point)
+    return (block * size + column).squeeze(1), ends[:, -1:]
 
 
 def _look_up(cumulative: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
     """The first index (N, 1) whose cumulative weight exceeds the point (N, 1); and the point, moved below the last one
-    if rounding put it there, so that nothing of weight 0 is ever taken."""
+    if rounding put it there, so that nothing of weight 0 is ever taken. Some index where weights are not numbers."""
     last = cumulative[:, -1:]
     point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(cumulative, point, right=True), point
+    return torch.searchsorted(cumulative, point, right=True).clamp(max=cumulative.shape[-1] - 1), point
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: B samples in flight, T positions, G groups, N items of a step, V vocabul
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import model as model_module
-from choice import TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
+from choice import ACCEPTED, CORRECTED, TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
 from model import AOGPT, Feed, KVCache, log_linear_noise, ragged
 from plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
 from runtime import available_memory
@@ -82,10 +83,13 @@ def generate(
 
     Args:
         model: in eval mode, on any device.
-        plan: B samples of up to T <= block_size positions.
+        plan: B samples of up to T <= block_size positions. A decoder that is not told its target position (GPT) makes
+            sense of plans that continue a text from left to right, one token a step.
         tokens: LongTensor (B, T) that holds the given tokens at the plan's given positions; the rest is ignored.
         generator: CPU generator of one uniform number per position, or
-        uniforms: those numbers, float64 (B, T) in sequence order: sample b depends on row b alone.
+        uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on row b alone. The same
+            sample in another batch has logits that differ by rounding: in float32 that moves a token once in about a
+            million (where a draft is rejected more often), in bfloat16 often.
         choice: temperature, top-p, top-k, noise.
         vocab_size: only ids below it are drawn (the rows that pad the token table are not tokens).
         batch_size: samples in flight at once; all by default.
@@ -93,7 +97,8 @@ def generate(
         compile: torch.compile the step, with CUDA graphs on a GPU; worth its minutes for many samples.
         memory: bytes that may be used; by default what the device has free.
 
-    Raises ValueError for what does not fit together, and before the first step if memory would not suffice.
+    Raises ValueError for what does not fit together, before the first step if memory would not suffice, and after the
+    last one if the model's output was not finite. Whoever generates in a loop should keep an `Engine`.
     """
     B, T = plan.order.shape
     for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
@@ -103,7 +108,7 @@ def generate(
     batch_size = min(B, batch_size or B)
     _check_memory(model, plan, batch_size, memory)
     engine = Engine(model, batch_size, T, choice or TokenChoice(), vocab_size, compile)
-    return engine.generate(plan, tokens, uniforms=uniforms, progress=progress)
+    return engine.run(plan, tokens, uniforms, progress)
 
 
 def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
@@ -126,6 +131,8 @@ def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
     for name, value in (("tokens", tokens), ("uniforms", uniforms)):
         if value.shape != (B, T):
             raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
+    if not ((uniforms >= 0) & (uniforms < 1)).all():
+        raise ValueError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
     given = tokens.cpu()[plan.given()]
     ids = model.config.vocab_size if model.config.mask_token is None else model.config.mask_token
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < ids:
@@ -180,12 +187,13 @@ def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
     row_items = int(steps.count.max()) if steps.count.numel() else 0
     revealed = plan.length.max() if plan.reveal != "order" else steps.size.max() if steps.size.numel() else 0
     cache = 0 if c.attention == "full" else 2 * c.n_layer * batch_size * (T + 1) * c.n_embd * width
-    tables = sum(block.adaln.out_features for block in model.blocks) * c.block_size * width if c.adaln else 0
+    tables = (6 * c.n_layer + 2) * c.n_embd * c.block_size * width if c.target == "adaln" else 0
+    packs = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear)) if _can_pack(model) else 0
     items = batch_size * row_items * c.n_embd * width * 24  # residual, modulation, qkv, MLP and what they turn into
     mask = batch_size * row_items * T * (2 + width)
     logits = min(batch_size * int(revealed), _head_rows(c)) * c.vocab_size * (width + 36)
     drafts = batch_size * (plan.draft + 1) * c.vocab_size * 48
-    return cache + tables + items + mask + logits + (drafts if plan.draft else 0)
+    return cache + tables + packs + items + mask + logits + (drafts if plan.draft else 0)
 
 
 def _check_memory(model: AOGPT, plan: Plan, batch_size: int, memory: int | None) -> None:
@@ -193,9 +201,7 @@ def _check_memory(model: AOGPT, plan: Plan, batch_size: int, memory: int | None)
     needed = memory_needed(model, plan, batch_size)
     if free is None or needed <= free:
         return
-    fits = batch_size
-    while fits and memory_needed(model, plan, fits) > free:
-        fits = fits * 3 // 4 if fits > 4 else fits - 1
+    fits = bisect.bisect_right(range(1, batch_size), free, key=lambda rows: memory_needed(model, plan, rows))
     advice = f"a batch size of {fits} fits" if fits else "not even one sample fits: take shorter ones or more steps"
     raise ValueError(
         f"{batch_size} samples of {plan.order.shape[1]} tokens at once need about {needed / 2**30:.3g} GiB, but "
@@ -254,13 +260,12 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.packed, self.bias, "none", [], "")
 
 
 def packed(model: AOGPT) -> AOGPT:
     """The model with packed linear layers, sharing all parameters, where that makes it faster: in float32 on a CPU."""
-    weight = model.wte.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if not _can_pack(model):
         return model
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     for module in list(model.modules()):
@@ -268,6 +273,11 @@ def packed(model: AOGPT) -> AOGPT:
             if isinstance(child, nn.Linear):
                 setattr(module, name, PackedLinear(child))
     return model
+
+
+def _can_pack(model: AOGPT) -> bool:
+    weight = model.wte.weight
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
@@ -283,6 +293,7 @@ class Engine(nn.Module):
     position; a last column takes what nobody reads.
     """
 
+    @torch.no_grad()
     def __init__(self, model: AOGPT, batch_size: int, length: int, choice: TokenChoice, vocab_size=None, compile=False):
         super().__init__()
         self.model, self.choice, self.vocab_size = model if compile else packed(model), choice, vocab_size
@@ -307,10 +318,16 @@ class Engine(nn.Module):
         """As the function of that name, for plans of T positions, B samples at a time."""
         if plan.order.shape[1] != self.T:
             raise ValueError(f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}")
+        return self.run(plan, *_check(self.model, plan, tokens, uniforms, generator), progress)
+
+    @torch.no_grad()
+    def run(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None) -> Generation:
+        """`generate` without its checks."""
         if plan.draft and self.choice.noise != "float64":
             raise ValueError(f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning there")
-        tokens, uniforms = _check(self.model, plan, tokens, uniforms, generator)
         batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
+        if self.shapes is not None and not plan.draft:  # of all batches at once: the fewest shapes that serve them
+            self.shapes.prepare([need for rows in batches for need in self._steps(plan[rows]).needs(plan[rows])])
         parts = [self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches]
         return Generation(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "step", "log_probs", "length")),
@@ -329,6 +346,10 @@ class Engine(nn.Module):
             calls, forwards, step = self._speculate(plan, step, progress)
         else:
             calls, forwards = self._follow(plan, progress)
+        if not self.log_probs[:, : self.T].isfinite().all():
+            raise ValueError(
+                "the model's output is not finite (its weights overflowed or hold NaN); nothing was generated"
+            )
         order = self.order[:, : self.T].cpu()
         ordered = (self.tokens[:, : self.T].cpu(), step, self.log_probs[:, : self.T].cpu())
         in_sequence = (torch.empty_like(v).scatter_(1, order, v)[:rows] for v in ordered)
@@ -349,9 +370,12 @@ class Engine(nn.Module):
         )
         return plan, *(torch.cat([v, v.new_zeros(missing, self.T)]) for v in (tokens, uniforms))
 
+    def _steps(self, plan: Plan) -> Steps:
+        return Steps.of(plan, self.encoder)
+
     def _follow(self, plan: Plan, progress) -> tuple[int, int]:
         """Take the steps of a plan whose group sizes are fixed; model calls and token-forwards."""
-        steps = Steps.of(plan, self.encoder)
+        steps = self._steps(plan)
         active = (steps.size == 0).to(torch.uint8).argsort(dim=1, stable=True)  # rows that reveal something first
         on_device = torch.stack([steps.cached, steps.known, steps.count, steps.size, active], dim=1)
         on_device = on_device.to(self.order.device)
@@ -518,13 +542,13 @@ class Engine(nn.Module):
         p = draft_probs[((size.cumsum(0) - size)[row] + column + 1).clamp(max=len(draft_probs) - 1)]
         p = p * drafted[:, None]  # a step that was not drafted is drawn from q itself
         token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
-        accept = fresh_uniforms(uniforms, 1) * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
+        accept = fresh_uniforms(uniforms, ACCEPTED) * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
         stop = verified.scatter_reduce(0, row, torch.where(accept & drafted, self.T, column), "amin")
         self._write(row, slot, token.squeeze(1), logits)
         last = (verified.cumsum(0) - verified + stop).clamp(max=len(q) - 1)
         rest = (q[last] - p[last]).clamp(min=0)
         rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, q[last])  # p = q up to rounding
-        uniforms = torch.where(drafted[last], fresh_uniforms(uniforms[last], 2), uniforms[last])
+        uniforms = torch.where(drafted[last], fresh_uniforms(uniforms[last], CORRECTED), uniforms[last])
         slot = torch.where(stop < verified, known + 1 + stop, self.T)
         self._write(torch.arange(self.B, device=x.device), slot, draw(rest, uniforms), logits[last])
         return (size.clamp(max=1) + stop + (stop < verified)).cpu()

@@ -17,7 +17,8 @@ class PageSample:
 
     pieces: the text of each token on its own, as `Tokenizer.pieces` gives it.
     step: the step, from 0, at which each token was revealed; -1 for given ones (the prompt).
-    log_probs: the log-probability in nats with which each token was drawn; whatever stands at given ones is ignored.
+    log_probs: the log-probability in nats of each token under the model, when it was drawn; whatever stands at given
+        ones is ignored.
     """
 
     pieces: list[str]

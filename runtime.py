@@ -169,19 +169,28 @@ def check_output(path: Path | None, option: str) -> None:
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """Of the device, of Python, or of PyTorch's CPU allocator, which raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. A ValueError or OSError is the user's to mend: its message, exit status 2, no
-    traceback (set AOGPT_TRACEBACK=1 to see it)."""
+    """Run a script's main and exit. A ValueError, an OSError or too little memory is the user's to mend: its
+    message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it)."""
     try:
         status = main() or 0
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        full = _out_of_memory(error)
+        if isinstance(error, RuntimeError) and not full:
+            raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
         rank = os.environ.get("RANK")
-        print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr)
+        advice = "out of memory; ask for less at once, such as a smaller batch size or fewer samples: " if full else ""
+        print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -65,7 +65,7 @@ class Arguments:
     num_samples: int = 4
     """Samples of each prompt."""
     batch_size: int = 16
-    """Samples in flight at once; it does not change the samples."""
+    """Samples in flight at once; in float32 it does not change the samples, in bfloat16 rounding depends on it."""
     temperature: float = 1.0
     """0 takes the most probable token."""
     top_p: float = 1.0
@@ -77,6 +77,7 @@ class Arguments:
     seed: int = 0
     jsonl: Path | None = None
     """Write a JSON object per sample: text, prompt, tokens, the step and log-probability of each, settings.
+    Log-probabilities, here and on the page, are the model's own, before temperature, top-k and top-p.
     Model calls, token-forwards and seconds are those of all samples together."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""

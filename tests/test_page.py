@@ -197,10 +197,10 @@ def test_every_token_tells_its_probability(show):
     tab = show([PageSample(MIXED.pieces, MIXED.step, [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]])])
     expected = {
         0: ["Once", "position 1 of 7", "given"],
-        2: ["↵↵", "position 3 of 7", "step 4 of 4 (6 in the plan)", "probability 22.3%, -1.500 nats"],
-        3: ["␣a", "position 4 of 7", "step 1 of 4", "probability 2.1e-9, -20.000 nats"],
-        5: ["é", "position 6 of 7", "step 2 of 4 (3 in the plan)", "probability not finite"],
-        6: ["␣time", "position 7 of 7", "step 3 of 4 (5 in the plan)", "probability 12.3%, -2.096 nats"],
+        2: ["↵↵", "position 3 of 7", "step 4 of 4 (6 in the plan)", "model's probability 22.3%, -1.500 nats"],
+        3: ["␣a", "position 4 of 7", "step 1 of 4", "model's probability 2.1e-9, -20.000 nats"],
+        5: ["é", "position 6 of 7", "step 2 of 4 (3 in the plan)", "model's probability not finite"],
+        6: ["␣time", "position 7 of 7", "step 3 of 4 (5 in the plan)", "model's probability 12.3%, -2.096 nats"],
     }
     for position, lines in expected.items():
         token = tab.locator("#text .token").nth(position)
