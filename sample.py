@@ -17,36 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 import checkpoint
+import modes
 import page
 from data.tokenizer import Tokenizer, get_tokenizer
-from decode import Generation, TokenChoice, generate
-from plans import Plan, Schedule, adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+from decode import Generation, TokenChoice
+from modes import Mode, draw, generate_shared, rows_of, with_defaults
+from plans import Schedule
 from runtime import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
-
-# The options that only some modes have: their defaults there, and these modes.
-MODE_OPTIONS = {
-    "steps": (None, ("mdm", "even")),
-    "schedule": ("linear", ("mdm", "even")),
-    "group_size": (1, ("l2r", "random", "adaptive")),
-    "reveal_by": ("confidence", ("adaptive",)),
-    "draft": (8, ("speculative",)),
-    "order": ("random", ("speculative",)),
-}
-LEAST = {"num_samples": 1, "batch_size": 1, "length": 1, "steps": 1, "group_size": 1, "draft": 2}
 
 
 @dataclass(frozen=True)
 class Arguments:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME) or checkpoint file."""
-    mode: Literal["mdm", "even", "l2r", "random", "adaptive", "speculative"] = "mdm"
+    mode: Mode = "mdm"
     """mdm: masked diffusion, exact: every position unmasks at its own random time.
     even: a random order in groups of equal size.
     l2r: left to right.
@@ -127,19 +114,11 @@ def sample(arguments: Arguments, procs: Processes) -> None:
     tokenizer = get_tokenizer(loaded.tokenizer)
     contexts = [encode(request, tokenizer, a.length, loaded.model.config.block_size) for request in requests]
     check_model(a, loaded, requests, contexts)
-    plan, tokens, uniforms = draw(a, contexts)
+    drawn = draw(a, contexts)
 
     started = time.perf_counter()
-    own = procs.share(len(plan))
-    rows, parts = slice(own.start, own.stop), []
-    quiet = None if procs.main else True
-    with tqdm(total=int(plan[rows].revealed().sum()), unit="token", disable=quiet, leave=False) as bar:
-        if own:  # with more processes than samples, some have none
-            options = {"choice": choice, "vocab_size": loaded.vocab_size, "batch_size": a.batch_size}
-            options |= {"compile": a.compile, "progress": bar.update}
-            model = loaded.model.to(dtype)
-            parts = [run(model, plan[rows], tokens[rows], uniforms=uniforms[rows], **options)]
-    parts = sum(procs.gather(parts), [])
+    model, sizes = loaded.model.to(dtype), {"batch_size": a.batch_size, "compile": a.compile}
+    parts = generate_shared(model, drawn, choice, loaded.vocab_size, procs, **sizes)
     if procs.main:
         cost = {name: sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")}
         cost["seconds"] = round(time.perf_counter() - started, 3)
@@ -148,34 +127,12 @@ def sample(arguments: Arguments, procs: Processes) -> None:
         report(a, records(parts, requests, tokenizer), tokenizer, cost, settings)
 
 
-def run(*arguments, **options) -> Generation:
-    try:
-        return generate(*arguments, **options)
-    except ValueError as error:  # too little memory: the engine knows what would fit, but not the option's name
-        raise ValueError(str(error).replace("a batch size of ", "--batch-size ")) from error
-
-
 # ---- what is asked for -----------------------------------------------------------------------------------------------
 
 
 def check(a: Arguments) -> Arguments:
     """The arguments with the defaults of their mode. ValueError for what has no meaning or cannot be written."""
-    defaults = {}
-    for name, (default, modes) in MODE_OPTIONS.items():
-        if a.mode in modes:
-            defaults[name] = default if getattr(a, name) is None else getattr(a, name)
-        elif getattr(a, name) is not None:
-            raise ValueError(
-                f"{option(name)} has no meaning with --mode {a.mode}: leave it out, or take --mode {' or '.join(modes)}"
-            )
-    for name, least in LEAST.items():
-        value = getattr(a, name)
-        if value is not None and not least <= value <= 2**31:
-            raise ValueError(f"{option(name)} is {value}; give at least {least} (and at most 2**31)")
-    if not 0 <= a.seed < 2**63:
-        raise ValueError(f"--seed is {a.seed}; give an integer from 0 to 2**63 - 1")
-    if a.mode == "speculative" and a.noise != "float64":
-        raise ValueError(f"--noise {a.noise} has no meaning with --mode speculative, which draws exactly; leave it out")
+    a = with_defaults(a)
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise ValueError("give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold both kinds")
     check_output(a.jsonl, "--jsonl")
@@ -183,11 +140,7 @@ def check(a: Arguments) -> Arguments:
     files = [path.resolve() for path in (a.prompts, a.jsonl, a.html) if path]
     if len(set(files)) < len(files):
         raise ValueError("--prompts, --jsonl and --html name the same file twice; name different ones")
-    return dataclasses.replace(a, **defaults)
-
-
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return a
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -274,16 +227,8 @@ def encode_infill(request: Request, tokenizer: Tokenizer, length: int | None, bl
 def check_model(a: Arguments, loaded: checkpoint.Loaded, requests: list[Request], contexts: list[list]) -> None:
     """ValueError if the model cannot do what is asked for."""
     config = loaded.model.config
+    modes.check_model(a, config)
     l2r_only = config.attention == "causal" and config.target == "none"
-    if l2r_only and (a.mode != "l2r" or a.group_size > 1):
-        what = f"--group-size {a.group_size}" if a.mode == "l2r" else f"--mode {a.mode}"
-        raise ValueError(
-            f"{what} needs a model that is told its target position; this one takes --mode l2r, group size 1"
-        )
-    if a.mode == "speculative" and config.attention == "full":
-        raise ValueError(
-            "--mode speculative needs causal attention, and this model has full attention; take another mode"
-        )
     for request, context in zip(requests, contexts, strict=True):
         if loaded.scored_from and context[0] is None:
             raise ValueError(
@@ -297,49 +242,16 @@ def check_model(a: Arguments, loaded: checkpoint.Loaded, requests: list[Request]
             )
 
 
-# ---- all the randomness, whatever the batches and processes ----------------------------------------------------------
-
-
-def draw(a: Arguments, contexts: list[list[int | None]]) -> tuple[Plan, Tensor, Tensor]:
-    """Plan, given tokens (B, T) and uniform numbers (B, T) of all samples, `num_samples` in a row for each context."""
-    generator = torch.Generator().manual_seed(a.seed)
-    length = torch.tensor([len(context) for context in contexts])
-    tokens = pad_sequence([torch.tensor([t or 0 for t in c]) for c in contexts], batch_first=True)
-    given = pad_sequence([torch.tensor([t is not None for t in c]) for c in contexts], batch_first=True)
-    length, tokens, given = (v.repeat_interleave(a.num_samples, dim=0) for v in (length, tokens, given))
-    plan = make_plan(a, length, given, generator)
-    return plan, tokens, torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
-
-
-def make_plan(a: Arguments, length: Tensor, given: Tensor, generator: torch.Generator) -> Plan:
-    """length: LongTensor (B,). given: BoolTensor (B, T)."""
-    B = len(length)
-    match a.mode:
-        case "mdm" | "even":
-            steps = a.steps or int((length - given.sum(dim=1)).max())
-            return mdm_plan(B, length, steps, generator, given, even=a.mode == "even", schedule=a.schedule)
-        case "l2r":
-            return l2r_plan(B, length, given, a.group_size)
-        case "random":
-            return random_plan(B, length, generator, given, a.group_size)
-        case "adaptive":
-            return adaptive_plan(B, length, a.reveal_by, generator, given, a.group_size)
-        case "speculative":
-            return speculative_plan(B, length, a.draft, generator if a.order == "random" else None, given)
-
-
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def records(parts: list[Generation], requests: list[Request], tokenizer: Tokenizer) -> list[dict]:
     """Of each sample: text, what was given, and lists as long as the sample."""
-    rows = [row for p in parts for row in zip(p.tokens, p.step, p.log_probs, p.length.tolist(), strict=True)]
-    samples = []
-    for number, (tokens, step, log_probs, length) in enumerate(rows):
+    rows, samples = rows_of(parts), []
+    for number, (tokens, step, log_probs) in enumerate(rows):
         index = number * len(requests) // len(rows)
-        tokens, step, log_probs = (v[:length].tolist() for v in (tokens, step, log_probs))
         record = {"text": tokenizer.decode(tokens), "prompt_index": index, requests[index].kind: requests[index].text}
-        record |= {"length": length, "tokens": tokens, "step": step, "log_probs": [round(p, 6) for p in log_probs]}
+        record |= {"length": len(tokens), "tokens": tokens, "step": step, "log_probs": [round(p, 6) for p in log_probs]}
         samples.append(record)
     return samples
 

@@ -15,6 +15,7 @@ from test_train import ALONE, tiny_config
 
 import checkpoint
 import decode
+import modes
 import sample
 import train
 from data.tokenizer import get_tokenizer
@@ -228,7 +229,7 @@ def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
         assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != column(exact, "tokens")
     compiled = []
     monkeypatch.setattr(
-        sample, "generate", lambda *a, compile, **k: compiled.append(compile) or decode.generate(*a, **k)
+        modes, "generate", lambda *a, compile, **k: compiled.append(compile) or decode.generate(*a, **k)
     )
     draw()
     draw("--compile")

@@ -1,0 +1,632 @@
+"""eval_gen.py and judge.py: known judges and measures by hand; the same numbers however they are had."""
+# ruff: noqa: F811  (fixtures are imported by their names)
+
+import dataclasses
+import json
+import math
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import torchrun
+from test_sample import MODES, column, encoder, read_lines  # noqa: F401
+from test_scripts import LENGTH, data, plain, run, script  # noqa: F401
+
+import checkpoint
+import eval_gen
+import judge as judges
+import sample
+from data.tokenizer import BytesTokenizer, get_tokenizer
+from objectives import estimate
+from runtime import Processes
+
+CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
+BIGRAM = [  # p(column | row) of the symbols a, b, c and end-of-text: powers of two, so that perplexities are known
+    [1 / 2, 1 / 4, 1 / 8, 1 / 8],
+    [1 / 4, 1 / 4, 1 / 4, 1 / 4],
+    [1 / 8, 1 / 8, 1 / 4, 1 / 2],
+    [1 / 8, 1 / 2, 1 / 4, 1 / 8],
+]
+# Costs (bits) of b|a a|b a|a c|a c|c: 2 + 2 + 1 + 3 + 2
+TEXT, BITS = "abaacc", 10
+
+
+def byte_symbols():
+    """The symbol that byte-level tokenizers have for every byte."""
+    from tokenizers import pre_tokenizers
+
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    others = [b for b in range(256) if b not in printable]
+    symbols = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    assert sorted(symbols.values()) == sorted(level.alphabet())
+    return symbols
+
+
+def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
+    """A byte-level tokenizer without merges; the id of a symbol is its place. start: it puts end-of-text in front."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    names = {"bos_token": end, "eos_token": end}
+    tokenizer.add_special_tokens([end])
+    if start:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{end} $A", special_tokens=[(end, len(symbols))]
+        )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def save_bigram(folder, bigram=None, context=64, start=False):
+    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's distribution from the last one.
+
+    LayerNorm makes high on the hot unit and low elsewhere of a one-hot embedding; its bias takes low off again.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    log_probs = torch.tensor(bigram or BIGRAM, dtype=torch.float64).log()
+    V = len(log_probs)
+    sizes = {"vocab_size": V, "n_embd": V, "n_layer": 1, "n_head": 1, "n_positions": context}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False, bos_token_id=V - 1, eos_token_id=V - 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.transformer.wte.weight.copy_(torch.eye(V))
+        low, high = F.layer_norm(torch.eye(V, dtype=torch.float64)[0], (V,)).sort().values[[0, -1]]
+        model.transformer.ln_f.weight.fill_(1)
+        model.transformer.ln_f.bias.fill_(-low)
+        model.lm_head.weight.copy_(log_probs.T / (high - low))
+    model.save_pretrained(folder)
+    save_tokenizer(folder, "abc", start)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bigram(tmp_path_factory):
+    return save_bigram(tmp_path_factory.mktemp("bigram"))
+
+
+@pytest.fixture(scope="module")
+def byte_judge(tmp_path_factory):
+    """A random GPT-2 over bytes in another order than ours."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("bytes")
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 257, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.5)).save_pretrained(folder)
+    save_tokenizer(folder, [symbol for _, symbol in sorted(byte_symbols().items(), reverse=True)])
+    return folder
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows, or lines as they are, to a .jsonl file."""
+
+    def call(*rows, name="samples.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return call
+
+
+@pytest.fixture
+def report(script, tmp_path):
+    """Run eval_gen.py; what it wrote to --json."""
+
+    def call(*arguments):
+        status, _, err = script(eval_gen, *arguments, "--json", tmp_path / "result.json")
+        assert status == 0, err
+        return json.loads((tmp_path / "result.json").read_text())
+
+    return call
+
+
+def load(name):
+    return judges.load_judge(str(name), torch.float32, CPU)
+
+
+def scores_of(result, row=0):
+    """Everything in a row of the results but what it cost."""
+    cost = ("model_calls", "token_forwards", "seconds", "tokens_per_second", "run", "sampler")
+    return {key: value for key, value in result["rows"][row].items() if key not in cost}
+
+
+def assert_same(a, b, rtol=1e-6):
+    """The same names and numbers; float32 sums in another order differ by about 1e-7."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key], rtol)
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y, rtol)
+    elif isinstance(a, float):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-9)
+    else:
+        assert a == b
+
+
+# ---- measures, by hand -----------------------------------------------------------------------------------------------
+
+
+def test_entropy_is_that_of_the_histogram_in_nats():
+    assert judges.unigram_entropy([7, 7, 7, 7]) == 0
+    assert judges.unigram_entropy([1, 2, 3, 4]) == pytest.approx(math.log(4), rel=1e-15)
+    assert judges.unigram_entropy([1, 1, 2, 3]) == pytest.approx(1.5 * math.log(2), rel=1e-15)
+    assert math.isnan(judges.unigram_entropy([]))
+
+
+def test_distinct_counts_types_among_the_n_grams():
+    tokens = [1, 2, 1, 2, 1, 3]  # pairs 12 21 12 21 13; triples 121 212 121 213
+    assert [judges.distinct(tokens, n) for n in (1, 2, 3)] == [3 / 6, 3 / 5, 3 / 4]
+    assert judges.distinct([1, 2], 2) == 1 and math.isnan(judges.distinct([1, 2], 3))
+
+
+def test_repetition_is_the_share_of_4_grams_that_occurred_before():
+    assert judges.repetition([1, 2, 3, 4, 5, 6]) == 0
+    assert judges.repetition([5] * 8) == pytest.approx(4 / 5)  # 5 times 5555: all but the first
+    assert judges.repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)  # 1234 2341 3412 4123 1234
+    assert math.isnan(judges.repetition([1, 2, 3]))
+
+
+def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
+    got = judges.corpus_perplexity([2.0, 9.0], [1, 3])
+    assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(math.exp(11 / 4), rel=1e-14)
+    # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under the root, over 4 tokens
+    error = math.sqrt(2 * 9 / 16 * 2) / 4
+    assert got["standard_error"] == pytest.approx(error, rel=1e-14)
+    assert got["perplexity_low"] == pytest.approx(math.exp(11 / 4 - 1.96 * error), rel=1e-14)
+    assert got["perplexity_high"] == pytest.approx(math.exp(11 / 4 + 1.96 * error), rel=1e-14)
+
+
+def test_with_equal_lengths_the_error_is_the_standard_error_of_the_mean():
+    totals = (torch.rand(9, generator=torch.Generator().manual_seed(0)) * 30).double()
+    got, expected = judges.corpus_perplexity(totals.tolist(), [5] * 9), estimate(totals / 5)
+    assert got["nll"] == pytest.approx(expected.nll, rel=1e-12)
+    assert got["standard_error"] == pytest.approx(expected.standard_error, rel=1e-12)
+    assert got["perplexity"] == pytest.approx(expected.perplexity, rel=1e-12)
+
+
+def test_the_interval_covers_the_truth_for_samples_of_unequal_lengths():
+    """Nats per token of 2 in all; 400 repetitions of 60 samples, whose lengths and means go together."""
+    generator, covered = np.random.default_rng(1), 0
+    for _ in range(400):
+        length = generator.integers(5, 40, size=60)
+        totals = length * 2 + generator.normal(size=60) * length**0.7
+        got = judges.corpus_perplexity(totals.tolist(), length.tolist())
+        covered += got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"]
+    assert 0.92 * 400 <= covered <= 0.98 * 400  # 95%, give or take 2.8 standard deviations of 1.1%
+
+
+def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
+    one, none = judges.corpus_perplexity([3.0, 0.0], [2, 0]), judges.corpus_perplexity([0.0], [0])
+    assert one["nll"] == 1.5 and math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
+    assert math.isnan(none["perplexity"])
+    assert judges.corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
+
+
+# ---- judges of transformers ------------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report, write, bigram):
+    """`cb` costs 3 bits; the first token of each text is not scored."""
+    result = report("--samples", write({"text": TEXT}, {"text": "cb"}), "--judge", bigram)
+    row, (first, second) = result["rows"][0], result["rows"][0]["per_sample"]
+    # float32 logits of up to 2.1 nats
+    assert first["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6) and first["scored_tokens"] == 5
+    assert second["perplexity"] == pytest.approx(2**3, rel=1e-6) and second["scored_tokens"] == 1
+    assert row["perplexity"] == pytest.approx(2 ** ((BITS + 3) / 6), rel=1e-6) and row["scored_tokens"] == 6
+    assert row["mean_sample_perplexity"] == pytest.approx((4 + 8) / 2, rel=1e-6)
+    # aaa, b, cc; and c, b
+    assert row["entropy"] == pytest.approx(
+        (-(3 * math.log(1 / 2) + math.log(1 / 6) + 2 * math.log(1 / 3)) / 6) / 2 + math.log(2) / 2
+    )
+    assert row["tokens_judged"] == "text" and row["tokenizer"] is None and row["nfe"] is None
+    assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
+    assert "transformers" in result["versions"]
+
+
+def test_a_uniform_judge_gives_its_number_of_tokens(tmp_path):
+    judge = load(save_bigram(tmp_path, [[1 / 4] * 4] * 4))
+    for nll, count in judge.score([judge.encode("abcabc"), judge.encode("cab")], 8):
+        assert math.exp(nll / count) == pytest.approx(4, rel=1e-6)
+
+
+def test_a_sample_longer_than_the_context_is_cut_into_windows(tmp_path):
+    """Windows of 4 of abaa|ccab|c: 2 + 2 + 1, then 2 + 3 + 2, and the last window has nothing to score."""
+    judge = load(save_bigram(tmp_path, context=4))
+    ((nll, count),) = judge.score([judge.encode("abaaccabc")], 8)
+    assert count == 6 and nll / math.log(2) == pytest.approx(12, rel=1e-6)
+
+
+def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
+    """a after end-of-text costs 3 bits. It takes a place of the context: windows of 4 of abaa|cc, c after it 2 bits."""
+    judge = load(save_bigram(tmp_path, context=5, start=True))
+    assert judge.start and judge.context == 4
+    (short, long) = judge.score([judge.encode("ab"), judge.encode(TEXT)], 8)
+    assert short[1] == 2 and short[0] / math.log(2) == pytest.approx(3 + 2, rel=1e-6)
+    assert long[1] == 6 and long[0] / math.log(2) == pytest.approx((3 + 2 + 2 + 1) + (2 + 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
+def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path, end):
+    """Whatever the judge calls it: b after it costs 1 bit."""
+    save_tokenizer(save_bigram(tmp_path), "abc", end=end)
+    judge = load(tmp_path)
+    assert judge.encode("a<|endoftext|>b") == [0, 3, 1]
+    ((nll, _),) = judge.score([judge.encode("a<|endoftext|>b")], 1)
+    assert nll / math.log(2) == pytest.approx(3 + 1, rel=1e-6)
+
+
+def test_scores_do_not_depend_on_the_batches(byte_judge):
+    judge, generator = load(byte_judge), np.random.default_rng(0)
+    samples = [generator.integers(0, 256, size=size).tolist() for size in (5, 90, 2, 64, 17, 200, 33)]
+    alone = [judge.score([ids], 1)[0] for ids in samples]
+    done = []
+    for size in (1, 3, 50):
+        np.testing.assert_allclose(judge.score(samples, size, done.append), alone, rtol=1e-6)
+    assert sum(done) == 3 * len(judge.windows(samples)) == 3 * (1 + 2 + 1 + 1 + 1 + 4 + 1)
+
+
+def test_the_same_ids_are_scored_directly_and_others_through_text(report, run, tmp_path, byte_judge):
+    """A copy of the judge with our bytes in our order, and its table in the same order: the same scores, from ids."""
+    from transformers import GPT2LMHeadModel
+
+    ours, common = tmp_path / "ours", [run, "--num-samples", 5, "--settings", "0.3,1"]
+    save_tokenizer(ours, [symbol for _, symbol in sorted(byte_symbols().items())])
+    model = GPT2LMHeadModel.from_pretrained(byte_judge)
+    with torch.no_grad():
+        model.transformer.wte.weight[:256] = model.transformer.wte.weight[:256].flip(0)
+    model.save_pretrained(ours)
+    assert load(ours).has_ids_of("bytes") and not load(byte_judge).has_ids_of("bytes")
+    saved = tmp_path / "saved.jsonl"
+    direct, through = report(*common, "--judge", ours, "--save-samples", saved), report(*common, "--judge", byte_judge)
+    assert direct["rows"][0]["tokens_judged"] == "ids" and through["rows"][0]["tokens_judged"] == "retokenised"
+    assert not any("\ufffd" in text for text in column(read_lines(saved), "text")), (
+        "bytes that are no text cannot go through it"
+    )
+    assert_same(direct["rows"][0]["per_sample"], through["rows"][0]["per_sample"])
+
+
+def test_gpt2s_ids_are_known_to_a_judge_that_has_them(tmp_path):
+    """A tokenizer of transformers with GPT-2's vocabulary (its merges do not matter for ids that are there already)."""
+    import tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    try:
+        gpt2 = get_tokenizer("gpt2")
+    except ValueError:
+        pytest.skip("GPT-2's tokenizer is not at hand")
+    symbols = byte_symbols()
+    vocabulary = {"".join(symbols[b] for b in gpt2._bytes(i)): i for i in range(gpt2.eot)}
+    GPT2LMHeadModel(GPT2Config(n_embd=2, n_layer=1, n_head=1, n_positions=8)).save_pretrained(tmp_path)
+    for shift, same in ((0, True), (1, False)):
+        shifted = {symbol: (i + shift) % gpt2.eot for symbol, i in vocabulary.items()}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=shifted, merges=[]))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+        wrapped.save_pretrained(tmp_path)
+        judge = load(tmp_path)
+        assert judge.has_ids_of("gpt2") is same and not judge.has_ids_of("bytes")
+
+
+def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(bigram):
+    """The judge's tokenizer knows a, b and c only. Such a row of a file is an error instead."""
+    tokens = [list(text.encode()) for text in ("xyz", TEXT)]
+    rows = [{"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)} for ids in tokens]
+    samples = eval_gen.SampleSet("run", rows, {}, {}, "bytes")
+    row = eval_gen.evaluate_set(samples, load(bigram), 4, ALONE)
+    assert row["unscored_samples"] == 1 and row["samples"] == 2 and row["scored_tokens"] == 5
+    assert row["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6)
+    assert math.isnan(row["per_sample"][0]["perplexity"]) and row["distinct_1"] == (1 + 1 / 2) / 2
+
+
+# ---- judges of this project ------------------------------------------------------------------------------------------
+
+
+def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, plain):
+    """Against token_log_probs in float64; the run has a start token, so all tokens are scored."""
+    tokens = [list(b"the order of any"), list(b"mask")]
+    path = write(*({"text": bytes(ids).decode(), "tokens": ids} for ids in tokens))
+    for name in (run, plain):
+        result = report("--samples", path, "--judge", name)
+        model, row = checkpoint.load_model(name).double(), result["rows"][0]
+        expected = [-float(model.token_log_probs(torch.tensor([x]), torch.arange(len(x))[None]).sum()) for x in tokens]
+        # float32 against float64: log-probabilities of about 3 nats, 16 of them
+        np.testing.assert_allclose([s["nll"] for s in row["per_sample"]], expected, rtol=1e-5)
+        assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
+        assert row["perplexity"] == pytest.approx(math.exp(sum(expected) / 20), rel=1e-5)
+        assert row["tokens_judged"] == "ids" and row["tokenizer"] == "bytes"
+        assert f"{checkpoint.find(name)[-1]} (step" in result["judge"]["source"]
+
+
+def test_our_own_judge_without_a_start_token_does_not_score_the_first(run):
+    loaded = dataclasses.replace(checkpoint.load(run), scored_from=1)
+    judge, tokens = judges.OurJudge("run", loaded, torch.float64, CPU), list(b"predict the model")
+    windows = tokens[:LENGTH], tokens[LENGTH:]
+    log_probs = [loaded.model.token_log_probs(torch.tensor([w]), torch.arange(len(w))[None])[0] for w in windows]
+    ((nll, count),) = judge.score([tokens], 1)
+    assert count == LENGTH - 1 and nll == pytest.approx(-float(log_probs[0][1:].sum()), rel=1e-12)
+
+
+def test_text_reaches_our_own_judge_with_its_end_of_text(run):
+    assert load(run).encode("a<|endoftext|>é") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
+
+
+# ---- samples: made, and read -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(script, report, run, tmp_path, mode):
+    common, path = [*MODES[mode], "--num-samples", 3, "--seed", 4, "--batch-size", 1], tmp_path / "samples.jsonl"
+    assert script(sample, run, *common, "--top-p", 0.9, "--jsonl", path)[0] == 0
+    direct = report(run, "--judge", run, *common, "--settings", "1,0.9", "--save-samples", tmp_path / "saved.jsonl")
+    # a sample alone in its batch takes part in all calls
+    (row,) = direct["rows"]
+    assert sum(s["nfe"] for s in row["per_sample"]) == row["model_calls"]
+    for file in (path, tmp_path / "saved.jsonl"):
+        read = report("--samples", file, "--judge", run)
+        assert_same(scores_of(read), scores_of(direct))
+        assert read["rows"][0]["run"] == str(run) and read["rows"][0]["model_calls"] == row["model_calls"]
+    for ours, theirs in zip(read_lines(tmp_path / "saved.jsonl"), read_lines(path), strict=True):
+        assert {"scores"} == ours.keys() - theirs.keys() and theirs.keys() <= ours.keys()
+        assert (ours["tokens"], ours["step"], ours["text"]) == (theirs["tokens"], theirs["step"], theirs["text"])
+        shared = ours["settings"].keys() & theirs["settings"].keys() - {
+            "steps",
+            "length",
+        }  # known, where they were left out
+        assert {k: ours["settings"][k] for k in shared} == {k: theirs["settings"][k] for k in shared}
+
+
+def test_batches_change_no_number(report, run, byte_judge):
+    common = [run, "--judge", byte_judge, "--num-samples", 7, "--steps", 4, 16, "--settings", "1,1", "0.7,0.95"]
+    expected = report(*common, "--batch-size", 1)
+    for size in (3, 20):
+        again = report(*common, "--batch-size", size)
+        for row in range(4):
+            assert_same(scores_of(again, row), scores_of(expected, row))
+            assert again["rows"][row]["token_forwards"] == expected["rows"][row]["token_forwards"]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
+    """Also with fewer samples than processes, and for samples of a file."""
+    path = write(*({"text": f"any order {i}"} for i in range(3)))
+    common = [run, "--samples", path, "--judge", run, "--num-samples", count, "--steps", 4, "--seed", 3]
+    torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json", "--save-samples", tmp_path / "two.jsonl")
+    two, one = (
+        json.loads((tmp_path / "two.json").read_text()),
+        report(*common, "--save-samples", tmp_path / "one.jsonl"),
+    )
+    assert two["processes"] == 2
+    for row in range(2):
+        assert_same(scores_of(two, row), scores_of(one, row))
+    tokens = [[line.get("tokens") for line in read_lines(tmp_path / name)] for name in ("one.jsonl", "two.jsonl")]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == count + 3
+
+
+def test_rows_of_a_file_are_grouped_by_their_settings(report, run, tmp_path):
+    path = tmp_path / "saved.jsonl"
+    common = ["--judge", run, "--num-samples", 3]
+    made = report(run, *common, "--steps", 4, 16, "--settings", "1,1", "0.7,0.95", "--save-samples", path)
+    read = report("--samples", path, *common)
+    for row in range(4):
+        assert_same(scores_of(read, row), scores_of(made, row))
+        for key in ("steps", "temperature", "noise", "dtype"):
+            assert read["rows"][row]["sampler"][key] == made["rows"][row]["sampler"][key]
+
+
+def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
+    path = tmp_path / "prompted.jsonl"
+    script(sample, run, "--prompt", "the ", "--num-samples", 2, "--jsonl", path)
+    row = report("--samples", path, "--judge", run)["rows"][0]
+    assert row["given_tokens"] == 8 and row["tokens"] == 2 * LENGTH
+    _, out, _ = script(eval_gen, "--samples", path, "--judge", run)
+    assert "8 tokens were given, not generated" in out
+
+
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(script, run, encoder, tmp_path):
+    files = {name: tmp_path / f"result.{name}" for name in ("json", "markdown", "plot")}
+    options = [part for name, path in files.items() for part in (f"--{name}", path)]
+    sizes = ["--num-samples", 4, "--steps", 2, 8, "--settings", "1,1", "0.9,0.95", "0.7,0.95", "--noise", "float32"]
+    status, out, err = script(eval_gen, run, encoder, "--judge", run, *sizes, "--top-k", 50, *options)
+    assert status == 0, err
+    result = json.loads(files["json"].read_text())
+    samplers = [row["sampler"] for row in result["rows"]]
+    keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
+    settings = ((1, 1), (0.9, 0.95), (0.7, 0.95))
+    assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]
+    for s in samplers:
+        assert (s["noise"], s["dtype"], s["top_k"], s["seed"], s["length"]) == ("float32", "float32", 50, 0, LENGTH)
+        assert "(step" in s["checkpoint"] and s["versions"]["torch"] == torch.__version__
+    for row in result["rows"]:
+        assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
+        assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
+        assert row["tokens_per_second"] == pytest.approx(4 * LENGTH / row["seconds"])
+    cold = [row["entropy"] for row in result["rows"][4:6]]
+    assert max(cold) < min(row["entropy"] for row in result["rows"][:2]), "a low temperature repeats itself"
+    table, text = [line for line in out.splitlines() if line.startswith("|")], files["markdown"].read_text()
+    assert len(table) == 2 + 12 and all(line in text for line in table) and "python eval_gen.py" in text
+    assert len({len(line) for line in table}) == 1 and f"{result['rows'][3]['perplexity']:.2f}" in table[2 + 3]
+    assert "noise of float32" in out and "noise of float32" in text
+    assert files["plot"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):
+    rows = ({"text": TEXT}, {"text": TEXT, "settings": {"run": "$x^{$", "mode": "mdm", "steps": "?", "top_p": "?"}})
+    status, out, err = script(eval_gen, "--samples", write(*rows), "--judge", bigram, "--plot", tmp_path / "plot.png")
+    assert status == 0, err
+    assert (tmp_path / "plot.png").stat().st_size > 5000 and "the judge's tokens" in out
+
+
+def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run):
+    for mode, name, sizes in (("l2r", "group_size", [1, 4]), ("speculative", "draft", [2, 5])):
+        rows = report(run, "--judge", run, "--mode", mode, eval_gen.flag(name), *sizes, "--num-samples", 2)["rows"]
+        assert [row["sampler"][name] for row in rows] == sizes
+        assert all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
+
+
+def test_help_exits_0_and_names_every_option(script):
+    status, out, _ = script(eval_gen, "--help")
+    assert status == 0 and "python eval_gen.py" in out
+    for field in dataclasses.fields(eval_gen.Arguments):
+        assert (eval_gen.flag(field.name) if field.name != "runs" else "RUN") in out
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def fails(script, *arguments):
+    status, out, err = script(eval_gen, *arguments)
+    assert status == 2 and err.startswith("error: "), err
+    return " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([], "there is no sample in it"),
+        (["\n", "  \n"], "there is no sample in it"),
+        ([{"text": TEXT}, '{"text": \n'], "line 2: this is not JSON"),
+        (["[1, 2]\n"], 'line 1: give an object with "text"'),
+        ([{"prompt": "a"}], 'line 1: give an object with "text"'),
+        ([{"text": 3}], 'line 1: give an object with "text"'),
+        ([{"text": TEXT}, {"text": "a"}], "line 2: the sample has 1 tokens; 2 at least"),
+        ([{"text": ""}], "line 1: the sample has 0 tokens"),
+        ([{"text": "a", "tokens": [97]}], "line 1: the sample has 1 tokens"),
+        ([{"text": "ab", "tokens": [97, "b"]}], 'line 1: "tokens" must be a list of whole numbers'),
+        ([{"text": "ab", "tokens": [97, 98], "step": [1]}], 'line 1: "step" and "tokens" must be equally long'),
+        ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab", "tokens": [1, 2]}], 'line 2: "tokens" are not those'),
+        ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab"}], 'some rows have "tokens", some not'),
+        ([{"text": "ab", "settings": 3}], 'line 1: "settings" must be an object'),
+    ],
+)
+def test_a_bad_file_of_samples_is_refused_with_its_line(script, write, bigram, lines, message):
+    assert message in fails(script, "--samples", write(*lines), "--judge", bigram)
+
+
+def test_tokens_of_no_known_tokenizer_are_refused(script, write, bigram, monkeypatch):
+    # GPT-2's tokenizer may not be at hand, and any that has no such id serves here
+    monkeypatch.setattr(eval_gen, "get_tokenizer", lambda name: get_tokenizer("bytes"))
+    path = write({"text": "ab", "tokens": [500, 2]})
+    assert "in any known tokenizer" in fails(script, "--samples", path, "--judge", bigram)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "name a run to sample from"),
+        (["RUN", "RUN"], "a run is named twice"),
+        (["RUN", "--settings", "0.9"], "--settings 0.9: give temperature and top-p"),
+        (["RUN", "--settings", "-1,1"], "--settings -1,1: temperature is -1.0"),
+        (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: top_p is 1.5"),
+        (["RUN", "--settings"], "--settings is empty"),
+        (["RUN", "--steps", 0], "--steps is 0; give at least 1"),
+        (["RUN", "--steps"], "--steps is empty"),
+        (["RUN", "--top-k", 0], "--top-k is 0"),
+        (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
+        (["RUN", "--group-size", 4], "--group-size has no meaning with --mode mdm"),
+        (["RUN", "--mode", "speculative", "--noise", "float32"], "--noise float32 has no meaning"),
+        (["RUN", "--num-samples", 0], "--num-samples is 0"),
+        (["RUN", "--batch-size", 0], "--batch-size is 0"),
+        (["RUN", "--length", 1], "--length is 1; give at least 2"),
+        (["RUN", "--length", LENGTH + 1], f"was built for up to {LENGTH} tokens"),
+        (["RUN", "--seed", -1], "--seed is -1"),
+        (["RUN", "--json", "nowhere/x.json"], "there is no folder nowhere"),
+        (["RUN", "--json", "x", "--plot", "x"], "name the same file twice"),
+        (["ENCODER", "--mode", "speculative"], "needs causal attention"),
+        (["PLAIN"], "PLAIN: --mode mdm needs a model that is told its target position"),
+        (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(script, run, encoder, plain, arguments, message):
+    paths = {"RUN": run, "ENCODER": encoder, "PLAIN": plain}
+    arguments = [paths.get(part, part) for part in arguments]
+    found = fails(script, *arguments, "--judge", run)
+    assert message.replace("PLAIN", str(plain)) in found
+
+
+def test_a_model_without_a_start_token_is_sent_to_sample_py(script, run, monkeypatch):
+    load = checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
+    assert "make samples with sample.py --prompt" in fails(script, run, "--judge", run)
+
+
+def test_a_judge_that_is_missing_is_an_error(script, write, tmp_path, monkeypatch):
+    """A name that is no path is looked for on Hugging Face."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = write({"text": TEXT})
+    assert "there is no such file or folder" in fails(script, "--samples", path, "--judge", tmp_path / "nowhere")
+    for name in ("nobody/nothing", "no-such-judge"):
+        found = fails(script, "--samples", path, "--judge", name)
+        assert f"--judge {name}: its config.json could not be had" in found and "needs the network once" in found
+    (tmp_path / "empty").mkdir()
+    assert "folder that transformers has saved" in fails(script, "--samples", path, "--judge", tmp_path / "empty")
+
+
+def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(script, write, bigram, tmp_path):
+    path = write({"text": TEXT})
+    bare, small = tmp_path / "bare", tmp_path / "small"
+    for folder in (bare, small):
+        shutil.copytree(bigram, folder)
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    assert "has no tokenizer" in fails(script, "--samples", path, "--judge", bare)
+    save_tokenizer(small, "zyxwcba")
+    assert "do its tokenizer and its model belong together" in fails(script, "--samples", path, "--judge", small)
+
+
+def test_a_judge_with_pickled_or_missing_weights_is_refused(script, write, bigram, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    path, pickled, partial = write({"text": TEXT}), tmp_path / "pickled", tmp_path / "partial"
+    for folder in (pickled, partial):
+        shutil.copytree(bigram, folder)
+        (folder / "model.safetensors").unlink()
+    model = GPT2LMHeadModel.from_pretrained(bigram)
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    assert "its model could not be had" in fails(script, "--samples", path, "--judge", pickled)
+    state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
+    model.save_pretrained(partial, state_dict=state)
+    assert "1 of its weights are missing, e.g. lm_head.weight" in fails(script, "--samples", path, "--judge", partial)
+
+
+def test_an_encoder_is_refused_as_a_judge(script, write, encoder, bigram, tmp_path):
+    from transformers import BertConfig, BertLMHeadModel, T5Config
+
+    path, sizes = write({"text": TEXT}), {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert "is an encoder" in fails(script, "--samples", path, "--judge", encoder)
+    torch.manual_seed(0)
+    config = BertConfig(**sizes, intermediate_size=8, vocab_size=4, max_position_embeddings=64, initializer_range=0.3)
+    shutil.copytree(bigram, tmp_path / "bert")
+    BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    assert "(bert) is no causal language model" in fails(script, "--samples", path, "--judge", tmp_path / "bert")
+    config.is_decoder = True  # the same weights, causal: fine
+    BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    assert script(eval_gen, "--samples", path, "--judge", tmp_path / "bert")[0] == 0
+    shutil.copytree(bigram, tmp_path / "t5")
+    T5Config().save_pretrained(tmp_path / "t5")
+    assert "its model could not be had" in fails(script, "--samples", path, "--judge", tmp_path / "t5")
+
+
+def test_without_transformers_the_error_says_what_to_install(script, write, bigram, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = write({"text": TEXT})
+    assert "pip install transformers" in fails(script, "--samples", path, "--judge", bigram)
+    assert script(eval_gen, "--samples", path, "--judge", run)[0] == 0, "a judge of our own needs none"
