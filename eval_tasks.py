@@ -1,0 +1,115 @@
+"""The tasks of lm-evaluation-harness, with any checkpoint. Needs: pip install -r requirements-harness.txt
+
+python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
+python eval_tasks.py out/aogpt_small --tasks lambada_openai hellaswag --order random --num-orders 16
+torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+import checkpoint
+from harness import HarnessModel, Settings, lm_eval, require_lm_eval
+from runtime import Processes, check_output, processes, run_script, to_json, versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Settings):
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder (out/NAME), checkpoint file, exported or released weights."""
+    tasks: tuple[str, ...]
+    """Tasks, groups or tags of the harness by name (also with *), or the YAML files of tasks."""
+    include_path: Path | None = None
+    """Folder with the YAML files of your own tasks."""
+    num_fewshot: int | None = None
+    """Examples in front of every context; by default what the task says."""
+    limit: int | None = None
+    """Only the first rows of every task; for a try."""
+    gen_kwargs: str | None = None
+    """Settings of generation instead of the tasks' own, "max_gen_toks=64,temperature=0.7,do_sample=True"."""
+    json: Path | None = None
+    """Write results, settings and versions to this file."""
+    samples: Path | None = None
+    """Write a JSON object per row of every task: its requests, the answers and their scores."""
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    require_lm_eval()
+    with processes(arguments.device) as procs:
+        evaluate(arguments, procs)
+
+
+def evaluate(a: Arguments, procs: Processes) -> None:
+    from lm_eval.tasks import TaskManager
+
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        if getattr(a, name) is not None and getattr(a, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least {least}")
+    if a.include_path is not None and not a.include_path.is_dir():
+        raise ValueError(f"--include-path {a.include_path}: there is no such folder")
+    check_output(a.json, "--json")
+    check_output(a.samples, "--samples")
+    settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
+    model = HarnessModel(a.run, procs, **settings)
+    manager = TaskManager(include_path=a.include_path)
+    options = {"num_fewshot": a.num_fewshot, "limit": a.limit, "gen_kwargs": a.gen_kwargs, "task_manager": manager}
+    tasks = find_tasks(manager, a.tasks)
+    results = lm_eval.simple_evaluate(model=model, tasks=tasks, log_samples=a.samples is not None, **options)
+    if procs.main:
+        report(a, model, results)
+
+
+def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
+    """The names of tasks, each as given or all that match a pattern; ValueError for what is not there."""
+    found = []
+    for name in wanted:
+        matching = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not matching:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"did you mean {', '.join(near)}? " if near else ""
+            raise ValueError(f"there is no task {name!r}: {hint}Tasks of your own are found with --include-path FOLDER")
+        found += matching
+    if not found:
+        raise ValueError("--tasks names no task; give at least one")
+    return found
+
+
+def report(a: Arguments, model: HarnessModel, results: dict) -> None:
+    """Print the harness's tables and write the files that are asked for."""
+    from lm_eval.utils import make_table
+
+    print(f"{model.loaded.describe()}, log-likelihoods: {model.settings.order}, generation: {model.settings.mode}")
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    if a.samples:
+        rows = [{"task": task} | row for task, rows in results["samples"].items() for row in rows]
+        lines = "".join(to_json(row) + "\n" for row in rows)
+        checkpoint.write_atomically(a.samples, lambda file: file.write(lines.encode()))
+    if a.json:
+        settings = dataclasses.asdict(a) | dataclasses.asdict(model.settings)
+        settings |= {"dtype": str(model.dtype).removeprefix("torch.")}
+        kept = ("results", "groups", "n-samples", "n-shot", "higher_is_better", "configs")
+        loaded = model.loaded
+        text = {name: results[name] for name in kept if name in results} | {
+            "task_versions": results["versions"],
+            "settings": settings,
+            "checkpoint": {"path": loaded.path, "step": loaded.step, "weights": loaded.weights},
+            "processes": model.world_size,
+            "device": str(model.device),
+            "versions": versions() | {"lm_eval": lm_eval.__version__},
+        }
+        text = to_json(text, indent=2) + "\n"
+        checkpoint.write_atomically(a.json, lambda file: file.write(text.encode()))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,573 @@
+"""harness.py and eval_tasks.py: log-likelihoods against the model's own, estimates against enumeration, generation, and
+whole tasks through lm-evaluation-harness without network. All but two tests are skipped where lm_eval is not there."""
+# ruff: noqa: F811  (fixtures are imported by their names)
+
+import itertools
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import assert_user_error, run_script, torchrun
+from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
+from test_scripts import data, plain, run, script  # noqa: F401
+
+import checkpoint
+import eval_tasks
+import harness
+from data.tokenizer import get_tokenizer
+from decode import TokenChoice, generate, l2r_plan
+from runtime import Processes
+
+BYTES = get_tokenizer("bytes")
+EOT = BYTES.eot
+BLOCK = 24
+TEXTS = ["", "a", "the b", "order é model", "all that was said before it, and more"]  # 0 to 38 tokens: past the block
+ENDS = ["x", " step by", "twelve bytes", ""]
+EXACT = 1e-9  # float64 sums of tens of terms near 10; another batch shape rounds them differently
+
+
+@pytest.fixture
+def adapter(monkeypatch):
+    """Make a `HarnessModel` of a system, bytes as tokens, or of a model."""
+    pytest.importorskip("lm_eval", reason="needs: pip install -r requirements-harness.txt")
+
+    def make(system="AO-GPT", settings=None, **options):
+        model = system
+        if isinstance(system, str):
+            model = make_system(system, **{"tokens": BYTES.vocab_size, "block_size": BLOCK} | (settings or {}))
+        facts = {"tokenizer": "bytes", "vocab_size": BYTES.vocab_size} | options.pop("facts", {})
+        return harness.HarnessModel(checkpoint.Loaded(model, "test.pt", 0, "raw", **facts), device="cpu", **options)
+
+    return make
+
+
+def request(*arguments):
+    return SimpleNamespace(args=arguments)
+
+
+def requests_of(texts, ends):
+    return [request(context, end) for context, end in itertools.product(texts, ends)]
+
+
+def tokens_of(context, end):
+    """Context and continuation as tokens, by the harness's conventions: the context's last spaces go to the
+    continuation; an empty context is end-of-text; what is too long loses its beginning."""
+    stripped = context.rstrip()
+    known, new = BYTES.encode(stripped), BYTES.encode(context[len(stripped) :] + end)
+    return (known or [EOT])[len(new) - BLOCK :], new
+
+
+def left_to_right(model, known, new):
+    tokens = torch.tensor([known + new])
+    return float(model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])[0, len(known) :].double().sum())
+
+
+def any_order(model, known, new):
+    """The mean over all orders of the continuation of its log-probability along the order after the context."""
+    c, n = len(known), len(new)
+    tokens, rest = torch.tensor([known + new]), range(c, c + n)
+    if model.config.attention == "causal":
+        orders = torch.tensor([[*range(c), *order] for order in itertools.permutations(rest)])
+        return float(model.token_log_probs(tokens.expand(len(orders), -1), orders)[:, c:].sum(dim=1).mean())
+    given = {}  # log p(x_target | all but the masked positions)
+    for subset in mask_sets(n):
+        masked = torch.tensor([[p - c in subset for p in range(c + n)]])
+        values = model.masked_log_probs(tokens, masked)[0]
+        given |= {(frozenset(subset), target): float(values[c + target]) for target in subset}
+    sums = [sum(given[frozenset(order[i:]), order[i]] for i in range(n)) for order in itertools.permutations(range(n))]
+    return statistics.fmean(sums)
+
+
+# ---- log-likelihoods left to right -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", DECODERS)
+def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(adapter, system):
+    """Contexts that are empty, short, and longer than the model takes, in batches of mixed lengths."""
+    lm = adapter(system, batch_size=7)
+    asked = requests_of(TEXTS, ENDS)
+    got = lm.loglikelihood(asked)
+    for one, (value, _) in zip(asked, got, strict=True):
+        known, new = tokens_of(*one.args)
+        assert value == pytest.approx(left_to_right(lm.model, known, new) if new else 0.0, abs=EXACT), one.args
+
+
+def test_float32_differs_from_float64_by_rounding_alone(adapter):
+    asked = requests_of(TEXTS, ENDS)
+    exact = adapter().loglikelihood(asked)
+    single = adapter(make_system("AO-GPT", dtype=torch.float32, tokens=BYTES.vocab_size, block_size=BLOCK))
+    # sums of up to 14 numbers near 8, each some 1e-6 off
+    for (value, best), (expected, hit) in zip(single.loglikelihood(asked), exact, strict=True):
+        assert value == pytest.approx(expected, abs=2e-4) and best == hit
+
+
+def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(adapter):
+    lm = adapter()
+    spaced, moved = lm.loglikelihood([request("the  ", "b"), request("the", "  b")])
+    assert spaced == moved
+    assert lm.loglikelihood([request("  ", "b")])[0][0] == pytest.approx(
+        left_to_right(lm.model, [EOT], [32, 32, 98]), abs=EXACT
+    )
+
+
+@pytest.mark.parametrize("order", ["l2r", "random"])
+def test_greedy_says_whether_every_token_is_the_likeliest(adapter, order):
+    lm = adapter("AO-GPT", order=order, num_orders=3)
+    known = BYTES.encode("the")
+    if order == "l2r":
+        given = torch.tensor([known + [0] * 5])
+        plan = l2r_plan(1, 8, torch.arange(8)[None] < 3)
+        new = generate(lm.model, plan, given, choice=TokenChoice(temperature=0)).tokens[0, 3:].tolist()
+    else:  # one position has one order
+        tokens = torch.tensor([known + [t] for t in range(257)])
+        values = lm.model.masked_log_probs(tokens, torch.tensor([False] * 3 + [True]).expand(257, -1))[:, 3]
+        new = [int(values.argmax())]
+    other = new[:-1] + [(new[-1] + 1) % 256]
+    (_, best), (_, not_best) = lm._loglikelihood_tokens([(None, known, new), (None, known, other)])
+    assert best is True and not_best is False
+
+
+def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
+    """Two tokens that are the likeliest from left to right, but not the other way round."""
+    model = make_system("AO-GPT", tokens=BYTES.vocab_size, block_size=BLOCK)
+    plan = l2r_plan(1, 4, torch.arange(4)[None] < 2)
+    tokens = generate(model, plan, torch.tensor([[5, 6, 0, 0]]), choice=TokenChoice(temperature=0)).tokens[0].tolist()
+    last_alone = torch.tensor([[5, 6, 0, t] for t in range(257)])
+    masked = torch.tensor([False, False, True, True]).expand(257, -1)
+    assert int(model.masked_log_probs(last_alone, masked)[:, 3].argmax()) != tokens[3]
+    seen = set()
+    for seed in range(12):
+        lm = adapter(model, order="random", num_orders=2, seed=seed)
+        drawn = [lm.row(tokens[:2], tokens[2:], draw).order.tolist() == [0, 1, 2, 3] for draw in range(2)]
+        assert lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])[0][1] == all(drawn)
+        seen.add(tuple(drawn))
+    assert len(seen) == 4
+
+
+def test_greedy_looks_at_the_tokenizer_s_ids_only(adapter):
+    """The padding of the token table cannot be generated, but counts in the probabilities."""
+    model = make_system("AO-GPT", tokens=300, block_size=BLOCK)
+    with torch.no_grad():
+        model.head.bias[280] = 50.0
+    lm = adapter(model)
+    ranked = [lm._loglikelihood_tokens([(None, [5], [t])])[0] for t in range(257)]
+    assert [best for _, best in ranked].count(True) == 1
+    assert max(ranked)[1] and max(ranked)[0] < -10
+
+
+# ---- any order: exact values by enumeration --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "GPT-2"])
+def test_any_order_estimates_are_unbiased_given_the_context(adapter, system):
+    """300 independent estimates of each request lie around the mean over all 24 orders within 4 standard errors (6e-5
+    of accepting a wrong alarm each; seeds are fixed), and vary."""
+    model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
+    asked = [request("the ", "abc"), request("", "wxyz")]
+    draws = [adapter(model, order="random", num_orders=2, seed=seed, batch_size=64) for seed in range(300)]
+    got = [[value for value, _ in lm.loglikelihood(asked)] for lm in draws]
+    for one, values in zip(asked, zip(*got, strict=True), strict=True):
+        exact = any_order(model, *tokens_of(*one.args))
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        assert error > 1e-6
+        assert abs(statistics.fmean(values) - exact) < 4 * error, one.args
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
+def test_more_draws_come_closer_and_a_single_position_is_exact(adapter, system):
+    model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
+
+    def estimates(end, draws):
+        for seed in range(8):
+            lm = adapter(model, order="random", num_orders=draws, seed=seed, batch_size=64)
+            yield lm.loglikelihood([request("order", end)])[0][0]
+
+    exact = any_order(model, *tokens_of("order", " of"))
+    errors = [math.sqrt(statistics.fmean((v - exact) ** 2 for v in estimates(" of", draws))) for draws in (1, 64)]
+    # 64 draws: an eighth of the error expected; from 8 repetitions each, the ratio is within a factor of 3
+    assert errors[1] < 3 / 8 * errors[0]
+    single = any_order(model, *tokens_of("order", "s"))
+    assert list(estimates("s", 1)) == pytest.approx([single] * 8, abs=EXACT)
+
+
+def test_the_masks_of_a_request_are_stratified_over_their_sizes(adapter):
+    """As many masks as positions: one of each size, each weighing n / k, all within the continuation."""
+    lm = adapter("RADD", num_orders=6)
+    for seed in range(5):
+        lm = adapter(lm.model, num_orders=6, seed=seed)
+        rows = [lm.row([1, 2, 3], [4, 5, 6, 7, 8, 9], draw) for draw in range(6)]
+        sizes = sorted(9 - row.first for row in rows)
+        assert sizes == [1, 2, 3, 4, 5, 6]
+        for row in rows:
+            assert row.weight == 6 / (9 - row.first)
+            assert row.order[:3].tolist() == [0, 1, 2] and sorted(row.order.tolist()) == list(range(9))
+
+
+def test_sizes_and_sets_of_masks_are_uniform_and_independent(adapter):
+    """Chi-square over (size, which of 3 positions is masked first) for 2,000 requests: 9 cells of equal probability."""
+    lm = adapter("RADD", num_orders=1)
+    counts = torch.zeros(9)
+    for i in range(2000):
+        row = lm.row([i % 256, i // 256], [1, 2, 3], 0)
+        counts[3 * (5 - row.first - 1) + int(row.order[-1]) - 2] += 1
+    statistic = float(((counts - 2000 / 9) ** 2 / (2000 / 9)).sum())
+    assert statistic < 31.8  # chi-square of 8 degrees of freedom, p = 1e-4
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
+    """Rows of different lengths share passes: padding is not seen."""
+    order = "l2r" if system == "GPT-2" else "random"
+    asked = requests_of(TEXTS, ENDS)
+    whole = adapter(system, order=order, num_orders=3, batch_size=17).loglikelihood(asked)
+    alone = adapter(system, order=order, num_orders=3, batch_size=1)
+    backwards = alone.loglikelihood(asked[::-1])[::-1]
+    for (value, best), (single, hit) in zip(whole, backwards, strict=True):
+        assert value == pytest.approx(single, abs=EXACT) and best == hit
+    again = alone.loglikelihood(asked[7:8])[0]
+    assert again[0] == pytest.approx(whole[7][0], abs=EXACT)
+    if order == "random":
+        other = adapter(system, order=order, num_orders=3, seed=1).loglikelihood(asked[9:10])[0][0]
+        assert abs(other - whole[9][0]) > 1e-6
+
+
+def test_a_loaded_model_s_padded_masks_agree_with_masked_log_probs(adapter):
+    """One row of a mixed batch, by hand: weight times the sum over the masked positions."""
+    for system in ENCODERS:
+        lm = adapter(system, num_orders=4)
+        rows = [lm.row(*tokens_of(*one.args), draw) for one in requests_of(TEXTS, ENDS[:3]) for draw in range(4)]
+        for row, (value, _) in zip(rows, lm.score(rows), strict=True):
+            masked = torch.zeros(1, len(row.tokens), dtype=torch.bool)
+            masked[0, row.order[row.first :]] = True
+            expected = row.weight * float(lm.model.masked_log_probs(torch.tensor([row.tokens]), masked).sum())
+            assert value == pytest.approx(expected, abs=EXACT * row.weight)
+
+
+# ---- rolling ---------------------------------------------------------------------------------------------------------
+
+
+def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
+    lm = adapter(batch_size=3)
+    texts = ["", "a", "x" * (BLOCK - 1), "y" * BLOCK, "It was the best of times, it was the worst of times." * 2]
+    got = lm.loglikelihood_rolling([request(text) for text in texts])
+    for text, value in zip(texts, got, strict=True):
+        tokens, expected, place = BYTES.encode(text), 0.0, 0
+        while place < len(tokens):
+            end = min(place + BLOCK - 1, len(tokens))
+            known = ([EOT] + tokens)[max(0, end + 1 - BLOCK) : place + 1]  # as many as fit, at least the one before
+            expected += left_to_right(lm.model, known, tokens[place:end])
+            place = end
+        assert value == pytest.approx(expected, abs=EXACT), text
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(lm, context, length):
+    """Greedy tokens after a context, one full pass of the model for each."""
+    tokens, new = (BYTES.encode(context) or [EOT])[length - BLOCK :], []
+    for _ in range(length):
+        rows = torch.tensor([tokens + new + [t] for t in range(BYTES.vocab_size)])
+        order = torch.arange(rows.shape[1]).expand_as(rows)
+        new.append(int(lm.model.token_log_probs(rows, order)[:, -1].argmax()))
+    return new
+
+
+@pytest.mark.parametrize("first_look", [1, 3, 32])
+def test_greedy_generation_left_to_right_whatever_the_batches_and_the_looks(adapter, monkeypatch, first_look):
+    lm = adapter("AO-GPT", batch_size=2)
+    monkeypatch.setattr(harness, "FIRST_LOOK", first_look)
+    got = lm.generate_until([request(text, {"max_gen_toks": 6}) for text in TEXTS])
+    for text, answer in zip(TEXTS, got, strict=True):
+        tokens = by_hand(lm, text, 6)
+        assert answer == BYTES.decode(tokens[: tokens.index(EOT)] if EOT in tokens else tokens)
+
+
+def ascii_model(system="AO-GPT", boost=(), **settings):
+    """A model that says little else than lower-case letters, spaces and `boost`."""
+    model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK, **settings)
+    with torch.no_grad():
+        model.head.bias[[*range(97, 123), 32, *boost]] += 30
+    return model
+
+
+@pytest.mark.parametrize("first_look", [1, 32])
+def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(adapter, monkeypatch, first_look):
+    monkeypatch.setattr(harness, "FIRST_LOOK", first_look)
+    lm = adapter(ascii_model())
+    (whole,) = lm.generate_until([request("the", {"max_gen_toks": 12})])
+    assert len(whole) == 12
+    stops = [whole[7:9], "\n", whole[3:5], ""]
+    (cut,) = lm.generate_until([request("the", {"max_gen_toks": 12, "until": stops})])
+    assert cut == whole[: min(whole.find(stop) for stop in (stops[0], stops[2]))]
+    (cut,) = lm.generate_until([request("the", {"max_gen_toks": 12, "until": whole[5]})])
+    assert cut == whole[: whole.find(whole[5])]
+    with torch.no_grad():
+        lm.model.head.bias[EOT] += 1000
+    assert lm.generate_until([request("the", {"max_gen_toks": 12})]) == [""]
+
+
+def test_a_row_that_has_stopped_leaves_the_batch(adapter, monkeypatch):
+    monkeypatch.setattr(harness, "FIRST_LOOK", 2)
+    calls, real = [], generate
+    monkeypatch.setattr(harness, "generate", lambda *a, **k: calls.append(len(a[1])) or real(*a, **k))
+    lm = adapter(ascii_model())
+    whole = lm.generate_until([request(text, {"max_gen_toks": 16}) for text in ("a", "b")])
+    assert calls == [2, 2, 2, 2]  # 2, 4, 8 and 16 tokens
+    calls.clear()
+    settings = {"max_gen_toks": 16, "until": [whole[0][:2]]}
+    got = lm.generate_until([request("a", settings), request("b", settings)])
+    assert got[0] == "" and calls[:2] == [2, 1]
+
+
+SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+SAMPLERS = [(s, m) for s in ("AO-GPT", "RADD") for m in ("l2r", "mdm", "even", "random", "adaptive")]
+
+
+@pytest.mark.parametrize(("system", "mode"), SAMPLERS)
+def test_samples_are_a_function_of_seed_and_request_in_every_mode(adapter, system, mode):
+    model = ascii_model(system)
+    asked = [request(text, SAMPLED) for text in TEXTS]
+    lm = adapter(model, mode=mode, batch_size=5)
+    got = lm.generate_until(asked)
+    assert [len(text) for text in got] == [9] * len(TEXTS)
+    assert adapter(model, mode=mode, batch_size=2).generate_until(asked[::-1])[::-1] == got
+    assert adapter(model, mode=mode, seed=1).generate_until(asked) != got
+    # the same request several times over is several samples, the first as if alone
+    repeated = lm.generate_until([asked[2]] * 3)
+    assert repeated[0] == got[2] and len(set(repeated)) == 3
+
+
+def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
+    lm = adapter(ascii_model())
+    block = BLOCK // 2
+
+    def wanted(**settings):
+        return lm._wanted(settings)
+
+    assert wanted() == harness.Wanted(TokenChoice(0.0), block, ())
+    assert wanted(max_new_tokens=5, until="a") == harness.Wanted(TokenChoice(0.0), 5, ("a",))
+    assert wanted(temperature=0.5, until=["", "b"]) == harness.Wanted(TokenChoice(0.5), block, ("b",))
+    assert wanted(do_sample=True, top_k=3) == harness.Wanted(TokenChoice(1.0, top_k=3), block, ())
+    assert wanted(do_sample=False, temperature=0.7, top_k=0).choice == TokenChoice(0.0)
+    assert wanted(do_sample=True, temperature=0.7, top_p=0.9, top_k=-1).choice == TokenChoice(0.7, 0.9)
+    for settings, words in (
+        ({"num_beams": 4}, "num_beams is not supported"),
+        ({"max_gen_toks": BLOCK}, "give gen_kwargs max_gen_toks=N, N from 1 to 23"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature is -1.0"),
+        ({"do_sample": True, "top_p": 2.0}, "top_p is 2.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wanted(**settings)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_model_cannot_do_is_refused_by_name(adapter):
+    for system, options, words in (
+        ("RADD", {"order": "l2r"}, "is an encoder and has no left-to-right likelihood; take order random"),
+        ("GPT-2", {"order": "random"}, "not told its target position; take order l2r and mode l2r"),
+        ("GPT-2", {"mode": "mdm"}, "not told its target position"),
+        ("AO-GPT", {"order": "backwards"}, "order is 'backwards'; it must be one of"),
+        ("AO-GPT", {"mode": "speculative"}, "mode is 'speculative'; it must be one of"),
+        ("AO-GPT", {"dtype": "float16"}, "dtype is 'float16'"),
+        ("AO-GPT", {"steps": 4}, "mode 'l2r' has no steps"),
+        ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a whole number from 1"),
+        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'"),
+        ("AO-GPT", {"seed": -1}, "seed is -1"),
+        ("AO-GPT", {"facts": {"vocab_size": 200}}, "test.pt knows 200 tokens, but its tokenizer, bytes, has 257"),
+        ("AO-GPT", {"settings": {"tokens": 256}}, "knows 256 tokens, but its tokenizer, bytes, has 257"),
+        ("RADD", {"settings": {"tokens": 100}}, "knows 100 tokens"),
+        ("AO-GPT", {"facts": {"tokenizer": "words"}}, "unknown tokenizer 'words'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            adapter(system, **options)
+
+
+def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(adapter, monkeypatch):
+    lm = adapter()
+    assert len(lm.loglikelihood([request("a", "b" * (BLOCK - 1))])) == 1
+    monkeypatch.setattr(lm, "score", None)
+    with pytest.raises(ValueError, match="a continuation of 24 tokens, but the model takes 24 tokens, one of context"):
+        lm.loglikelihood([request("a", "b"), request("a", "b" * BLOCK)])
+
+
+def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
+    start = "import sys; sys.modules['lm_eval'] = None; import harness, eval_tasks"
+    done = run_script("-c", f"{start}; harness.HarnessModel('nowhere')", check=False)
+    assert "ValueError: this needs the package lm_eval: pip install -r requirements-harness.txt" in done.stderr
+    main = "from runtime import run_script; run_script(eval_tasks.main)"
+    done = run_script("-c", f"{start}; {main}", "nowhere", "--tasks", "a", check=False)
+    assert_user_error(done, "pip install -r requirements-harness.txt")
+    assert "--num-orders" in run_script("-c", f"{start}; {main}", "--help").stdout
+
+
+def test_help_shows_an_example_and_every_option(script):
+    status, out, _ = script(eval_tasks, "--help")
+    assert status == 0 and "python eval_tasks.py" in out
+    for name in ("tasks", "include-path", "order", "num-orders", "limit", "json", "gen-kwargs", "samples"):
+        assert f"--{name}" in out
+
+
+# ---- whole tasks -----------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"text": "the mo", "choices": ["del", "xyz", "de"], "gold": 0},
+    {"text": "", "choices": ["any", "zz"], "gold": 0},
+    {"text": "learn predict order the ", "choices": ["block", "q"], "gold": 1},
+    {"text": "step of", "choices": [" the", " the token"], "gold": 1},
+]
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{text}"
+"""
+CHOICE = 'doc_to_choice: "{{choices}}"\ndoc_to_target: gold\ntarget_delimiter: ""\nmetric_list: [{metric: acc}]\n'
+ANSWER = 'doc_to_target: "{{target}}"\ngeneration_kwargs: {until: [" "], max_gen_toks: 8}\n'
+ANSWER += "metric_list: [{metric: exact_match}]\n"
+ROLLING = 'doc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n'
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch, adapter, run):
+    """A folder of three tasks, one of each kind, and a harness that finds no others: looking through its own takes
+    seconds. Two of the four answers that generation should give are right."""
+    import lm_eval.tasks
+
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    lm = harness.HarnessModel(run, device="cpu")
+    answers = lm.generate_until([request(row["text"], {"until": [" "], "max_gen_toks": 8}) for row in ROWS])
+    targets = [answers[0], answers[1], "?", "?"]
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [json.dumps(row | {"target": target}) for row, target in zip(ROWS, targets, strict=True)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    for name, kind, text, rest in (
+        ("choose", "multiple_choice", "{{text}}", CHOICE),
+        ("answer", "generate_until", "{{text}}", ANSWER),
+        ("roll", "loglikelihood_rolling", "", ROLLING),
+    ):
+        task = TASK.format(name=f"tiny_{name}", kind=kind, text=text, path=folder / "rows.jsonl")
+        (folder / f"{name}.yaml").write_text(task + rest)
+    real = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: real(include_defaults=False, **options))
+    return folder
+
+
+def expected_results(lm):
+    """Accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
+    right = 0
+    for row in ROWS:
+        values = [value for value, _ in lm.loglikelihood([request(row["text"], choice) for choice in row["choices"]])]
+        right += values.index(max(values)) == row["gold"]
+    nats = sum(lm.loglikelihood_rolling([request(row["text"]) for row in ROWS]))
+    return right / len(ROWS), -nats / math.log(2) / sum(len(row["text"]) for row in ROWS)
+
+
+@pytest.mark.parametrize("order", [[], ["--order", "random", "--num-orders", 3]])
+def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, order):
+    names = ["tiny_choose", "tiny_answer", "tiny_roll"]
+    files = ["--json", tmp_path / "results.json", "--samples", tmp_path / "samples.jsonl"]
+    status, out, err = script(
+        eval_tasks, run, "--tasks", *names, "--include-path", tasks, "--device", "cpu", *order, *files
+    )
+    assert status == 0, err
+    report = json.loads((tmp_path / "results.json").read_text())
+    kind = "random" if order else "l2r"
+    accuracy, bits = expected_results(harness.HarnessModel(run, device="cpu", order=kind, num_orders=3))
+    assert report["results"]["tiny_choose"]["acc,none"] == accuracy
+    assert report["results"]["tiny_answer"]["exact_match,none"] == 0.5
+    # float32, in other batches
+    assert report["results"]["tiny_roll"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    for name in names:
+        assert name in out
+    assert f"log-likelihoods: {kind}, generation: l2r" in out
+    settings = report["settings"]
+    assert (settings["order"], settings["mode"], settings["seed"], settings["dtype"]) == (kind, "l2r", 0, "float32")
+    assert report["checkpoint"]["step"] == 40 and report["versions"]["lm_eval"] and report["processes"] == 1
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["task"] for line in samples] == [name for name in names for _ in ROWS]
+
+
+def test_limit_shots_patterns_and_generation_settings_reach_the_harness(script, run, tasks, tmp_path):
+    pattern = ["--tasks", "tiny_[ca]*", "--include-path", tasks, "--json", tmp_path / "r.json", "--device", "cpu"]
+    options = ["--limit", 2, "--num-fewshot", 0, "--gen-kwargs", "max_gen_toks=1", "--mode", "mdm", "--steps", 1]
+    status, _, err = script(eval_tasks, run, *pattern, *options)
+    assert status == 0, err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert set(report["results"]) == {"tiny_choose", "tiny_answer"}
+    assert all(count["effective"] == 2 for count in report["n-samples"].values())
+    assert report["configs"]["tiny_answer"]["generation_kwargs"]["max_gen_toks"] == 1
+
+
+def test_the_model_is_registered_under_its_name(run, tasks):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    results = lm_eval.simple_evaluate(
+        model="aogpt",
+        model_args=f"run={run},order=random,num_orders=2",
+        tasks=["tiny_choose"],
+        device="cpu",
+        batch_size=4,
+        task_manager=TaskManager(include_path=str(tasks)),
+    )
+    accuracy, _ = expected_results(harness.HarnessModel(run, device="cpu", order="random", num_orders=2))
+    assert results["results"]["tiny_choose"]["acc,none"] == accuracy
+
+
+def test_mistakes_at_the_command_line_are_errors_without_a_traceback(script, run, plain, tasks, tmp_path):
+    for path, options, words in (
+        (run, ["--tasks", "tiny_chose", "--include-path", tasks], "no task 'tiny_chose': did you mean tiny_choose"),
+        (
+            run,
+            ["--tasks", "tiny_roll"],
+            "no task 'tiny_roll': Tasks of your own are found with --include-path",
+        ),
+        (run, ["--tasks", "a", "--include-path", tmp_path / "no"], "there is no such folder"),
+        (run, ["--tasks", "a", "--limit", 0], "--limit is 0; give at least 1"),
+        (run, ["--tasks", "a", "--num-orders", 0], "num_orders is 0"),
+        (run, ["--tasks", "a", "--json", tmp_path / "no" / "r.json"], "there is no folder"),
+        (run, ["--tasks"], "--tasks names no task"),
+        (plain, ["--tasks", "a", "--order", "random"], "take order l2r"),
+        (tmp_path / "no", ["--tasks", "a"], "give a run folder"),
+        (run, ["--tasks", "tiny_answer", "--include-path", tasks, "--gen-kwargs", "max_gen_toks=99"], "from 1 to 15"),
+    ):
+        status, _, err = script(eval_tasks, path, "--device", "cpu", *options)
+        assert status == 2 and "Traceback" not in err
+        assert words in " ".join(err.split()), err
+
+
+def test_two_processes_give_the_results_of_one(script, run, tasks, tmp_path):
+    """Under torchrun, as a user runs it."""
+    common = [run, "--tasks", tasks / "choose.yaml", tasks / "answer.yaml", "--device", "cpu", "--order", "random"]
+    common += ["--gen-kwargs", "temperature=1.0,do_sample=True"]
+    assert script(eval_tasks, *common, "--samples", tmp_path / "one.jsonl")[0] == 0
+    torchrun(2, "eval_tasks.py", *common, "--samples", tmp_path / "two.jsonl", "--json", tmp_path / "two.json")
+    one, two = ([json.loads(line) for line in open(tmp_path / f"{name}.jsonl")] for name in ("one", "two"))
+    key = lambda line: (line["task"], line["doc_id"])  # noqa: E731
+    assert len(one) == len(two) == 8
+    for a, b in zip(sorted(one, key=key), sorted(two, key=key), strict=True):
+        assert key(a) == key(b)
+        flat = [resps[0] if isinstance(resps[0], list) else resps for resps in a["resps"]]
+        other = [resps[0] if isinstance(resps[0], list) else resps for resps in b["resps"]]
+        for x, y in zip(flat, other, strict=True):
+            assert x == y if isinstance(x[0], str) else x[0] == pytest.approx(y[0], abs=1e-4)
+    assert json.loads((tmp_path / "two.json").read_text())["processes"] == 2
+
+
+def test_requests_are_shared_as_the_harness_expects(adapter):
+    """Rank and world size come from the job; alone, gathering gives back what was given."""
+    lm = adapter(processes=Processes(0, 1, torch.device("cpu")))
+    assert (lm.rank, lm.world_size) == (0, 1)
+    assert lm.all_gather(torch.tensor(5)).tolist() == [5] and lm.gather_object({"a": 1}) == [{"a": 1}]
