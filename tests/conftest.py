@@ -3,10 +3,17 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from runs import ALONE, make_data, tiny_config
+
+import train
+from objectives import ObjectiveConfig
+from orders import OrderConfig
+from runtime import run_script as run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # tiny tensors: one thread is faster, and the processes that tests start share two cores
@@ -44,3 +51,51 @@ def real_data():
     if not folder:
         pytest.skip("AOGPT_DATA is not set: no real text at hand")
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """A run folder whose averaged and last weights differ."""
+    config = tiny_config(data, tmp_path_factory.mktemp("out"), checkpoint__interval=20)
+    train.train(config, ALONE)
+    return config.run_folder
+
+
+@pytest.fixture(scope="module")
+def plain(run, data):
+    """A run of a model that is not told its target position."""
+    config = tiny_config(data, run.parent, "plain", steps=6, order=OrderConfig("l2r"), model__target="none")
+    train.train(config, ALONE)
+    return config.run_folder
+
+
+@pytest.fixture(scope="module")
+def encoder(run, data):
+    """A run of a model with full attention."""
+    config = tiny_config(data, run.parent, "encoder", steps=6)
+    model = replace(config.model, attention="full", target="none", mask_token=257)
+    config = replace(config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random"))
+    train.train(config, ALONE)
+    return config.run_folder
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Run a script's main with these arguments, as its last lines do, in this process: (exit status, stdout, stderr).
+
+    An exception that the script would show as a traceback fails the test.
+    """
+
+    def call(module, *arguments):
+        monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run_main(module.main)
+        return stop.value.code or 0, *capsys.readouterr()
+
+    return call

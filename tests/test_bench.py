@@ -16,7 +16,7 @@ from reference import (
     plan_distribution,
     randomise,
 )
-from test_train import ALONE, make_data, tiny_config
+from runs import ALONE, make_data, tiny_config
 
 import bench
 import train

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from conftest import ROOT
-from test_scripts import script  # noqa: F401  (a fixture)
-from test_train import make_data, signal_handlers  # noqa: F401  (a fixture)
+from runs import make_data
+from test_train import signal_handlers  # noqa: F401  (a fixture)
 
 import checkpoint
 import config as configuration
@@ -31,7 +31,7 @@ def short(steps):
 
 
 @pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.stem)
-def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_path, path):  # noqa: F811
+def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_path, path):
     options = ["--out", tmp_path, "--data.folder", data]
     assert script(train, path, *options, *short(4))[0] == 0
     status, out, err = script(train, path, *options, *short(8))
@@ -52,7 +52,7 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
     assert status == 0 and out.count("The ") == 2, err
 
 
-def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path):  # noqa: F811
+def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path):
     gpt2 = ROOT / "configs" / "debug" / "gpt2.toml"
     options = ["--data.folder", data, "--out", tmp_path]
     assert script(train, gpt2, *options, *short(4))[0] == 0

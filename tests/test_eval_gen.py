@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import torchrun
-from test_sample import MODES, column, encoder, read_lines  # noqa: F401
-from test_scripts import LENGTH, data, plain, run, script  # noqa: F401
+from runs import LENGTH
+from test_sample import MODES, column, read_lines
 
 import checkpoint
 import eval_gen

@@ -1,6 +1,5 @@
 """eval_ppl.py: what it prints and writes, the same for any batches and processes."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -11,47 +10,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import torchrun
-from test_scripts import data, script  # noqa: F401  (fixtures)
-from test_train import ALONE, make_data, tiny_config
+from runs import ALONE, LENGTH, make_data
 
 import checkpoint
 import eval_ppl
-import train
 from data.loader import TokenDataset
 from ensembles import direct_nll
-from objectives import ObjectiveConfig
 from orders import OrderConfig, orders_at
-
-LENGTH = 16  # the block size of tiny_config
-
-
-@pytest.fixture(scope="module")
-def run(data, tmp_path_factory):  # noqa: F811
-    """A run folder whose averaged and last weights differ."""
-    config = tiny_config(data, tmp_path_factory.mktemp("out"), checkpoint__interval=20)
-    train.train(config, ALONE)
-    return config.run_folder
-
-
-@pytest.fixture(scope="module")
-def plain(run, data):  # noqa: F811
-    """A run of a model that is not told its target position."""
-    config = tiny_config(data, run.parent, "plain", steps=6, order=OrderConfig("l2r"), model__target="none")
-    train.train(config, ALONE)
-    return config.run_folder
-
-
-@pytest.fixture(scope="module")
-def encoder(run, data):  # noqa: F811
-    config = tiny_config(data, run.parent, "encoder", steps=6)
-    model = dataclasses.replace(config.model, attention="full", target="none", mask_token=257)
-    config = dataclasses.replace(config, model=model, objective=ObjectiveConfig("k_dce"))
-    train.train(config, ALONE)
-    return config.run_folder
 
 
 @pytest.fixture
-def evaluate(script, run, data, tmp_path):  # noqa: F811
+def evaluate(script, run, data, tmp_path):
     """Evaluate the run; the JSON report, which must be JSON and no dialect of it."""
 
     def call(*arguments, path=run):
@@ -73,7 +42,7 @@ def by_name(report):
     return {(r["orders"], r["ensemble"]): r for r in report["results"]}
 
 
-def direct(run, data, kind, draws, seed, count, weights="ema"):  # noqa: F811
+def direct(run, data, kind, draws, seed, count, weights="ema"):
     """Nats per token (count, draws, T), each in prediction order, from the model alone; and the orders."""
     model = checkpoint.load_model(run, weights)
     tokens = TokenDataset(data, "val", LENGTH).blocks(range(count))
@@ -85,7 +54,7 @@ def direct(run, data, kind, draws, seed, count, weights="ema"):  # noqa: F811
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
-def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, data, weights):  # noqa: F811
+def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, data, weights):
     report = evaluate("--num-orders", 3, "--max-sequences", 21, "--seed", 5, "--weights", weights)
     for kind, draws in (("l2r", 1), ("random", 3)):
         per_draw = direct(run, data, kind, draws, 5, 21, weights)[0].mean(axis=2)
@@ -127,7 +96,7 @@ def test_ensembles_of_both_methods_agree_and_never_lose(evaluate):
     assert cheap["random", 8]["gain"] > cheap["random", 2]["gain"]
 
 
-def test_direct_ensembles_of_any_orders(evaluate, run, data):  # noqa: F811
+def test_direct_ensembles_of_any_orders(evaluate, run, data):
     arguments = ["--orders", "l2r", "fixed_blockwise:block=4,seed=3", "--ensemble-method", "direct", "--ensemble", 3]
     results = by_name(evaluate(*arguments, "--max-sequences", 5, "--seed", 2))
     model, rows = checkpoint.load_model(run), range(5)
@@ -151,7 +120,7 @@ def test_orders_of_any_distribution(evaluate):
     assert results["fixed_random:seed=4", 1]["monte_carlo_error"] == 0
 
 
-def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):  # noqa: F811
+def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
     cheap = ["--max-sequences", 21, "--num-orders", 4, "--seed", 1, "--ensemble", 1, 4, "--target-se", 0.02]
     many = ["--max-sequences", 3, "--ensemble", 2, "--ensemble-method", "direct"]
     for path, arguments in ((run, cheap), (run, many), (encoder, ["--max-sequences", 21, "--num-orders", 3])):
@@ -186,7 +155,7 @@ def test_an_encoder_is_not_stopped_before_enough_draws_show_its_error(evaluate, 
     assert by_name(report)["random", 1]["draws"] == eval_ppl.JOINT_DRAWS
 
 
-def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evaluate, run, data, tmp_path):  # noqa: F811
+def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evaluate, run, data, tmp_path):
     """Protocol full, cut to a rest of 5 tokens: every token counts once."""
     full = shutil.copytree(data, tmp_path / "full")
     meta = json.loads((full / "meta.json").read_text())
@@ -208,7 +177,7 @@ def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evalu
     assert by_name(report)["random", 2]["gain"] > 0
 
 
-def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(evaluate, plain, data, tmp_path):  # noqa: F811
+def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(evaluate, plain, data, tmp_path):
     """An export that says so, as one of GPT-2 does."""
     checkpoint.convert(str(plain), tmp_path / "export")
     settings = json.loads((tmp_path / "export" / "config.json").read_text())
@@ -225,7 +194,7 @@ def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(evaluate
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data):  # noqa: F811
+def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data):
     report = evaluate("--max-sequences", 3, "--seed", 5, "--orders", "l2r")
     assert [(r["dataset"], r["orders"], r["ensemble"]) for r in report["results"]] == [("data", "l2r", 1)]
     expected = {"path": str(checkpoint.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
@@ -241,7 +210,7 @@ def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, r
     assert report["processes"] == 1 and report["device"] == "cpu"
 
 
-def test_several_data_sets_and_splits(evaluate, data, tmp_path):  # noqa: F811
+def test_several_data_sets_and_splits(evaluate, data, tmp_path):
     other = make_data(tmp_path, words=900, seed=1).rename(tmp_path / "other")
     results = evaluate("--datasets", data, other, "--orders", "l2r", "--split", "train", "--max-sequences", 6)[
         "results"
@@ -250,7 +219,7 @@ def test_several_data_sets_and_splits(evaluate, data, tmp_path):  # noqa: F811
     assert results[0]["nll"] != results[1]["nll"]
 
 
-def test_the_entropies_of_the_text_stand_beside_the_model(evaluate, data):  # noqa: F811
+def test_the_entropies_of_the_text_stand_beside_the_model(evaluate, data):
     tokens = np.array(TokenDataset(data, "train", 1).tokens)
     share = np.bincount(tokens) / len(tokens)
     share = share[share > 0]
@@ -259,7 +228,7 @@ def test_the_entropies_of_the_text_stand_beside_the_model(evaluate, data):  # no
     assert 0 < entropies["bigram entropy of train"] < entropies["unigram entropy of train"]
 
 
-def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(script, run, data, tmp_path):  # noqa: F811
+def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(script, run, data, tmp_path):
     arguments = ["--datasets", data, "--max-sequences", 20, "--ensemble", 1, 4, "--json", tmp_path / "ppl.json"]
     status, out, _ = script(eval_ppl, run, *arguments)
     assert status == 0
@@ -279,7 +248,7 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(script, run
     assert "unigram entropy of train" in table and "no ensembles of l2r" in table
 
 
-def test_the_loss_of_every_token(script, run, data, encoder, tmp_path):  # noqa: F811
+def test_the_loss_of_every_token(script, run, data, encoder, tmp_path):
     arguments = ["--datasets", data, "--max-sequences", 9, "--per-token", tmp_path / "t.npz", "--seed", 3]
     assert script(eval_ppl, run, *arguments, "--num-orders", 3)[0] == 0
     saved = np.load(tmp_path / "t.npz", allow_pickle=False)
@@ -304,7 +273,7 @@ def test_the_loss_of_every_token(script, run, data, encoder, tmp_path):  # noqa:
         assert np.load(tmp_path / "t.npz")[f"data/{key}/nll"].mean() == pytest.approx(result["nll"], rel=1e-6)
 
 
-def test_bfloat16_is_compared_with_float32(script, run, data, tmp_path):  # noqa: F811
+def test_bfloat16_is_compared_with_float32(script, run, data, tmp_path):
     arguments = ["--datasets", data, "--max-sequences", 8, "--num-orders", 1, "--json", tmp_path / "ppl.json"]
     results = {}
     for dtype in ("float32", "bfloat16"):
@@ -400,7 +369,7 @@ def test_the_batch_is_halved_until_it_fits():
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_target_positions_is_scored_left_to_right_only(evaluate, script, plain, data):  # noqa: F811
+def test_a_model_without_target_positions_is_scored_left_to_right_only(evaluate, script, plain, data):
     expected = direct(plain, data, "l2r", 1, 0, 4)[0].mean()
     report = evaluate("--orders", "l2r", "--max-sequences", 4, path=plain)
     assert by_name(report)["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
@@ -411,7 +380,7 @@ def test_a_model_without_target_positions_is_scored_left_to_right_only(evaluate,
     assert status == 2 and "knows one order only, so there is no ensemble of orders" in err
 
 
-def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):  # noqa: F811
+def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
     status, _, err = script(eval_ppl, encoder, "--datasets", data, "--ensemble", 1, 8)
     assert status == 2 and "its predictions do not depend on the order of the context" in err
     status, _, err = script(eval_ppl, encoder, "--datasets", data, "--orders", "l2r")
@@ -446,7 +415,7 @@ def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):  # noq
     ],
     ids=lambda value: " ".join(map(str, value))[:30],
 )
-def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(script, run, data, arguments, words):  # noqa: F811
+def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(script, run, data, arguments, words):
     if "--datasets" not in arguments:
         arguments = ["--datasets", data, *arguments]
     status, _, err = script(eval_ppl, run, *arguments)
@@ -455,7 +424,7 @@ def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(script, run, da
         assert word in " ".join(err.split())
 
 
-def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(script, run, data, tmp_path):  # noqa: F811
+def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(script, run, data, tmp_path):
     other = shutil.copytree(data, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
 

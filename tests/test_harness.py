@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import assert_user_error, run_script, torchrun
 from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
-from test_scripts import data, plain, run, script  # noqa: F401
 
 import checkpoint
 import eval_tasks

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 from conftest import assert_user_error, run_script
 from reference import random_orders, random_tokens
+from runs import make_data
 from test_checkpoint import Hostile, limited_file_size
-from test_train import make_data
 
 import checkpoint
 import eval_ppl

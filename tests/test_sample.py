@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_user_error, run_script, torchrun
+from runs import LENGTH
 from test_page import data_of
-from test_scripts import LENGTH, data, plain, run, script  # noqa: F401
-from test_train import ALONE, tiny_config
 
 import checkpoint
 import decode
 import modes
 import sample
-import train
 from data.tokenizer import get_tokenizer
-from objectives import ObjectiveConfig
-from orders import OrderConfig
 
 MODES = {
     "mdm": ["--mode", "mdm", "--steps", 5],
@@ -35,17 +31,6 @@ MODES = {
     "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
 }
 ROWS = [{"prompt": "the "}, {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"}, {"prompt": "", "length": 7}]
-
-
-@pytest.fixture(scope="module")
-def encoder(run, data):
-    """A run of a model with full attention."""
-    config = tiny_config(data, run.parent, "encoder", steps=6)
-    model = dataclasses.replace(config.model, attention="full", target="none", mask_token=257)
-    kinds = {"objective": ObjectiveConfig("lambda_dce"), "order": OrderConfig("random")}
-    config = dataclasses.replace(config, model=model, **kinds)
-    train.train(config, ALONE)
-    return config.run_folder
 
 
 @pytest.fixture

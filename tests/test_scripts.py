@@ -3,34 +3,10 @@
 import pytest
 import torch
 from test_checkpoint import Hostile
-from test_train import make_data
 
 import eval_ppl
 import sample
 import train
-from runtime import run_script as run_main
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    """Run a script's main with these arguments, as its last lines do, in this process: (exit status, stdout, stderr).
-
-    An exception that the script would show as a traceback fails the test.
-    """
-
-    def call(module, *arguments):
-        monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            run_main(module.main)
-        return stop.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 def test_a_run_that_is_not_there_or_has_no_checkpoint_is_an_error_for_both_scripts(script, tmp_path, data):
