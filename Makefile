@@ -1,15 +1,18 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
 # make test:       from a bare clone to lint and all tests.
-# Both create .venv and install pinned requirements; run again, they install nothing twice.
+# make eval-smoke: every evaluation on the quickstart's model and real text, from the folder that AOGPT_DATA names.
+# All create .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 RUN := out/quickstart
+SMOKE := out/eval_smoke
+SMALL := --tokenizer bytes --block-size 64
 # One thread: tensors as small as the quickstart's gain nothing from a second one.
-quickstart: export OMP_NUM_THREADS ?= 1
+quickstart eval-smoke: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint eval-smoke clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -37,13 +40,35 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+eval-smoke: $(VENV)/.requirements-dev
+	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }
+	test -f $(RUN)/best.pt || { $(PY) data/prepare.py pydocs && $(PY) train.py configs/quickstart.toml; }
+	@mkdir -p $(SMOKE) && cp $(AOGPT_DATA)/lambada/lambada_test.jsonl $(SMOKE)
+	@echo "== 1/5 data: three evaluation sets in the packing of the SEDD protocol, in blocks of this model"
+	$(PY) data/prepare.py ptb --source $(AOGPT_DATA)/ptb/ptb.test.txt $(SMALL) --out $(SMOKE)/ptb
+	$(PY) data/prepare.py lambada --source $(AOGPT_DATA)/lambada/lambada_test.jsonl $(SMALL) --out $(SMOKE)/lambada
+	$(PY) data/prepare.py wikitext103 --source $(AOGPT_DATA)/wikitext/wiki.test.tokens $(SMALL) --out $(SMOKE)/wikitext103
+	@echo "== 2/5 perplexity: data sets x orders x ensembles, until the standard error is 0.01 or 8 orders are drawn"
+	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb $(SMOKE)/lambada $(SMOKE)/wikitext103 --orders l2r random \
+		--ensemble 1 8 --num-orders 8 --target-se 0.01 --max-sequences 256 --json $(SMOKE)/ppl.json
+	@echo "== 3/5 the direct way to ensembles, as a check"
+	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --ensemble-method direct \
+		--max-sequences 8 --json $(SMOKE)/direct.json --per-token $(SMOKE)/direct.npz
+	@echo "== 4/5 samples at three temperatures, judged by the model itself"
+	$(PY) eval_gen.py $(RUN) --judge $(RUN) --steps 8 16 64 --settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 \
+		--json $(SMOKE)/gen.json --plot $(SMOKE)/gen.png
+	@echo "== 5/5 lm-evaluation-harness: the last words of LAMBADA, left to right and in any order"
+	$(PY) eval_tasks.py $(RUN) --tasks configs/tasks/lambada_file.yaml --limit 200 --json $(SMOKE)/tasks.json
+	$(PY) eval_tasks.py $(RUN) --tasks configs/tasks/lambada_file.yaml --limit 200 --order random
+	@echo "== done: tables and a plot are in $(SMOKE)"
+
 $(VENV)/.requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -r requirements.txt
 	@touch $@
 
-$(VENV)/.requirements-dev: requirements-dev.txt $(VENV)/.requirements
+$(VENV)/.requirements-dev: requirements-dev.txt requirements-harness.txt $(VENV)/.requirements
 	$(PY) -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 

@@ -1,6 +1,5 @@
 """harness.py and eval_tasks.py: log-likelihoods against the model's own, estimates against enumeration, generation, and
-whole tasks through lm-evaluation-harness without network. All but two tests are skipped where lm_eval is not there."""
-# ruff: noqa: F811  (fixtures are imported by their names)
+whole tasks through lm-evaluation-harness without network."""
 
 import itertools
 import json
