@@ -12,7 +12,7 @@ import math
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
@@ -45,6 +45,7 @@ PRECISION_SAMPLE = 8  # blocks scored in both precisions
 ORDERS_PER_CONTEXT = 8  # the cheap gain varies far less than the loss along an order: results/order_ensembles.md
 JOINT_DRAWS = 8  # fewer means than these tell too little of their spread to stop at a target
 LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
+SETTINGS = {"mixture": ("l2r_prob",), "fixed_random": ("seed",), "fixed_blockwise": ("block", "seed")}  # of --orders
 PUBLISHED = Path(__file__).parent / "data" / "published.toml"
 
 
@@ -65,11 +66,11 @@ class Arguments:
     ensemble_method: Literal["cheap", "direct"] = "cheap"
     """cheap: uniform orders, from few contexts whose remaining tokens are all scored at once; other orders are then
     scored without ensembles. direct: every step of every order, any orders; its check, and slow."""
-    num_orders: int = 2
-    """Draws per sequence (Monte Carlo) of orders, of an encoder's masks, or of direct ensembles. The cheap ensemble
-    draws a context for every 8 orders, but two at least."""
+    num_orders: int | None = None
+    """Draws per sequence (Monte Carlo) of orders, of an encoder's masks, or of direct ensembles; by default 2, with
+    --target-se at most 1000. The cheap ensemble draws a context for every 8 orders, but two at least."""
     target_se: float | None = None
-    """Stop before --num-orders draws when the Monte Carlo standard error is at most this many nats per token."""
+    """Draw until the Monte Carlo standard error is at most this many nats per token, or --num-orders are drawn."""
     max_sequences: int | None = None
     """Score only the first blocks of the split."""
     batch_size: int | None = None
@@ -79,10 +80,16 @@ class Arguments:
     json: Path | None = None
     """Write results, settings and versions to this file, and the table beside it as Markdown (.md)."""
     per_token: Path | None = None
-    """Write the loss of every token, averaged over draws, to this .npz file, with the tokens and the block numbers."""
+    """Write the loss of every token, averaged over draws, to this .npz file, with the tokens and the block numbers.
+    Of an encoder: the token's terms of the ELBO, 0 where no draw masked it."""
     weights: Literal["ema", "raw"] = "ema"
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU that has it. The gains of ensembles are always float32: rounding looks like a gain."""
+
+    @property
+    def budget(self) -> int:
+        return self.num_orders or (1000 if self.target_se else 2)
 
 
 def main() -> None:
@@ -97,20 +104,21 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     orders = choose_orders(a, loaded.model.config)
     texts = [open_text(name, a, loaded) for name in a.datasets]
     walker = Walker(procs, a, starting_batch_size(loaded.model.config, procs.device))
-    results, tokens = [], {}
+    entropies = {text.name: ngram_table(text.folder) for text in texts} if procs.main else {}
+    results, tokens, lines = [], {}, []
     for text in texts:
         for name, config, sizes in orders:
             found, sums = score(Job(loaded, text, name, config, sizes, a, walker))
             results += found
             tokens |= {f"{text.name}/{name}/{size}/nll": nll for size, nll in sums.items()}
+            if procs.main:  # after every one, so that none is lost
+                lines = markdown(results, entropies, a, loaded, orders)
+                if a.json:
+                    write_report(a, results, entropies, lines, loaded, procs)
+                if a.per_token:
+                    write_tokens(a.per_token, texts, tokens)
     if procs.main:
-        entropies = {text.name: ngram_table(text.folder) for text in texts}
-        lines = markdown(results, entropies, a, loaded, orders)
         print("\n".join(lines))
-        if a.json:
-            write_report(a, results, entropies, lines, loaded, procs)
-        if a.per_token:
-            write_tokens(a.per_token, texts, tokens)
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -120,7 +128,7 @@ def check_arguments(a: Arguments) -> None:
     for name in ("num_orders", "batch_size", "max_sequences"):
         if getattr(a, name) is not None and getattr(a, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least 1")
-    if a.num_orders >= MAX_DRAWS:
+    if a.budget >= MAX_DRAWS:
         raise ValueError(f"--num-orders is {a.num_orders}; give less than {MAX_DRAWS}")
     if not a.datasets:
         raise ValueError("--datasets names nothing; give RUN first, then --datasets with one name or folder at least")
@@ -130,7 +138,7 @@ def check_arguments(a: Arguments) -> None:
         raise ValueError(f"--ensemble is {a.ensemble}; give sizes from 1 to 65535")
     if a.target_se is not None and not a.target_se > 0:
         raise ValueError(f"--target-se is {a.target_se}; give a number above 0, in nats per token")
-    if a.target_se is not None and a.num_orders < 2:
+    if a.target_se is not None and a.budget < 2:
         raise ValueError("--target-se needs --num-orders 2 or more: a single draw does not show its error")
     if not 0 <= a.seed < 2**63:
         raise ValueError(f"--seed is {a.seed}; give an integer from 0 to 2**63 - 1")
@@ -138,6 +146,8 @@ def check_arguments(a: Arguments) -> None:
         raise ValueError(f"--per-token {a.per_token}: name a file that ends in .npz")
     if a.json is not None and a.json.suffix == ".md":
         raise ValueError(f"--json {a.json}: the Markdown table would take its place; name a file that ends in .json")
+    if a.json is not None and a.per_token is not None and a.json.resolve() == a.per_token.resolve():
+        raise ValueError(f"--json and --per-token both name {a.json}; give each its own file")
     check_output(a.json, "--json")
     check_output(a.per_token, "--per-token")
 
@@ -145,12 +155,14 @@ def check_arguments(a: Arguments) -> None:
 def parse_order(text: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means."""
     kind, _, settings = text.partition(":")
-    types = {name: hint for name, hint in get_type_hints(OrderConfig).items() if name != "kind"}
+    known = SETTINGS.get(kind, ())
+    types = {name: hint for name, hint in get_type_hints(OrderConfig).items() if name in known}
     values = {}
     for setting in settings.split(",") if settings else ():
         name, _, value = setting.partition("=")
         if name not in types:
-            raise ValueError(f"--orders {text}: {name!r} is no setting; they are {', '.join(types)} (as in block=32)")
+            possible = f"it has {', '.join(known)} (as in {known[0]}=1)" if known else "it has none"
+            raise ValueError(f"--orders {text}: {name!r} is no setting of {kind}; {possible}")
         try:
             values[name] = types[name](value)
         except ValueError:
@@ -172,6 +184,8 @@ def choose_orders(a: Arguments, config) -> list[tuple[str, OrderConfig, tuple[in
     sizes = tuple(sorted(set(a.ensemble)))
     reason = "is an encoder" if encoder else "is not told its target position"
     for text, order in named.items():
+        if order.kind == "fixed_blockwise" and order.block > config.block_size:
+            raise ValueError(f"--orders {text}: the model's block size is {config.block_size}; give a smaller block")
         if blind and order.kind not in possible:
             raise ValueError(f"this model {reason} and has no {text!r} perplexity; give --orders {possible[0]}")
     if blind and sizes != (1,):
@@ -228,8 +242,8 @@ def open_text(name: str, a: Arguments, loaded: checkpoint.Loaded) -> Text:
             f"prepare the text again with --tokenizer {loaded.tokenizer}"
         )
     split = a.split or evaluation_split(meta)
-    dataset = TokenDataset(folder, split, loaded.model.config.block_size)
-    rest = meta.get("protocol") == "full" and dataset.tail().shape[1] > loaded.scored_from
+    dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=True)  # results name its checksum
+    rest = meta.get("protocol", "full") == "full" and dataset.tail().shape[1] > loaded.scored_from
     rows = dataset.num_blocks + rest
     return Text(Path(name).name, folder, split, dataset, min(rows, a.max_sequences or rows))
 
@@ -283,15 +297,16 @@ def score(job: Job) -> tuple[list[dict], dict[int, Tensor]]:
     Rounds of one draw for every sequence go on until the target or the budget is reached. What is drawn follows from
     (seed, draw, row) alone, whatever the batches and the processes.
     """
-    started, weights = time.perf_counter(), job.weights()[:, None]
+    started = time.perf_counter()
     draws, gains, sums, stopped = [], [], 0.0, None
     while stopped is None:
-        nll = job.walker.rows(job, lambda tokens, rows: draw_nll(job, tokens, rows, len(draws)))
+        direct = job.method == "direct"
+        nll = job.walker.rows(job, lambda tokens, rows: draw_nll(job, tokens, rows, len(draws)), direct)
         if job.a.per_token:
             sums = sums + nll
-        draws.append(nll.nanmean(dim=1) * weights)
+        draws.append(nll.nanmean(dim=1))
         while len(gains) < job.contexts(len(draws)):
-            gains.append(job.walker.rows(job, lambda tokens, rows: draw_gains(job, tokens, rows, len(gains))) * weights)
+            gains.append(job.walker.rows(job, lambda tokens, rows: draw_gains(job, tokens, rows, len(gains)), True))
         estimates = estimates_of(job, draws, gains)
         stopped = why_stop(job, [e for e, _ in estimates.values()], len(draws))
     seconds, lengths = time.perf_counter() - started, job.text.lengths()
@@ -300,7 +315,7 @@ def score(job: Job) -> tuple[list[dict], dict[int, Tensor]]:
     for size, (value, gain) in estimates.items():
         forwards = forwards_of(job, size, len(draws), len(gains), lengths)
         counts = {"draws": len(draws), "contexts": len(gains) if size > 1 else 0, "stopped": stopped}
-        counts |= {"token_forwards": forwards, "seconds": seconds, "batch_size": job.walker.batch_size}
+        counts |= {"token_forwards": forwards, "seconds_of_all_sizes": seconds, "batch_size": job.walker.batch_size}
         results.append(result_of(job, size, value, gain) | counts | difference)
     scored = (1, *job.larger) if job.method == "direct" else (1,)
     means = sums / len(draws) if job.a.per_token else None
@@ -325,16 +340,17 @@ def draw_gains(job: Job, tokens: Tensor, rows: range, draw: int) -> Tensor:
 
 def estimates_of(job: Job, draws: list[Tensor], gains: list[Tensor]) -> dict[int, tuple[Estimate, Estimate | None]]:
     """{ensemble size: (the loss, its gain over size 1)} from draws of (N, S) losses and of (N, S - 1) cheap gains."""
-    nll = torch.stack(draws, dim=1)
+    nll, weights = torch.stack(draws, dim=1), {"weights": job.weights()}
     if job.exact:
-        return {1: (estimate(nll[:, 0, 0]), None)}
-    found = {1: (estimate(nll[..., 0], joint=job.joint), None)}
+        return {1: (estimate(nll[:, 0, 0], **weights), None)}
+    found = {1: (estimate(nll[..., 0], joint=job.joint, **weights), None)}
     for i, size in enumerate(job.larger):
         if job.method == "cheap":
             gain = torch.stack(gains, dim=1)[..., i]
-            found[size] = estimate(nll[..., 0], gain), estimate(gain)
+            found[size] = estimate(nll[..., 0], gain, **weights), estimate(gain, **weights)
         else:
-            found[size] = estimate(nll[..., i + 1]), estimate(nll[..., i + 1] - nll[..., 0])
+            gain = nll[..., i + 1] - nll[..., 0]
+            found[size] = estimate(nll[..., i + 1], **weights), estimate(gain, **weights)
     return {size: found[size] for size in job.sizes}
 
 
@@ -345,7 +361,7 @@ def why_stop(job: Job, estimates: list[Estimate], draws: int) -> str | None:
     if job.a.target_se and draws >= (JOINT_DRAWS if job.joint else 2):
         if all(e.monte_carlo_error <= job.a.target_se for e in estimates):
             return "target"
-    return "budget" if draws >= job.a.num_orders else None
+    return "budget" if draws >= job.a.budget else None
 
 
 def forwards_of(job: Job, size: int, draws: int, contexts: int, lengths: Tensor) -> int:
@@ -373,17 +389,19 @@ def result_of(job: Job, size: int, value: Estimate, gain: Estimate | None) -> di
 
 
 def precision(job: Job) -> dict:
-    """In bfloat16: by how much a few blocks' losses, nats per token, differ from those in float32."""
+    """In bfloat16: by how much the losses of a few blocks, nats per token, differ from float32's; no ensemble."""
     a, procs = job.a, job.walker.procs
-    if not procs.main or pick_dtype(a.dtype, procs.device) == torch.float32:
+    if not procs.main or job.method == "direct" or pick_dtype(a.dtype, procs.device) == torch.float32:
         return {}
-    losses, rows = [], range(min(PRECISION_SAMPLE, job.text.count, job.text.dataset.num_blocks))
-    tokens, plain = job.text.tokens(rows).to(procs.device), dataclasses.replace(job, sizes=(1,))
-    for dtype in (torch.bfloat16, torch.float32):
-        with autocast(procs.device, dtype):
-            losses.append(draw_nll(plain, tokens, rows, 0).nanmean(dim=(1, 2)))
-    gap = losses[0] - losses[1]
-    found = {"sequences": len(rows), "mean": float(gap.mean()), "largest": float(gap.abs().max())}
+    count, plain = min(PRECISION_SAMPLE, job.text.dataset.num_blocks, job.text.count), replace(job, sizes=(1,))
+    losses = {torch.bfloat16: [], torch.float32: []}
+    for row in range(count):  # one at a time: float32 needs more memory than the batches were made for
+        rows = range(row, row + 1)
+        for dtype, found in losses.items():
+            with autocast(procs.device, dtype):
+                found.append(draw_nll(plain, job.text.tokens(rows).to(procs.device), rows, 0).nanmean())
+    gap = torch.stack(losses[torch.bfloat16]) - torch.stack(losses[torch.float32])
+    found = {"sequences": count, "mean": float(gap.mean()), "largest": float(gap.abs().max())}
     return {"bfloat16_minus_float32": found}
 
 
@@ -392,10 +410,13 @@ class Walker:
 
     def __init__(self, procs: Processes, a: Arguments, batch_size: int):
         self.procs, self.dtype, self.given = procs, pick_dtype(a.dtype, procs.device), a.batch_size
+        self.per_token = a.per_token is not None
         self.batch_size = a.batch_size or batch_size
 
-    def rows(self, job: Job, work: Callable[[Tensor, range], Tensor]) -> Tensor:
+    def rows(self, job: Job, work: Callable[[Tensor, range], Tensor], exact: bool = False) -> Tensor:
         """work(tokens, rows) -> (B, ...) for all rows, every process its share; (N, ...) of all of them on each.
+
+        exact: in float32 whatever --dtype says.
 
         Where the memory runs out, the batch is halved and tried again, unless its size was given.
         """
@@ -408,12 +429,12 @@ class Walker:
                 rows = range(row, min(end, blocks) if row < blocks else end)  # the rest after the blocks: on its own
                 tokens = job.text.tokens(rows)
                 try:
-                    with autocast(self.procs.device, self.dtype):
+                    with autocast(self.procs.device, torch.float32 if exact else self.dtype):
                         part = work(tokens.to(self.procs.device), rows).cpu()
                 except torch.OutOfMemoryError:
                     self.halve()
                     continue
-                if part.dim() == 3 and part.shape[1] == tokens.shape[1]:
+                if self.per_token and part.dim() == 3:
                     part = F.pad(part, (0, 0, 0, job.text.dataset.block_size - part.shape[1]), value=math.nan)
                 parts.append(part)
                 row = rows.stop
@@ -452,17 +473,21 @@ def ngram_table(folder: Path) -> dict[str, float]:
 
 
 def published(job: Job, size: int) -> float | None:
-    """The published perplexity of the released model that this is, on this set under the same protocol, if any."""
+    """The published perplexity of the released model that this is, on this set under the same protocol, if any.
+
+    Its layout and size tell which model it is. Whether its weights are the released ones, nobody has listed.
+    """
     meta, config = job.text.dataset.meta, job.loaded.model.config
-    whole = job.text.count == job.text.dataset.num_blocks and job.text.split == evaluation_split(meta)
-    if not job.loaded.system or meta.get("protocol") != "sedd" or meta.get("notes") or not whole:
-        return None
     table = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
+    name = meta.get("settings", {}).get("dataset")
+    if not job.loaded.system or job.a.weights == "raw" or meta.get("protocol") != "sedd" or meta.get("notes"):
+        return None
+    if job.text.split != table["splits"].get(name) or job.text.count < job.text.dataset.num_blocks:
+        return None
     scale = {(12, 768): "small", (24, 1024): "medium"}.get((config.n_layer, config.n_embd))
     system = job.loaded.system + (f", {size} orders" if size > 1 else "")
     figures = table.get(scale, {}).get(job.name, {}).get(system)
-    name = meta["settings"]["dataset"]
-    return figures[table["datasets"].index(name)] if figures and name in table["datasets"] else None
+    return figures[table["datasets"].index(name)] if figures else None
 
 
 def markdown(results: list[dict], entropies: dict, a: Arguments, loaded: checkpoint.Loaded, orders: list) -> list[str]:
@@ -504,14 +529,19 @@ def notes(results: list[dict], a: Arguments, orders: list) -> list[str]:
         for i, r in enumerate(results)
         if r["dataset"] not in [earlier["dataset"] for earlier in results[:i]]
     ]
+    told = set()
     for r in results:
-        name = f"{r['dataset']} {r['orders']}, M = {r['ensemble']}"
+        job, name = (r["dataset"], r["orders"]), f"{r['dataset']} {r['orders']}, M = {r['ensemble']}"
         if r["stopped"] != "exact" and a.target_se:
             reached = "reached" if r["stopped"] == "target" else "NOT reached"
             lines.append(f"{name}: --target-se {a.target_se} {reached} after {r['draws']} draws")
-        if found := r.get("bfloat16_minus_float32"):
+        found = r.get("bfloat16_minus_float32")
+        if found and job not in told:
             mean, largest = f"{found['mean']:+.5f} nats/token on average", f"{found['largest']:.5f} at most"
-            lines.append(f"{name}: bfloat16 - float32 on {found['sequences']} blocks: {mean}, {largest}")
+            lines.append(f"{' '.join(job)}: bfloat16 - float32 on {found['sequences']} blocks: {mean}, {largest}")
+        told.add(job)
+    if any(r["published"] for r in results):
+        lines.append("published: of the model whose layout and size this is; the others are measured here")
     without = [name for name, _, sizes in orders if sizes == (1,) and set(a.ensemble) != {1}]
     if without:
         lines.append(f"no ensembles of {', '.join(without)}: the cheap ones are of uniform orders (random) only")

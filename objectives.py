@@ -213,7 +213,7 @@ class Estimate:
         return float(np.exp(self.nll - reach)), float(np.exp(self.nll + reach))
 
 
-def estimate(*parts: Tensor, joint: bool = False) -> Estimate:
+def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None) -> Estimate:
     """The mean over N sequences of a sum of parts, and its standard errors.
 
     A part is (N,), known exactly, or (N, D), D draws of an estimate of it. The draws of a sequence are averaged first,
@@ -224,16 +224,19 @@ def estimate(*parts: Tensor, joint: bool = False) -> Estimate:
         joint: the N numbers of a draw depend on one another, as masks that are stratified over the sequences. Then only
             the D means are independent, so they tell the Monte Carlo error, with D - 1 degrees of freedom; and
             standard_error, which ignores that stratification, is too large rather than too small.
+        weights: (N,) of mean 1, where sequences of different lengths count by their tokens.
     """
     means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
     n = len(means)
-    deviation = means.std() if n > 1 else torch.tensor(torch.nan)
-    spreads = [_monte_carlo(part.double(), joint) for part in parts if part.dim() == 2]
+    weights = torch.ones_like(means) if weights is None else weights
+    nll = float((weights * means).mean())
+    deviation = (weights * (means - nll)).std() if n > 1 else torch.tensor(torch.nan)  # of a ratio of two sums
+    spreads = [_monte_carlo(weights[:, None] * part.double(), joint) for part in parts if part.dim() == 2]
     variance = sum(v for v, _ in spreads)
     degrees = math.inf
     if variance > 0:  # Welch and Satterthwaite
         degrees = variance**2 / sum(v**2 / df for v, df in spreads if v > 0)
-    return Estimate(float(means.mean()), float(deviation / n**0.5), n, variance**0.5, degrees)
+    return Estimate(nll, float(deviation / n**0.5), n, variance**0.5, degrees)
 
 
 def _monte_carlo(draws: Tensor, joint: bool) -> tuple[float, float]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from conftest import torchrun
 from runs import ALONE, LENGTH, make_data
+from test_checkpoint import flip_byte
 
 import checkpoint
 import eval_ppl
-from data.loader import TokenDataset
+from data.loader import TokenDataset, sha256_file
+from data.prepare import Prepare, prepare
 from ensembles import direct_nll
 from orders import OrderConfig, orders_at
 
@@ -73,7 +75,7 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         monte_carlo = math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3)) if draws > 1 else 0
         assert result["monte_carlo_error"] == pytest.approx(monte_carlo, rel=1e-4)
         assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)
-        assert result["token_forwards"] == 21 * LENGTH * draws and result["seconds"] > 0
+        assert result["token_forwards"] == 21 * LENGTH * draws and result["seconds_of_all_sizes"] > 0
         assert result["stopped"] == ("exact" if kind == "l2r" else "budget")
 
 
@@ -160,9 +162,9 @@ def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evalu
     full = shutil.copytree(data, tmp_path / "full")
     meta = json.loads((full / "meta.json").read_text())
     tokens = TokenDataset(data, "val", 1).tokens[: 3 * LENGTH + 5]
-    meta["splits"]["val"]["tokens"] = len(tokens)
-    (full / "meta.json").write_text(json.dumps(meta | {"protocol": "full"}))
     (full / "val.bin").write_bytes(tokens.tobytes())
+    meta["splits"]["val"] |= {"tokens": len(tokens), "sha256": sha256_file(full / "val.bin")}
+    (full / "meta.json").write_text(json.dumps(meta | {"protocol": "full"}))
     report = evaluate(
         "--datasets", full, "--orders", "l2r", "random", "--ensemble", 1, 2, "--per-token", tmp_path / "t.npz"
     )
@@ -304,16 +306,49 @@ def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_
     assert "unknown" in (tmp_path / "ppl.md").read_text()
 
 
+@pytest.mark.parametrize("left_over", [1, 2, 9])
+def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_error(script, run, left_over, tmp_path):
+    """Even a single token; the standard error is that of a mean weighted by tokens."""
+    text, folder = tmp_path / "text.txt", tmp_path / "data"
+    text.write_text(("the order of any mask " * 20)[: 12 * LENGTH + left_over - 1])  # and end-of-text
+    prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
+    dataset = TokenDataset(folder, "test", LENGTH)
+    assert dataset.tail().shape == (1, left_over)
+    status, _, err = script(eval_ppl, run, "--datasets", folder, "--orders", "l2r", "--json", tmp_path / "ppl.json")
+    assert status == 0, err
+    (result,) = read_json(tmp_path / "ppl.json")["results"]
+    model = checkpoint.load_model(run)
+    rows = [*dataset.blocks(list(range(dataset.num_blocks))), dataset.tail()[0]]
+    nll = [-model.token_log_probs(row[None], torch.arange(len(row))[None]).double() for row in rows]
+    total, tokens, n = sum(float(x.sum()) for x in nll), sum(x.numel() for x in nll), len(rows)
+    mean = total / tokens
+    assert result["tokens"] == tokens and result["nll"] == pytest.approx(mean, rel=1e-6)
+    squares = sum((float(x.sum()) - mean * x.numel()) ** 2 for x in nll)
+    assert result["standard_error"] == pytest.approx(math.sqrt(squares / (n - 1) * n) / tokens, rel=1e-4)
+
+
+def test_a_target_alone_has_a_budget_that_reaches_it(evaluate):
+    results = by_name(evaluate("--orders", "random", "--target-se", 0.01, "--max-sequences", 6))
+    assert results["random", 1]["stopped"] == "target" and results["random", 1]["monte_carlo_error"] <= 0.01
+
+
+def test_a_text_whose_file_was_changed_is_refused(script, run, data, tmp_path):
+    changed = shutil.copytree(data, tmp_path / "changed")
+    flip_byte(changed / "val.bin", 10)
+    status, _, err = script(eval_ppl, run, "--datasets", changed)
+    assert status == 2 and "checksum" in err
+
+
 # ---- published figures -----------------------------------------------------------------------------------------------
 
 
-def published(system, size=(12, 768), orders="random", ensemble=1, **changes):
-    meta = {"protocol": "sedd", "splits": {"test": {}}, "settings": {"dataset": "ptb"}} | changes
+def published(system, size=(12, 768), orders="random", ensemble=1, split="test", weights="ema", **changes):
+    meta = {"protocol": "sedd", "splits": {split: {}}, "settings": {"dataset": "ptb"}} | changes
     dataset = SimpleNamespace(meta=meta, num_blocks=3)
     config = SimpleNamespace(n_layer=size[0], n_embd=size[1])
     loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
-    text = SimpleNamespace(dataset=dataset, split="test", count=3)
-    return eval_ppl.published(SimpleNamespace(text=text, loaded=loaded, name=orders), ensemble)
+    text, a = SimpleNamespace(dataset=dataset, split=split, count=3), SimpleNamespace(weights=weights)
+    return eval_ppl.published(SimpleNamespace(text=text, loaded=loaded, name=orders, a=a), ensemble)
 
 
 def test_published_figures_stand_beside_released_models_under_the_same_protocol_only():
@@ -321,6 +356,7 @@ def test_published_figures_stand_beside_released_models_under_the_same_protocol_
     assert published("AO-GPT", (24, 1024), ensemble=64) == 85.75
     assert published("GPT-2", (24, 1024), "l2r") == 123.14
     assert published("RADD", settings={"dataset": "lm1b"}) == 74.28
+    assert published("RADD", split="train", settings={"dataset": "wikitext2"}) == 38.26
     for nothing in (
         published(None),
         published("GPT-2"),  # no any-order likelihood
@@ -330,6 +366,9 @@ def test_published_figures_stand_beside_released_models_under_the_same_protocol_
         published("AO-GPT", protocol="full"),
         published("AO-GPT", notes=["another tokenizer"]),
         published("AO-GPT", settings={"dataset": "books"}),
+        published("AO-GPT", settings={"dataset": "wikitext2"}),  # measured on its train split
+        published("AO-GPT", split="train"),
+        published("AO-GPT", weights="raw"),
     ):
         assert nothing is None
     table = tomllib.loads(eval_ppl.PUBLISHED.read_text())
@@ -402,6 +441,9 @@ def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
         (["--orders", "backwards"], ["backwards", "l2r"]),
         (["--orders"], ["--orders"]),
         (["--orders", "fixed_blockwise:blocks=3"], ["'blocks' is no setting", "block, seed"]),
+        (["--orders", "random:seed=5"], ["'seed' is no setting of random; it has none"]),
+        (["--orders", "fixed_blockwise:block=17"], ["block size is 16", "smaller block"]),
+        (["--json", "same.npz", "--per-token", "same.npz"], ["both name same.npz"]),
         (["--orders", "fixed_blockwise:block=x"], ["block is 'x'", "int"]),
         (["--orders", "fixed_blockwise:block=0"], ["--orders fixed_blockwise:block=0", "at least 1"]),
         (["--ensemble", 0], ["--ensemble is (0,)"]),
@@ -438,6 +480,6 @@ def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(scri
     assert "holds gpt2 tokens, but the model was trained on bytes tokens" in err and "--tokenizer bytes" in err
     err = error(protocol="sedd", block_size=32)
     assert "packed into blocks of 32 tokens (protocol sedd), not of 16" in err and "--block-size 16" in err
-    meta["splits"]["val"]["tokens"] = LENGTH - 1
     (other / "val.bin").write_bytes(bytes(2 * (LENGTH - 1)))
+    meta["splits"]["val"] |= {"tokens": LENGTH - 1, "sha256": sha256_file(other / "val.bin")}
     assert "fewer than one block of 16" in error()
