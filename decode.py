@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import model as model_module
 from choice import ACCEPTED, CORRECTED, TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
-from model import AOGPT, Feed, KVCache, log_linear_noise, ragged
+from model import AOGPT, MLP, Feed, KVCache, log_linear_noise, ragged
 from plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
 from runtime import available_memory
 
@@ -259,8 +259,18 @@ class PackedLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
+    def forward(self, x: Tensor, then: str = "none", variant: str = "") -> Tensor:
+        """`then`: an activation that is applied to the output where it is computed."""
+        return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.packed, self.bias, then, [], variant)
+
+
+class PackedMLP(nn.Module):
+    def __init__(self, mlp: MLP):
+        super().__init__()
+        self.approximate, self.fc, self.proj = mlp.approximate, PackedLinear(mlp.fc), PackedLinear(mlp.proj)
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.packed, self.bias, "none", [], "")
+        return self.proj(self.fc(x, "gelu", self.approximate))
 
 
 def packed(model: AOGPT) -> AOGPT:
@@ -270,8 +280,9 @@ def packed(model: AOGPT) -> AOGPT:
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child))
+            replacement = {nn.Linear: PackedLinear, MLP: PackedMLP}.get(type(child))
+            if replacement:
+                setattr(module, name, replacement(child))
     return model
 
 
