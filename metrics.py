@@ -258,9 +258,11 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
     runs = {folder: metrics_of(folder) for folder in dict.fromkeys(folders)}
     known = {key for lines in runs.values() for line in lines for key in line}
     panels = [panel for panel in PANELS if known & set(panel[2])]
-    columns, rows = min(3, len(panels)), -(-len(panels) // 3)
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    rows = -(-len(panels) // columns)
     size = (5.2 * columns, 3.8 * rows + 0.6)
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     colors = plt.get_cmap("tab10").colors if len(runs) <= 10 else plt.get_cmap("turbo")(np.linspace(0, 1, len(runs)))
     for axes, (title, unit, keys) in zip(grid.flat, panels, strict=False):
         for lines, color in zip(runs.values(), colors, strict=False):
@@ -282,6 +284,8 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
 
 def draw_panel(axes, lines: list[dict], keys: tuple[str, ...], color, over: str) -> None:
     """Draw what one run's lines hold under these keys."""
+    from matplotlib.ticker import LogFormatter
+
     for key, style in zip(keys, ("-", "--"), strict=False):
         values = {line["step"]: line[key] for line in lines if line.get(key) is not None}
         if not values:
@@ -300,16 +304,21 @@ def draw_panel(axes, lines: list[dict], keys: tuple[str, ...], color, over: str)
             axes.plot(x, smoothed(y), color=color, linewidth=1.5)
         if key == "grad_norm":
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def metrics_of(folder: Path) -> list[dict]:
     """The lines of a run folder's metrics.jsonl. Raises ValueError where there are none to draw."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    if not lines:
-        found = "its metrics.jsonl is empty" if (folder / "metrics.jsonl").exists() else "it has no metrics.jsonl"
-        found = found if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"cannot draw {folder}: {found}; give folders of runs that have trained, as out/NAME")
-    return lines
+    path = folder / "metrics.jsonl"
+    lines = read_metrics(path)
+    keys = {key for _, _, panel_keys in PANELS for key in panel_keys}
+    if any(key in keys and value is not None for line in lines for key, value in line.items()):
+        return lines
+    found = "its metrics.jsonl holds no losses" if lines else "its metrics.jsonl has no whole line"
+    if not path.exists():
+        found = "it has no metrics.jsonl" if folder.is_dir() else "there is no such folder"
+    raise ValueError(f"cannot draw {folder}: {found}; give folders of runs that have trained, as out/NAME")
 
 
 def run_labels(folders: list[Path]) -> list[str]:

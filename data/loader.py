@@ -57,8 +57,9 @@ def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) 
     chunks = [random_bits(seed, chunk, 2 * 512, LENGTH_STREAM) for chunk in range(first, last + 1)]
     bits = np.concatenate(chunks).reshape(-1, 2)[steps.start - first * 512 :][: len(steps)]
     coin, uniform = ((bits >> np.uint64(11)) * 2.0**-53).T
-    eighths = -(-(1 + (uniform * block_size).astype(np.int64)) * LENGTHS // block_size)
-    return np.where(coin < random_prob, -(-eighths * block_size // LENGTHS), lengths)
+    eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)
+    drawn = eighths[np.searchsorted(eighths, 1 + (uniform * block_size).astype(np.int64))]
+    return np.where(coin < random_prob, drawn, lengths)
 
 
 def find_dataset(name) -> Path:
