@@ -60,7 +60,7 @@ def test_both_rates_follow_one_schedule_and_reach_their_own_groups():
 @pytest.mark.parametrize("target, tied", [("adaln", False), ("input", True), ("none", False)])
 def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     order = "l2r" if target == "none" else "random"
-    config = muon_config(model__target=target, model__tied_head=tied, order__kind=order)
+    config = muon_config(order__kind=order, model__target=target, model__tied_head=tied)
     config = change(config, optim__kind=kind)
     model = AOGPT(config.model)
     optimizer = make_optimizer(model, config)
