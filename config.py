@@ -30,6 +30,16 @@ class DataConfig:
     """Folder that data/prepare.py wrote."""
     verify: bool = False
     """Check the sha256 of the token files before training."""
+    random_length_prob: float = 0.0
+    """Share of the steps whose whole batch is cut to a random length, so that the model also learns sequences shorter
+    than block_size (LLaDA: 0.01). Uniform in 1 to block_size, rounded up to an eighth of it: at most 8 shapes."""
+
+    def __post_init__(self):
+        if not 0.0 <= self.random_length_prob <= 1.0:
+            raise ValueError(
+                f"data.random_length_prob is a probability, but it is {self.random_length_prob}; give a number "
+                "from 0 to 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,12 @@ class OptimConfig:
     """Largest gradient norm; 0 switches clipping off."""
     ema_decay: float = 0.9999
     """Decay of the averaged weights, warmed up as min(ema_decay, (1 + t) / (10 + t))."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of attention and MLP, AdamW with lr and the betas for all other weights."""
+    muon_lr: float = 6e-4
+    """Muon's peak learning rate, on lr's schedule. Its updates are scaled to the size of AdamW's: start from AdamW's
+    rate."""
+    muon_momentum: float = 0.95
 
     def __post_init__(self):
         for name, low, high in (
@@ -58,13 +74,15 @@ class OptimConfig:
             ("weight_decay", 0, math.inf),
             ("grad_clip", 0, math.inf),
             ("warmup_steps", 0, math.inf),
+            ("muon_lr", 0, math.inf),
+            ("muon_momentum", 0, 1),
         ):
             value = getattr(self, name)
             if not low <= value <= high or value == math.inf and name != "grad_clip":
                 bound = "or more" if high == math.inf else f"to {high}"
                 raise ValueError(f"optim.{name} is {value}; give a finite number from {low} {bound}")
-        if self.beta1 == 1 or self.beta2 == 1:
-            raise ValueError("optim.beta1 and optim.beta2 must be below 1")
+        if 1 in (self.beta1, self.beta2, self.muon_momentum):
+            raise ValueError("optim.beta1, optim.beta2 and optim.muon_momentum must be below 1")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # Philox streams are told apart by the top word of the counter, so that no two uses of one seed share numbers
 SHUFFLE_STREAM = 1
 SPLIT_STREAM = 2
+LENGTH_STREAM = 3
+LENGTHS = 8  # that a batch can be cut to: torch.compile makes code for each of them
 
 
 def dtype_name(vocab_size: int) -> str:
@@ -37,6 +39,27 @@ def random_bits(seed: int, index: int, count: int, stream: int) -> np.ndarray:
     words = 2**64 - 1
     key = np.array([seed & words, index & words], dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, 0, 0, stream], dtype=np.uint64)).random_raw(count)
+
+
+def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
+    """Length of the sequences in the global batch of each step, int64 (len(steps),): a pure function of the arguments.
+
+    It is block_size; but with probability `random_prob` it is drawn uniformly from 1 .. block_size and rounded up to an
+    eighth of block_size. A cut batch keeps the first tokens of its blocks; the others are not seen in that epoch.
+    One length for the whole batch needs no padding, so nothing stands where a shorter text has ended: an encoder
+    attends to nothing there, a decoder's orders hold no such position. And the mean over its micro-batches and
+    processes remains the mean over its tokens. Lengths below an eighth of block_size do not occur.
+    """
+    lengths = np.full(len(steps), block_size, dtype=np.int64)
+    if random_prob == 0 or not len(steps):
+        return lengths
+    first, last = steps.start // 512, (steps.stop - 1) // 512  # in chunks: the numbers of many steps come at once
+    chunks = [random_bits(seed, chunk, 2 * 512, LENGTH_STREAM) for chunk in range(first, last + 1)]
+    bits = np.concatenate(chunks).reshape(-1, 2)[steps.start - first * 512 :][: len(steps)]
+    coin, uniform = ((bits >> np.uint64(11)) * 2.0**-53).T
+    eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)
+    drawn = eighths[np.searchsorted(eighths, 1 + (uniform * block_size).astype(np.int64))]
+    return np.where(coin < random_prob, drawn, lengths)
 
 
 def find_dataset(name) -> Path:

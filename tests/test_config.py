@@ -88,9 +88,10 @@ def configs(draw):
         order=OrderConfig(
             draw(st.sampled_from(kinds)), draw(ratio), draw(st.integers(1, model.block_size)), draw(st.integers(0, 99))
         ),
-        data=DataConfig(draw(text), draw(st.booleans())),
+        data=DataConfig(draw(text), draw(st.booleans()), draw(ratio)),
         optim=OptimConfig(
-            *(draw(values) for values in (amount, ratio, st.integers(0, steps), beta, beta, amount, amount, ratio))
+            *(draw(values) for values in (amount, ratio, st.integers(0, steps), beta, beta, amount, amount, ratio)),
+            *(draw(values) for values in (one_of(OptimConfig, "kind"), amount, beta)),
         ),
         train=TrainConfig(
             steps,
@@ -200,6 +201,10 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(load):
         ("[optim]\nlr = -1.0", ["optim.lr", "-1.0"]),
         ("[optim]\nlr = nan", ["optim.lr", "nan"]),
         ("[optim]\nbeta2 = 1.1", ["optim.beta2"]),
+        ("[optim]\nmuon_lr = -1.0", ["optim.muon_lr", "-1.0"]),
+        ("[optim]\nmuon_momentum = 1.0", ["optim.muon_momentum"]),
+        ('[optim]\nkind = "mu"', ["optim.kind", "'adamw', 'muon'"]),
+        ("[data]\nrandom_length_prob = 1.5", ["data.random_length_prob", "1.5", "from 0 to 1"]),
         ("[optim]\nema_decay = 2.0", ["optim.ema_decay"]),
         ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", ["optim.warmup_steps (11)", "train.steps (10)"]),
         ("[train]\nbatch_size = 8\nmicro_batch_size = 3", ["train.batch_size (8)", "train.micro_batch_size (3)"]),

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,10 @@ import checkpoint
 import config as configuration
 import train
 from config import WandbConfig
-from data.loader import TokenDataset
+from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
+from objectives import ObjectiveConfig, masked_nll, masks_at
+from optim import learning_rate
 from orders import OrderConfig, orders_at
 from runtime import Processes
 
@@ -39,11 +42,11 @@ def write_config(config):
 
 
 def metrics(config, key=None):
-    """The lines of metrics.jsonl without the clock's values; with `key`, {step: value} of the lines that have it."""
+    """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value} of those with it."""
     lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
     if key:
         return {line["step"]: line[key] for line in lines if key in line}
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_bytes")} for line in lines]
 
 
 def newest(config):
@@ -93,42 +96,15 @@ def copy_of(reference, out, **changes):
     return change(reference, out=str(out), **changes)
 
 
-# ---- the learning rate, the optimizer and one step -------------------------------------------------------------------
+# ---- one step --------------------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
-    config = change(
-        tiny_config("", ""), train__steps=100, optim__warmup_steps=10, optim__lr=0.5, optim__min_lr_ratio=0.2
-    )
-    rates = [train.learning_rate(step, config) for step in range(101)]
-    np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11))
-    progress = np.arange(91) / 90
-    np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * (1 + np.cos(np.pi * progress)) / 2)
-    assert rates[100] == pytest.approx(0.1)
-    assert train.learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
-
-
-@pytest.mark.parametrize("target, tied", [("adaln", False), ("input", True), ("none", False)])
-def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied):
-    kind = "l2r" if target == "none" else "random"
-    config = tiny_config("", "", order__kind=kind, model__target=target, model__tied_head=tied, optim__weight_decay=0.5)
-    model = AOGPT(config.model)
-    optimizer = train.make_optimizer(model, config)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # without a gradient AdamW moves a weight by its decay alone
-    optimizer.step()
-    for name, p in model.named_parameters():
-        factor = 1 - 3e-3 * 0.5 if p.dim() >= 2 else 1.0
-        torch.testing.assert_close(p.detach(), before[name] * factor, rtol=1e-6, atol=0, msg=name)
-
-
-def one_step(config, dataset, procs=ALONE):
-    """Gradients of step 3 of a fresh model: (model, loss, norm)."""
+def one_step(config, dataset, procs=ALONE, step=3):
+    """Gradients of a step of a fresh model: (model, loss, norm)."""
     torch.manual_seed(config.seed)
     model = AOGPT(config.model)
     optimizer = train.make_optimizer(model, config)
-    loss, norm = train.train_step(3, model, optimizer, dataset, config, procs, train.StopRequest(procs))
+    loss, norm = train.train_step(step, model, optimizer, dataset, config, procs, train.StopRequest(procs))
     return model, loss, norm
 
 
@@ -153,6 +129,144 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(dat
     assert total == pytest.approx(norm, rel=1e-5) and reported == pytest.approx(norm, rel=1e-5)
 
 
+# ---- random lengths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4, 8, 20, 1024])
+def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
+    lengths = batch_lengths(3, range(40_000), size, 0.25)
+    eighths = [math.ceil(k * size / 8) for k in range(1, 9)]
+    # what rounding up makes of every length, by hand
+    exact = {n: next(e for e in eighths if e >= n) for n in range(1, size + 1)}
+    shares = {e: 0.25 * sum(v == e for v in exact.values()) / size for e in set(eighths)}
+    shares[size] += 0.75
+    shares = {e: share for e, share in shares.items() if share}
+    counts = dict(zip(*(values.tolist() for values in np.unique(lengths, return_counts=True)), strict=True))
+    assert counts.keys() == shares.keys() and len(counts) <= 8
+    for length, share in shares.items():  # five standard deviations of a binomial
+        assert abs(counts[length] - 40_000 * share) <= 5 * math.sqrt(40_000 * share * (1 - share)), length
+
+
+def test_the_length_of_a_batch_follows_from_seed_and_step_alone():
+    whole = batch_lengths(3, range(3000), 64, 0.5)
+    for steps in (range(0, 1), range(511, 513), range(1000, 2600), range(2999, 3000), range(5, 5)):
+        np.testing.assert_array_equal(batch_lengths(3, steps, 64, 0.5), whole[steps.start : steps.stop])
+    assert (batch_lengths(4, range(3000), 64, 0.5) != whole).mean() > 0.3
+    assert set(batch_lengths(3, range(3000), 64, 0.0)) == {64}
+    # a smaller share cuts some of the same steps to the same lengths
+    fewer = batch_lengths(3, range(3000), 64, 0.1)
+    np.testing.assert_array_equal(whole[fewer < 64], fewer[fewer < 64])
+
+
+def cut_step(config):
+    """The first step of a run whose batch is shorter than a block, and its length."""
+    lengths = batch_lengths(config.seed, range(100), 16, config.data.random_length_prob)
+    step = int(np.argmax(lengths < 16))
+    return step, int(lengths[step])
+
+
+def encoder_config(config):
+    model = replace(config.model, attention="full", target="none", mask_token=257)
+    return replace(config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random"))
+
+
+@pytest.mark.parametrize("system", ["decoder", "encoder"])
+def test_a_cut_step_is_the_gradient_of_the_mean_loss_of_the_first_tokens_of_its_blocks(data, system):
+    config = tiny_config(data, "", model__dropout=0.0, optim__grad_clip=0.0, data__random_length_prob=0.7)
+    config = encoder_config(config) if system == "encoder" else config
+    dataset = TokenDataset(data, "train", 16)
+    step, length = cut_step(config)
+    assert length < 16
+    torch.manual_seed(config.seed)
+    plain = AOGPT(config.model)
+    tokens = dataset.batch(7, step, range(8), 8)[:, :length]
+    if system == "encoder":
+        expected = masked_nll(plain, tokens, masks_at(config.objective, 7, step, range(8), 8, length)).mean()
+    else:
+        order = orders_at(config.order, 7, step, range(8), length)
+        assert all(sorted(row) == list(range(length)) for row in order.tolist())
+        expected = plain(tokens, order).mean()
+    expected.backward()
+    model, loss, _ = one_step(config, dataset, step=step)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6)
+    if system == "decoder":  # no row of a position past the end was touched
+        assert not model.wpe.weight.grad[length + 1 :].any() and model.wpe.weight.grad[1:length].any()
+
+
+@pytest.mark.parametrize("order", [OrderConfig("fixed_random", seed=3), OrderConfig("fixed_blockwise", block=6)])
+def test_a_fixed_order_of_a_cut_batch_is_the_whole_order_without_the_positions_cut_off(order):
+    whole = orders_at(order, 0, 0, range(1), 16)[0]
+    for length in (2, 8, 14):
+        assert torch.equal(orders_at(order, 0, 0, range(1), length)[0], whole[whole < length])
+
+
+@pytest.fixture(scope="module")
+def cut_run(data, tmp_path_factory):
+    """20 steps with Muon, half of them at a random length."""
+    out = tmp_path_factory.mktemp("cut")
+    changes = {"data__random_length_prob": 0.5, "optim__kind": "muon", "optim__min_lr_ratio": 1.0}
+    config = tiny_config(data, out, steps=20, **changes, checkpoint__interval=100, model__dropout=0.0)
+    train.train(config, ALONE)
+    return config
+
+
+def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(cut_run, tmp_path):
+    lengths = batch_lengths(7, range(20), 16, 0.5)
+    assert len(set(lengths.tolist())) > 3
+    expected = dict(zip(range(1, 21), (8 * lengths.cumsum()).tolist(), strict=True))
+    assert metrics(cut_run, "tokens") == expected
+    config = change(cut_run, out=str(tmp_path), train__steps=7)
+    train.train(config, ALONE)
+    train.train(change(config, train__steps=20, eval__interval=5), ALONE)
+    ours, reference = newest(config), newest(cut_run)
+    for state in (ours, reference):
+        del state["config"], state["best"]  # a run that ends at step 7 is evaluated there
+    assert_same(ours, reference)
+    assert [line for line in metrics(config) if line["step"] != 7] == [
+        line for line in metrics(cut_run) if line["step"] != 7
+    ]
+    assert {line["muon_lr"] for line in metrics(config) if line["step"] > 5 and "loss" in line} == {6e-4}
+
+
+def test_two_processes_cut_the_same_batches_and_take_the_same_steps(cut_run):
+    config = change(cut_run, name="two")
+    torchrun(2, "train.py", write_config(config))
+    assert metrics(config, "tokens") == metrics(cut_run, "tokens")
+    # gradients are summed in another order; where that crosses a boundary of bfloat16, in which Muon iterates, an entry
+    # of its update moves by 2^-8 of itself
+    assert_same_losses(config, cut_run, 1e-3)
+
+
+def test_another_kind_of_optimizer_is_an_error_before_anything_is_written(cut_run):
+    before = {name: (cut_run.run_folder / name).read_bytes() for name in files(cut_run.run_folder)}
+    with pytest.raises(ValueError, match="optim.kind = 'muon', but now it is 'adamw': the optimizer of a run cannot"):
+        train.train(change(cut_run, optim__kind="adamw", train__steps=30), ALONE)
+    assert {name: (cut_run.run_folder / name).read_bytes() for name in files(cut_run.run_folder)} == before
+
+
+def test_every_length_is_compiled_once_and_none_falls_back_to_eager(data, tmp_path, monkeypatch):
+    graphs, plain = [], AOGPT.compile
+
+    def counting(graph, inputs):
+        shapes = [tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.long]
+        graphs.append((torch.is_grad_enabled(), shapes[0]))
+        return graph.forward
+
+    monkeypatch.setattr(AOGPT, "compile", lambda self, **how: plain(self, backend=counting, **how))
+    monkeypatch.setattr(train.shutil, "which", lambda name: name)  # this backend needs no C++ compiler
+    torch._dynamo.reset()
+    config = tiny_config(data, tmp_path, steps=60, data__random_length_prob=1.0, train__compile=True)
+    config = change(config, model__n_layer=1, model__dropout=0.0, eval__interval=30, checkpoint__interval=100)
+    train.train(config, ALONE)
+    torch._dynamo.reset()
+    lengths = set(batch_lengths(7, range(60), 16, 1.0).tolist())
+    assert len(lengths) == 8, "the default limit of torch.compile, which the evaluation then exceeds"
+    expected = {(True, (4, length)) for length in lengths} | {(False, (4, 16)), (False, (3, 16))}
+    assert set(graphs) == expected and len(graphs) == len(expected)
+
+
 # ---- what a finished run leaves --------------------------------------------------------------------------------------
 
 
@@ -168,9 +282,10 @@ def test_metrics_hold_every_step_with_its_rate_its_tokens_and_its_speed(referenc
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, 41))
     for line in training:
-        assert line["lr"] == train.learning_rate(line["step"] - 1, reference)
+        assert line["lr"] == learning_rate(line["step"] - 1, reference)
         assert line["tokens"] == line["step"] * 8 * 16
         assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and line["skipped_steps"] == 0
+        assert 2**20 < line["memory_bytes"] < 2**40  # Python with PyTorch in it
     assert training[0]["loss"] == pytest.approx(math.log(320), abs=0.1)  # a fresh model knows nothing
     assert training[-1]["loss"] < training[0]["loss"] - 1
     assert [line["step"] for line in lines if "val_loss_l2r" in line] == [5, 10, 15, 20, 25, 30, 35, 40]
@@ -186,8 +301,11 @@ def test_validation_losses_are_those_of_the_averaged_weights_on_held_out_blocks(
         # batches of 4 and 3 against one of 7: float32 rounding only
         assert last[f"val_loss_{kind}"] == pytest.approx(expected, rel=1e-6)
     raw = checkpoint.load_model(reference.run_folder, "raw")
-    order = orders_at(OrderConfig("l2r"), 0, 0, range(7), 16)
-    assert abs(-raw.token_log_probs(tokens, order).mean().item() - last["val_loss_l2r"]) > 1e-3
+    for kind in ("l2r", "random"):
+        order = orders_at(OrderConfig(kind), reference.seed, 0, range(7), 16)
+        expected = -raw.token_log_probs(tokens, order).double().mean().item()
+        assert last[f"val_loss_{kind}_raw"] == pytest.approx(expected, rel=1e-6)
+        assert abs(expected - last[f"val_loss_{kind}"]) > 1e-3
 
 
 def test_the_averaged_weights_of_a_run_are_the_average_of_its_weights_after_every_step(data, tmp_path):
@@ -223,7 +341,8 @@ def test_every_kind_of_order_trains_and_is_evaluated_where_the_model_can(data, t
     config = tiny_config(data, tmp_path, steps=8, order=order, model__target=target, eval__interval=4)
     train.train(config, ALONE)
     last = metrics(config)[-1]
-    assert {key for key in last if key.startswith("val")} == {f"val_loss_{kind}" for kind in kinds}
+    keys = {name for kind in kinds for name in (f"val_loss_{kind}", f"val_loss_{kind}_raw", f"val_curve_{kind}")}
+    assert {key for key in last if key.startswith("val")} == keys
     own = {"l2r": "l2r", "random": "random"}.get(order.kind, "fixed")
     assert newest(config)["best"]["loss"] == min(metrics(config, f"val_loss_{own}").values())
 
@@ -264,7 +383,7 @@ def test_a_changed_learning_rate_is_said_in_the_log_and_used(reference, tmp_path
     train.train(config, ALONE)
     said = capsys.readouterr().out
     assert "optim.lr = 0.0001 (was 0.003)" in said and "train.steps = 42 (was 40)" in said
-    assert metrics(config, "lr")[42] == train.learning_rate(41, config)
+    assert metrics(config, "lr")[42] == learning_rate(41, config)
     assert configuration.load_toml(config.run_folder / "config.toml") == config
 
 
@@ -549,6 +668,10 @@ def assert_same_losses(config, reference, tolerance):
         ours, expected = metrics(config, key), metrics(reference, key)
         assert ours.keys() == expected.keys() and len(ours) > 1
         assert max(abs(ours[step] - expected[step]) for step in ours) < tolerance, key
+    for key in ("val_curve_l2r", "val_curve_random"):
+        np.testing.assert_allclose(
+            list(metrics(config, key).values()), list(metrics(reference, key).values()), atol=1e-4
+        )
 
 
 def test_two_processes_give_the_losses_of_one(fifty_steps):

@@ -1,0 +1,178 @@
+"""metrics.py: what an evaluation line holds, curves by step of the order, and runs drawn against each other."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import run_script
+from matplotlib.figure import Figure
+from runs import ALONE, LENGTH, tiny_config
+from test_train import encoder_config, signal_handlers  # noqa: F401  (a fixture)
+
+import checkpoint
+import metrics
+import train
+from data.loader import TokenDataset
+from objectives import evaluation_masks
+from orders import OrderConfig, orders_at
+
+COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def held_out(data, count):
+    return TokenDataset(data, "val", LENGTH).blocks(range(count))
+
+
+# ---- evaluation lines ------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_line_holds_losses_of_both_weights_curves_and_costs(run):
+    lines = lines_of(run)
+    evaluations = [line for line in lines if "val_loss_l2r" in line]
+    steps = {line["step"]: line for line in lines if "loss" in line}
+    assert len(evaluations) == 8
+    for line in evaluations:
+        kinds = [f"val_{what}_{kind}" for what in ("loss", "curve") for kind in ("l2r", "random")]
+        assert line.keys() == {"step", *kinds, "val_loss_l2r_raw", "val_loss_random_raw"} | COSTS
+        for key in ("grad_norm", "tokens", "tokens_per_second", "skipped_steps"):
+            assert line[key] == steps[line["step"]][key], key
+        assert 2**20 < line["memory_bytes"] < 2**40
+
+
+@pytest.mark.parametrize("kind", ["l2r", "random"])
+def test_a_curve_is_the_mean_over_sequences_of_the_loss_at_every_step(run, data, kind):
+    model = checkpoint.load_model(run, "ema")
+    order = orders_at(OrderConfig(kind), 7, 0, range(7), LENGTH)
+    expected = -model.token_log_probs(held_out(data, 7), order).double().mean(dim=0)
+    last = lines_of(run)[-1]
+    # batches of 4 and 3 against one of 7: float32 rounding only
+    np.testing.assert_allclose(last[f"val_curve_{kind}"], expected, rtol=1e-5)
+    assert np.mean(last[f"val_curve_{kind}"]) == pytest.approx(last[f"val_loss_{kind}"], rel=1e-12)
+
+
+@pytest.mark.parametrize("points", [1, 5, 16])
+def test_a_long_curve_is_the_mean_over_equal_parts_of_the_order(run, data, points, monkeypatch):
+    config = tiny_config(data, "")
+    model = checkpoint.load_model(run, "ema")
+    _, whole = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
+    monkeypatch.setattr(train, "CURVE_POINTS", points)
+    loss, curve = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
+    parts = [[whole[i] for i in range(LENGTH) if i * points // LENGTH == j] for j in range(points)]
+    np.testing.assert_allclose(curve, [np.mean(part) for part in parts], rtol=1e-12)
+    assert np.dot(curve, [len(part) for part in parts]) / LENGTH == pytest.approx(loss, rel=1e-12)
+
+
+def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of_known_ones(encoder, data):
+    config = encoder_config(tiny_config(data, ""))
+    model, tokens = checkpoint.load_model(encoder, "ema"), held_out(data, 7)
+    masked = evaluation_masks(7, 0, range(7), 7, LENGTH).masked
+    log_probs = model.masked_log_probs(tokens, masked)
+    expected = [[] for _ in range(LENGTH)]
+    for b in range(7):
+        expected[LENGTH - int(masked[b].sum())] += (-log_probs[b][masked[b]]).tolist()
+    loss, curve = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
+    assert 0 < sum(value is None for value in curve) <= LENGTH - 2, "7 sequences cannot have 16 numbers of known tokens"
+    assert [value is None for value in curve] == [not part for part in expected]
+    for value, part in zip(curve, expected, strict=True):
+        assert not part or value == pytest.approx(np.mean(part), rel=1e-5)
+    # stratified numbers of masked tokens: the mean of the sequences' own means is the ELBO
+    known = (LENGTH - masked.sum(dim=1)).tolist()
+    per_sequence = [float(-log_probs[b][masked[b]].double().mean()) for b in range(7)]
+    assert loss == pytest.approx(np.mean(per_sequence), rel=1e-5) and len(set(known)) > 1
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write_lines(folder, lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def drawn(lines, *keys, over="tokens"):
+    """What draw_panel draws: [(x, y, line style)]."""
+    axes = Figure().subplots()
+    metrics.draw_panel(axes, lines, keys, "black", over)
+    return [(line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linestyle()) for line in axes.lines]
+
+
+def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
+    training = [{"step": step, "loss": 1.0, "tokens": 100 * step} for step in (10, 20)]
+    lines = [*training, {"step": 15, "val_loss_l2r": 2.0, "val_loss_l2r_raw": 3.0}, {"step": 20, "val_loss_l2r": 1.5}]
+    keys = ("val_loss_l2r", "val_loss_l2r_raw")
+    assert drawn(lines, *keys) == [([1500, 2000], [2.0, 1.5], "-"), ([1500], [3.0], "--")]
+    assert drawn(lines, *keys, over="steps") == [([15, 20], [2.0, 1.5], "-"), ([15], [3.0], "--")]
+    assert drawn(lines, "val_loss_fixed", "val_loss_fixed_raw") == []
+
+
+def test_the_curve_drawn_is_that_of_the_last_evaluation_with_a_gap_where_nothing_was_measured():
+    lines = [{"step": 5, "val_curve_random": [9.0, 9.0]}, {"step": 9, "val_curve_random": [3.0, None, 2.0, 1.0]}]
+    ((x, y, _),) = drawn(lines, "val_curve_random", "val_curve_l2r")
+    assert x == [0.125, 0.375, 0.625, 0.875] and y[::2] == [3.0, 2.0] and math.isnan(y[1])
+
+
+def test_skipped_steps_leave_no_point_in_the_training_loss():
+    lines = [{"step": step, "loss": None if step == 2 else 4.0, "tokens": step} for step in (1, 2, 3)]
+    plain, smooth = drawn(lines, "loss")
+    assert plain[:2] == ([1, 3], [4.0, 4.0]) and smooth[1] == pytest.approx([4.0, 4.0])
+
+
+def test_smoothing_keeps_a_constant_and_the_first_value_and_averages_over_a_fiftieth():
+    assert metrics.smoothed(np.full(500, 3.0)) == pytest.approx(3.0)
+    values = np.arange(500.0)
+    smooth = metrics.smoothed(values)
+    assert smooth[0] == 0.0
+    assert smooth[-1] == pytest.approx(
+        499 - 9, abs=0.1
+    )  # an average with decay 1 - 1/10 lags nine values behind a line
+    np.testing.assert_array_equal(metrics.smoothed(values[:50]), values[:50])
+
+
+def test_runs_are_called_by_their_names_or_where_these_are_alike_by_their_paths(tmp_path):
+    one, other, same = tmp_path / "one", tmp_path / "cost$2", tmp_path / "more" / "one"
+    assert metrics.run_labels([one, other]) == ["one", "cost\\$2"]
+    assert metrics.run_labels([one, other, same]) == [str(one), "cost\\$2", str(same)]
+
+
+def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path):
+    before = [
+        {k: v for k, v in line.items() if k in ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")}
+        for line in lines_of(run)
+    ]
+    old, out = write_lines(tmp_path / "old $x_1$ run", before), tmp_path / "pictures" / "compare.png"
+    done = run_script("train.py", "--plot", run, old, encoder, "--plot-out", out)
+    assert f"wrote {out}" in done.stdout and out.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_one_run_and_many_can_be_drawn(run, tmp_path, count):
+    folders = [write_lines(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(count)]
+    metrics.plot_runs(folders, tmp_path / "out.png", over="steps")
+    assert (tmp_path / "out.png").read_bytes().startswith(PNG)
+
+
+def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
+    out = ["--plot-out", tmp_path / "out.png"]
+    (tmp_path / "empty").mkdir()
+    cut = write_lines(tmp_path / "cut", [])
+    (cut / "metrics.jsonl").write_text('{"step": 1, "lo')
+    nothing = write_lines(tmp_path / "nothing", [{"step": 1}])
+    for arguments, words in (
+        ([run, tmp_path / "nowhere", *out], "nowhere: there is no such folder"),
+        ([run, tmp_path / "empty", *out], "empty: it has no metrics.jsonl"),
+        ([cut, *out], "cut: its metrics.jsonl has no whole line"),
+        ([nothing, *out], "nothing: its metrics.jsonl holds no losses"),
+        (out, "--plot needs run folders"),
+        ([run, "--plot-out", tmp_path / "out.pdf"], "out.pdf: the plot is a PNG; name a file that ends in .png"),
+    ):
+        status, _, err = script(train, "--plot", *arguments)
+        assert status == 2 and words in err, err
+    assert not list(tmp_path.glob("out.*"))

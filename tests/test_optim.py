@@ -1,0 +1,158 @@
+"""optim.py: the schedule, weight decay, which weights Muon moves and how, and its state."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from reference import SYSTEMS, make_system
+from runs import change, tiny_config
+from test_checkpoint import assert_same
+
+from model import AOGPT
+from optim import learning_rate, learning_rates, make_optimizer, muon_matrices, set_learning_rates
+
+
+def muon_config(**changes):
+    return tiny_config("", "", optim__kind="muon", optim__muon_lr=2e-2, optim__weight_decay=0.5, **changes)
+
+
+def with_gradients(config, seed=0):
+    """A model whose gradients are random numbers, always the same."""
+    torch.manual_seed(1)
+    model, generator = AOGPT(config.model), torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    return model
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
+    config = change(
+        tiny_config("", ""), train__steps=100, optim__warmup_steps=10, optim__lr=0.5, optim__min_lr_ratio=0.2
+    )
+    rates = [learning_rate(step, config) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11))
+    progress = np.arange(91) / 90
+    np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * (1 + np.cos(np.pi * progress)) / 2)
+    assert rates[100] == pytest.approx(0.1)
+    assert learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
+
+
+def test_both_rates_follow_one_schedule_and_reach_their_own_groups():
+    config = muon_config()
+    optimizer = make_optimizer(AOGPT(config.model), config)
+    for step in (0, 4, 17, 39):
+        rates = learning_rates(step, config)
+        assert rates["muon_lr"] / rates["lr"] == pytest.approx(2e-2 / 3e-3)
+        set_learning_rates(optimizer, rates)
+        assert {group["lr"] for group in optimizer.parts["adamw"].param_groups} == {rates["lr"]}
+        assert {group["lr"] for group in optimizer.parts["muon"].param_groups} == {rates["muon_lr"]}
+    assert learning_rates(3, tiny_config("", "")).keys() == {"lr"}
+
+
+# ---- what moves which weights ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("target, tied", [("adaln", False), ("input", True), ("none", False)])
+def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
+    order = "l2r" if target == "none" else "random"
+    config = muon_config(order__kind=order, model__target=target, model__tied_head=tied)
+    config = change(config, optim__kind=kind)
+    model = AOGPT(config.model)
+    optimizer = make_optimizer(model, config)
+    matrices = muon_matrices(model) if kind == "muon" else {}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # without a gradient either optimizer moves a weight by its decay alone
+    optimizer.step()
+    for name, p in model.named_parameters():
+        rate = 2e-2 if name in matrices else 3e-3
+        factor = 1 - rate * 0.5 if p.dim() >= 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor, rtol=1e-6, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothing_else(system):
+    model = make_system(system, dtype=torch.float32)
+    layers = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
+    expected = {f"blocks.{i}.{layer}.weight" for i in range(len(model.blocks)) for layer in layers}
+    assert muon_matrices(model).keys() == expected
+    optimizer = make_optimizer(model, muon_config())
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(owned) == len({id(p) for p in owned}) == len(list(model.parameters()))
+
+
+def newton_schulz(gradient):
+    """Five steps of X <- a X + b (X X') X + c (X X')^2 X, in float64, on the wide side of a matrix (Jordan et al.)."""
+    x = gradient.double() if gradient.shape[0] <= gradient.shape[1] else gradient.double().T
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x if gradient.shape[0] <= gradient.shape[1] else x.T
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.95])
+def test_two_steps_of_muon_are_those_of_its_formula_and_the_other_weights_move_as_under_adamw(momentum):
+    config = muon_config(optim__muon_momentum=momentum)
+    model, plain = with_gradients(config), with_gradients(config)
+    optimizer, adamw = make_optimizer(model, config), make_optimizer(plain, change(config, optim__kind="adamw"))
+    expected = {name: p.detach().double() for name, p in muon_matrices(model).items()}
+    buffers = {name: torch.zeros_like(value) for name, value in expected.items()}
+    for seed in (0, 5):
+        gradients = dict(with_gradients(config, seed).named_parameters())
+        for each in (model, plain):
+            for name, p in each.named_parameters():
+                p.grad = gradients[name].grad.clone()
+        optimizer.step()
+        adamw.step()
+        for name, weight in expected.items():
+            gradient = gradients[name].grad.double()
+            buffers[name] = momentum * buffers[name] + (1 - momentum) * gradient
+            update = newton_schulz(momentum * buffers[name] + (1 - momentum) * gradient)  # Nesterov
+            size = 0.2 * math.sqrt(max(weight.shape))
+            expected[name] = weight * (1 - 2e-2 * 0.5) - 2e-2 * size * update
+    others = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        if name in expected:  # Muon iterates in bfloat16, whose numbers are 2^-8 apart
+            step = expected[name] - dict(with_gradients(config).named_parameters())[name].detach().double()
+            error = (p.detach().double() - expected[name]).norm() / step.norm()
+            assert error < 0.03, (name, error)
+        else:
+            assert torch.equal(p, others[name]), name
+
+
+# ---- its state -------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_muon_and_adamw_goes_on_exactly_from_plain_values(tmp_path):
+    config = muon_config()
+    model, again = with_gradients(config), with_gradients(config)
+    optimizer, restored = make_optimizer(model, config), make_optimizer(again, config)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    with torch.no_grad():
+        for p, q in zip(again.parameters(), model.parameters(), strict=True):
+            p.copy_(q)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    optimizer.step()
+    restored.step()
+    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
+    assert_same(restored.state_dict(), optimizer.state_dict())
+    restored.zero_grad()
+    assert all(p.grad is None for p in again.parameters())
+
+
+def test_muon_where_pytorch_has_none_is_an_error_that_says_what_to_do(monkeypatch):
+    config = muon_config()
+    model = AOGPT(config.model)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(
+        ValueError, match="needs PyTorch 2.9 or newer, but this is .*; upgrade torch, or set optim.kind"
+    ):
+        make_optimizer(model, config)
+    make_optimizer(model, change(config, optim__kind="adamw"))
