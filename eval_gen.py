@@ -40,6 +40,7 @@ JUDGED = {  # how samples reached the judge, if not by their ids
     "text": "came as text: entropy, distinct-n and repeated are of the judge's tokens",
 }
 SAMPLER_WIDTH = 15
+WARM_UP = 8  # tokens
 # Of the table: the width of a column, what stands over it, and its text for a row.
 COLUMNS = (
     (4, "T", lambda row: plain(row["sampler"].get("temperature"), "g")),
@@ -168,8 +169,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     result, done = header(a, judge, procs), []
     if procs.main:
         print(*facts(result), "", *table_head(width), sep="\n", flush=True)
-    generated = (make_samples(sampler, models[sampler.run], a, procs) for sampler in samplers)
-    for samples in itertools.chain(generated, sets):
+    for samples in itertools.chain(generated(samplers, models, a, procs), sets):
         result["rows"].append(evaluate_set(samples, judge, a.batch_size, procs))
         done.append(samples)
         if procs.main:
@@ -249,14 +249,34 @@ def fit(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
 # ---- samples: made, or read ------------------------------------------------------------------------------------------
 
 
-def make_samples(sampler: Sampler, loaded: checkpoint.Loaded, a: Arguments, procs: Processes) -> SampleSet:
+def generated(samplers: list[Sampler], models: dict[str, checkpoint.Loaded], a: Arguments, procs: Processes):
+    """Yields the samples of every sampler. A run warms up first: no row is to pay for what is done once."""
+    dtype, run = pick_dtype(a.dtype, procs.device), None
+    for sampler in samplers:
+        loaded = models[sampler.run]
+        loaded.model.to(procs.device, dtype)
+        if sampler.run != run:
+            run = sampler.run
+            warm_up(sampler, loaded, procs)
+        yield make_samples(sampler, loaded, procs)
+
+
+def warm_up(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) -> None:
+    """Generate a batch of a few tokens and forget it; the first calls of a model load kernels and take memory."""
+    length = min(sampler.length, WARM_UP)
+    samples, steps = min(sampler.num_samples, procs.world_size * sampler.batch_size), sampler.steps and length
+    short = dataclasses.replace(sampler, length=length, steps=steps, num_samples=samples)
+    drawn = modes.draw(short, [[None] * length])
+    modes.generate_shared(loaded.model, drawn, short.choice, loaded.vocab_size, procs, batch_size=short.batch_size)
+
+
+def make_samples(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) -> SampleSet:
     """Generate, every process its share; the samples of all on every process."""
-    dtype, tokenizer = pick_dtype(a.dtype, procs.device), get_tokenizer(loaded.tokenizer)
-    model = loaded.model.to(procs.device, dtype)
+    tokenizer, dtype = get_tokenizer(loaded.tokenizer), next(loaded.model.parameters()).dtype
     drawn = modes.draw(sampler, [[None] * sampler.length])
     started = time.perf_counter()
     sizes = {"batch_size": sampler.batch_size, "label": f"{name_of(dataclasses.asdict(sampler))} samples"}
-    parts = modes.generate_shared(model, drawn, sampler.choice, loaded.vocab_size, procs, **sizes)
+    parts = modes.generate_shared(loaded.model, drawn, sampler.choice, loaded.vocab_size, procs, **sizes)
     cost = {name: sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")}
     cost["seconds"] = round(time.perf_counter() - started, 3)
     rows = [

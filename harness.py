@@ -46,6 +46,7 @@ except ImportError:  # the constructor says so; --help works all the same
 OrderKind = Literal["l2r", "random"]
 Mode = Literal["l2r", "mdm", "even", "random", "adaptive"]
 DTYPES = ("auto", "float32", "bfloat16")
+SHOWN = 32  # tokens of a text, in messages
 FIRST_LOOK = 32  # tokens generated left to right before the first look for a stop string; then twice as many, ...
 
 
@@ -207,7 +208,9 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The same for (anything, context, continuation), tokens."""
-        pairs = [self._fit(context, continuation) for _, context, continuation in requests]
+        self._check_room(requests)
+        block = self.model.config.block_size
+        pairs = [((c or [self.prefix_token_id])[len(x) - block :], x) for _, c, x in requests]
         draws = 1 if self.settings.order == "l2r" else self.settings.num_orders
         # The longest first: if memory does not suffice, it shows at once.
         passes = sorted((-len(c) - len(x), i, draw) for i, (c, x) in enumerate(pairs) if x for draw in range(draws))
@@ -246,14 +249,20 @@ class HarnessModel(TemplateLM):
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
-    def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        room = self.model.config.block_size - len(continuation)
-        if room < 1:
-            raise ValueError(
-                f"a continuation of {len(continuation)} tokens, but the model takes {self.model.config.block_size} "
-                "tokens, one of context among them; leave its task out or take a model of a larger block size"
-            )
-        return (context or [self.prefix_token_id])[-room:], continuation
+    def _check_room(self, requests) -> None:
+        """ValueError, with the longest, if there are continuations that leave no room for a token of context."""
+        block, lengths = self.model.config.block_size, [len(continuation) for *_, continuation in requests]
+        if max(lengths, default=0) < block:
+            return
+        longest, many = lengths.index(max(lengths)), sum(length >= block for length in lengths)
+        _, context, continuation = requests[longest]
+        end, start = (self.tokenizer.decode(part) for part in (context[-SHOWN:], continuation[:SHOWN]))
+        raise ValueError(
+            f"{many} of {len(requests)} requests have no room: the model takes {block} tokens, one of context among "
+            f"them, and request {longest + 1} has a continuation of {lengths[longest]} tokens, which begins {start!r} "
+            f"after a context that ends in {end!r}. Leave its task or its row out, or take a model of a larger "
+            "block size"
+        )
 
     def row(self, context: list[int], continuation: list[int], draw: int) -> Row:
         """Pass `draw` over a request, by the definitions above; tokens that fit into the model."""

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import checkpoint
 from data.tokenizer import END_OF_TEXT, get_tokenizer
+from objectives import t_quantile
 
 LOGITS_ALIVE = 2**28  # of a batch that is scored
 PROBE = "The cat sat on the mat, 1 of 2."
@@ -315,7 +316,8 @@ def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[st
     """exp(all nats / all scored tokens), with its standard error in nats and a 95% interval over samples.
 
     The mean of samples that differ in length is a ratio: sum (total_i - mean count_i)^2 N / (N - 1), under the root and
-    over all tokens, is its standard error, for equal lengths that of the mean. NaN for fewer than two samples.
+    over all tokens, is its standard error, for equal lengths that of the mean. NaN for fewer than two samples. The
+    interval is Student's with N - 1 degrees of freedom, also where lengths differ and it is an approximation.
     """
     pairs = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
     tokens, N = sum(count for _, count in pairs), len(pairs)
@@ -324,7 +326,8 @@ def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[st
     if N > 1:
         squares = math.fsum((total - mean * count) ** 2 for total, count in pairs)
         error = math.sqrt(squares * N / (N - 1)) / tokens
-    logs = {"perplexity": mean, "perplexity_low": mean - 1.96 * error, "perplexity_high": mean + 1.96 * error}
+    reach = t_quantile(N - 1) * error
+    logs = {"perplexity": mean, "perplexity_low": mean - reach, "perplexity_high": mean + reach}
     return {"nll": mean, "standard_error": error} | {name: exp(value) for name, value in logs.items()}
 
 

@@ -66,6 +66,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def with_steps(options, contexts: list[list[int | None]]):
+    """The options with the steps that modes which have them take by default: one per token of the longest request.
+
+    contexts: as in `draw`.
+    """
+    if options.steps or options.mode not in MODE_OPTIONS["steps"][1]:
+        return options
+    return dataclasses.replace(options, steps=max(context.count(None) for context in contexts))
+
+
 def check_model(options, config: ModelConfig) -> None:
     """ValueError if the model cannot generate so. options: `mode` and `group_size`, with defaults."""
     if config.attention == "causal" and config.target == "none" and (options.mode != "l2r" or options.group_size > 1):
@@ -89,7 +99,7 @@ def draw(options, contexts: list[list[int | None]]) -> tuple[Plan, Tensor, Tenso
         options: `seed`, `num_samples`, and what `make_plan` asks for.
         contexts: the tokens of a sample, None where they are to be generated.
     """
-    generator = torch.Generator().manual_seed(options.seed)
+    options, generator = with_steps(options, contexts), torch.Generator().manual_seed(options.seed)
     length = torch.tensor([len(context) for context in contexts])
     tokens = pad_sequence([torch.tensor([t or 0 for t in c]) for c in contexts], batch_first=True)
     given = pad_sequence([torch.tensor([t is not None for t in c]) for c in contexts], batch_first=True)
@@ -102,14 +112,13 @@ def make_plan(options, length: Tensor, given: Tensor, generator: torch.Generator
     """The plan of a mode.
 
     Args:
-        options: `mode` and every name in MODE_OPTIONS, with defaults.
+        options: `mode` and every name in MODE_OPTIONS, with defaults and steps.
         length: LongTensor (B,). given: BoolTensor (B, T).
     """
     B, a = len(length), options
     match a.mode:
         case "mdm" | "even":
-            steps = a.steps or int((length - given.sum(dim=1)).max())
-            return mdm_plan(B, length, steps, generator, given, even=a.mode == "even", schedule=a.schedule)
+            return mdm_plan(B, length, a.steps, generator, given, even=a.mode == "even", schedule=a.schedule)
         case "l2r":
             return l2r_plan(B, length, given, a.group_size)
         case "random":

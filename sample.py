@@ -24,7 +24,7 @@ import modes
 import page
 from data.tokenizer import Tokenizer, get_tokenizer
 from decode import Generation, TokenChoice
-from modes import Mode, draw, generate_shared, rows_of, with_defaults
+from modes import Mode, draw, generate_shared, rows_of, with_defaults, with_steps
 from plans import Schedule
 from runtime import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
 
@@ -114,6 +114,7 @@ def sample(arguments: Arguments, procs: Processes) -> None:
     tokenizer = get_tokenizer(loaded.tokenizer)
     contexts = [encode(request, tokenizer, a.length, loaded.model.config.block_size) for request in requests]
     check_model(a, loaded, requests, contexts)
+    a = with_steps(a, contexts)
     drawn = draw(a, contexts)
 
     started = time.perf_counter()

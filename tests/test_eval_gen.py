@@ -2,6 +2,7 @@
 # ruff: noqa: F811  (fixtures are imported by their names)
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -181,14 +182,17 @@ def test_repetition_is_the_share_of_4_grams_that_occurred_before():
     assert math.isnan(judges.repetition([1, 2, 3]))
 
 
+T_1 = math.tan(0.95 * math.pi / 2)  # the two-sided 95% point of Student's t with one degree of freedom, Cauchy's
+
+
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     got = judges.corpus_perplexity([2.0, 9.0], [1, 3])
     assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(math.exp(11 / 4), rel=1e-14)
     # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under the root, over 4 tokens
     error = math.sqrt(2 * 9 / 16 * 2) / 4
     assert got["standard_error"] == pytest.approx(error, rel=1e-14)
-    assert got["perplexity_low"] == pytest.approx(math.exp(11 / 4 - 1.96 * error), rel=1e-14)
-    assert got["perplexity_high"] == pytest.approx(math.exp(11 / 4 + 1.96 * error), rel=1e-14)
+    assert got["perplexity_low"] == pytest.approx(math.exp(11 / 4 - T_1 * error), rel=1e-6)
+    assert got["perplexity_high"] == pytest.approx(math.exp(11 / 4 + T_1 * error), rel=1e-6)
 
 
 def test_with_equal_lengths_the_error_is_the_standard_error_of_the_mean():
@@ -199,8 +203,9 @@ def test_with_equal_lengths_the_error_is_the_standard_error_of_the_mean():
     assert got["perplexity"] == pytest.approx(expected.perplexity, rel=1e-12)
 
 
-def test_the_interval_covers_the_truth_for_samples_of_unequal_lengths():
+def test_the_interval_covers_the_truth_for_samples_of_unequal_lengths(monkeypatch):
     """Nats per token of 2 in all; 400 repetitions of 60 samples, whose lengths and means go together."""
+    monkeypatch.setattr(judges, "t_quantile", functools.cache(judges.t_quantile))
     generator, covered = np.random.default_rng(1), 0
     for _ in range(400):
         length = generator.integers(5, 40, size=60)
@@ -208,6 +213,15 @@ def test_the_interval_covers_the_truth_for_samples_of_unequal_lengths():
         got = judges.corpus_perplexity(totals.tolist(), length.tolist())
         covered += got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"]
     assert 0.92 * 400 <= covered <= 0.98 * 400  # 95%, give or take 2.8 standard deviations of 1.1%
+
+
+@pytest.mark.parametrize("samples", [3, 4, 10])
+def test_the_interval_of_few_samples_covers_the_truth_as_often_as_that_of_many(samples, monkeypatch):
+    monkeypatch.setattr(judges, "t_quantile", functools.cache(judges.t_quantile))  # the same one a thousand times
+    totals = 20 + np.random.default_rng(samples).normal(size=(1000, samples))
+    found = [judges.corpus_perplexity(row, [10] * samples) for row in totals.tolist()]
+    covered = sum(got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"] for got in found)
+    assert 930 <= covered <= 970  # exactly 95%, give or take 2.9 standard deviations of 0.69%; 1.96 gives 81% for 3
 
 
 def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
@@ -384,10 +398,7 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(sc
     for ours, theirs in zip(read_lines(tmp_path / "saved.jsonl"), read_lines(path), strict=True):
         assert {"scores"} == ours.keys() - theirs.keys() and theirs.keys() <= ours.keys()
         assert (ours["tokens"], ours["step"], ours["text"]) == (theirs["tokens"], theirs["step"], theirs["text"])
-        shared = ours["settings"].keys() & theirs["settings"].keys() - {
-            "steps",
-            "length",
-        }  # known, where they were left out
+        shared = ours["settings"].keys() & theirs["settings"].keys() - {"length"}  # known here where it was left out
         assert {k: ours["settings"][k] for k in shared} == {k: theirs["settings"][k] for k in shared}
 
 
@@ -466,6 +477,40 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(script, 
     assert len({len(line) for line in table}) == 1 and f"{result['rows'][3]['perplexity']:.2f}" in table[2 + 3]
     assert "noise of float32" in out and "noise of float32" in text
     assert files["plot"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, encoder, monkeypatch):
+    """A clock that only generation moves: by 100 in a model's first call, else by 1."""
+    clock, seen, generate = [0], set(), eval_gen.modes.generate_shared
+    monkeypatch.setattr(eval_gen.time, "perf_counter", lambda: clock[0])
+
+    def timed(model, *arguments, **options):
+        clock[0] += 1 if model in seen else 100
+        seen.add(model)
+        return generate(model, *arguments, **options)
+
+    monkeypatch.setattr(eval_gen.modes, "generate_shared", timed)
+    for mode, sizes in (("mdm", ["--steps", 2, 16]), ("random", ["--group-size", 1, 16]), ("adaptive", [])):
+        seen.clear()
+        rows = report(run, encoder, "--judge", run, "--num-samples", 2, "--mode", mode, *sizes)["rows"]
+        assert [row["seconds"] for row in rows] == [1] * (2 if mode == "adaptive" else 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "mdm 16"),
+        (["--mode", "even", "--infill", "a[MASK:3] b[MASK:2]"], "even 5"),
+        (["--mode", "l2r"], "l2r 1"),
+        (["--mode", "speculative"], "speculative 8"),
+    ],
+)
+def test_a_file_of_sample_py_is_named_by_the_size_of_steps_that_it_was_made_with(script, run, tmp_path, options, name):
+    path = tmp_path / "samples.jsonl"
+    assert script(sample, run, *options, "--num-samples", 2, "--jsonl", path)[0] == 0
+    status, out, err = script(eval_gen, "--samples", path, "--judge", run)
+    assert status == 0, err
+    assert f"| {name} " in out
 
 
 def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):

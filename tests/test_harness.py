@@ -391,8 +391,11 @@ def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(
     lm = adapter()
     assert len(lm.loglikelihood([request("a", "b" * (BLOCK - 1))])) == 1
     monkeypatch.setattr(lm, "score", None)
-    with pytest.raises(ValueError, match="a continuation of 24 tokens, but the model takes 24 tokens, one of context"):
-        lm.loglikelihood([request("a", "b"), request("a", "b" * BLOCK)])
+    requests = [request("a", "b"), request("a", "c" * BLOCK), request("see this", "order" * BLOCK)]
+    with pytest.raises(ValueError, match="2 of 3 requests have no room: the model takes 24 tokens, one of") as refused:
+        lm.loglikelihood(requests)
+    message = f"request 3 has a continuation of 120 tokens, which begins '{('order' * 7)[:32]}' after a context that "
+    assert message + "ends in 'see this'. Leave its task or its row out" in str(refused.value)
 
 
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
