@@ -99,6 +99,14 @@ class TrainConfig:
     init_from: str = ""
     """Start from the weights of this run, export or released checkpoint. GPT-2's become an adaLN decoder that computes
     exactly what GPT-2 does until it is trained."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Of several processes. ddp: each holds everything and has its share of the batch. fsdp: weights, averaged weights
+    and optimizer are cut among them, too, and so are checkpoints."""
+    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    """What the backward pass computes again instead of keeping it. block: every block from its input; selective: all of
+    a block but its matrix products and its attention."""
+    timeout: float = 1800.0
+    """Seconds that a process waits for the others until it ends with an error; longer than writing a checkpoint."""
     compile: bool = True
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     log_interval: int = 10
@@ -110,6 +118,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "micro_batch_size", "log_interval", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"train.timeout is {self.timeout}; give a number of seconds above 0")
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"train.batch_size ({self.batch_size}) must be a multiple of "

@@ -318,7 +318,7 @@ class Engine(nn.Module):
         self.cache = None
         if not self.encoder:
             self.cache = KVCache(model.config, batch_size, length, device=device, dtype=dtype)
-            self.tables = list(model.adaln_tables())
+            self.tables = model.adaln_tables()
         self.eval()
         how = {"dynamic": False, "mode": "reduce-overhead" if device.type == "cuda" else "default"}
         self._step = torch.compile(self.step, **how) if compile else self.step

@@ -329,12 +329,22 @@ class Block(nn.Module):
         self.wtpe = nn.Embedding(config.block_size, config.n_embd) if config.target == "per_block" else None
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, view: View, modulation: Tensor | None = None, cached: CachedStep | None = None):
-        """x (B, T, D) or (N, D); modulation, 6 D wide, of a shape that broadcasts to x; None without adaLN."""
-        if modulation is None:
+    def forward(self, x: Tensor, view: View, rows=None, condition=None, table=None, cached: CachedStep | None = None):
+        """One block; it reads its own parameters only, so that it can be sharded, compiled or computed again alone.
+
+        Args:
+            x: (B, T, D), or the (N, D) items of a cached pass.
+            rows: picks the rows of a per-position table that belong to the targets: (positions, D) -> the shape of x.
+            condition: (positions, cond_dim), what adaLN is computed from.
+            table: (positions, 6 D), what it gives, if that is known.
+        """
+        if self.wtpe is not None:
+            x = x + rows(self.wtpe.weight)
+        if self.adaln is None:
             x = x + self.drop(self.attn(self.norm1(x), view, cached))
             return x + self.drop(self.mlp(self.norm2(x)))
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
+        table = self.adaln(condition) if table is None else table
+        shift1, scale1, gate1, shift2, scale2, gate2 = rows(table).chunk(6, dim=-1)
         x = x + gate1 * self.drop(self.attn(modulate(self.norm1(x), shift1, scale1), view, cached))
         return x + gate2 * self.drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
@@ -456,7 +466,9 @@ class AOGPT(nn.Module):
         if group_start is not None:
             view.query_mask = (steps <= group_start.unsqueeze(-1)).unsqueeze(1)
         x = self._embed(in_tokens, in_positions)
-        return self._trunk(x, view, order, lambda table: PermutationGather.apply(table[:T], order, inverse))
+        return self._trunk(
+            x, view, order, lambda table: PermutationGather.apply(table[:T], order, inverse), self._condition()
+        )
 
     def encoder_hidden(self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         """Final hidden states (B, T, D) of an encoder; tokens (B, T) with [MASK] in place; sigma (B,) with noise;
@@ -468,26 +480,25 @@ class AOGPT(nn.Module):
             view.rotary = rotary_angles(tokens.shape[1], c.n_embd // c.n_head, x.device, x.dtype)
         else:
             x = x + self.wpe.weight[: tokens.shape[1]]
-        tables = None
-        if c.noise:
-            tables = (table.unsqueeze(1) for table in self._adaln_of(F.silu(self.noise(sigma))))
-        return self._trunk(x, view, None, lambda table: table, tables)
+        condition = F.silu(self.noise(sigma)).unsqueeze(1) if c.noise else None
+        return self._trunk(x, view, None, lambda table: table, condition)
 
     def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
         """Inputs of a decoder, one vector a token: position 0 is [None], whatever its token."""
         x = self.wte(in_tokens)
         return torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(in_positions)
 
-    def _trunk(self, x, view: View, targets, rows, tables=None, cache: KVCache | None = None, **step) -> Tensor:
+    def _trunk(
+        self, x, view: View, targets, rows, condition, tables=None, cache: KVCache | None = None, **step
+    ) -> Tensor:
         """Run the blocks and the final norm on embedded inputs (B, T, D), or on the items (N, D) of a cached pass.
 
-        `rows` picks the rows of a per-position table that belong to the targets: (positions, D) -> the shape of x.
+        rows, condition: see `Block.forward`. tables: the list of `adaln_tables`, to use it instead of `condition`.
         """
         variant = self.config.target
         queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
         added = rows(self.wtpe.weight) if variant in ("input", "shared") else None
         x = self.drop(x + added if variant == "input" else x)
-        tables = self.adaln_tables() if tables is None else tables
         for i, block in enumerate(self.blocks):
             cached = None
             if cache is not None:
@@ -496,24 +507,26 @@ class AOGPT(nn.Module):
             if variant == "two_stream":
                 x, queries = block.two_stream(x, queries, view, cached)
                 continue
-            if variant in ("shared", "per_block"):
-                x = x + (added if variant == "shared" else rows(block.wtpe.weight))
-            x = block(x, view, rows(next(tables)) if self.config.adaln else None, cached)
+            x = x + added if variant == "shared" else x
+            x = block(x, view, rows, condition, tables[i] if tables else None, cached)
         x = self.norm_f(x if queries is None else queries)
-        return modulate(x, *rows(next(tables)).chunk(2, dim=-1)) if self.config.adaln else x
+        if not self.config.adaln:
+            return x
+        return modulate(x, *rows(tables[-1] if tables else self.adaln_f(condition)).chunk(2, dim=-1))
 
-    def adaln_tables(self):
-        """Yield the modulation of every block, (block_size, 6 D), then of the final norm, (block_size, 2 D).
+    def _condition(self) -> Tensor | None:
+        """What adaLN is computed from, (block_size, cond_dim). It depends on the target position only, so one row per
+        position serves the whole batch. None without adaLN on the target position."""
+        return F.silu(self.wtpe.weight) if self.config.target == "adaln" else None
 
-        The modulation depends on the target position only, so one row per position serves the whole batch. Nothing
-        without adaLN on the target position.
+    def adaln_tables(self) -> list[Tensor]:
+        """The modulation of every block, (block_size, 6 D), and of the final norm, (block_size, 2 D), for many passes.
+
+        Empty without adaLN on the target position.
         """
-        if self.config.target == "adaln":
-            yield from self._adaln_of(F.silu(self.wtpe.weight))
-
-    def _adaln_of(self, condition: Tensor):
-        for layer in [*(block.adaln for block in self.blocks), self.adaln_f]:
-            yield layer(condition)
+        condition = self._condition()
+        layers = [*(block.adaln for block in self.blocks), self.adaln_f]
+        return [layer(condition) for layer in layers] if condition is not None else []
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of the output head, (B, T, D), (B, T) -> (B, T), without keeping (B, T, V) float32 logits.
@@ -641,9 +654,9 @@ class AOGPT(nn.Module):
         grid = (first[:, None] + cells).clamp(max=feed.items - 1)
         view = self._parallel_view(feed.cached[:, None] + cells, feed)
         x = self._embed(ordered[row, before], in_positions)
-        tables = iter(tables) if tables is not None else None
+        condition = None if tables else self._condition()
         places = {"row": row, "column": column, "slot": slot, "grid": grid, "length": feed.length}
-        return self._trunk(x, view, targets, lambda table: table[targets], tables, cache, **places)
+        return self._trunk(x, view, targets, lambda table: table[targets], condition, tables, cache, **places)
 
     def _parallel_view(self, slots: Tensor, feed: Feed) -> View:
         """What the queries in `slots` (B, W) see of the first `feed.length` cache slots."""

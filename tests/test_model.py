@@ -180,7 +180,7 @@ def test_permutation_gather_sums_bfloat16_gradients_in_float32():
 def test_adaln_tables_hold_one_row_per_position_and_only_with_adaln():
     model = make_model(0)
     assert [tuple(t.shape) for t in model.adaln_tables()] == [(9, 72), (9, 72), (9, 24)]
-    assert list(make_model(0, target="input").adaln_tables()) == []
+    assert make_model(0, target="input").adaln_tables() == []
 
 
 # ---- parallel targets ------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def cached_logits(model, tokens, order, known, sizes, spares=(0, 0, 0)):
     """
     B, T = order.shape
     cache = KVCache(model.config, B, T, dtype=model.wte.weight.dtype)
-    ordered, tables = tokens.gather(1, order), list(model.adaln_tables())
+    ordered, tables = tokens.gather(1, order), model.adaln_tables()
     known, cached, result = known.clone(), torch.zeros(B, dtype=torch.long), {}
     for size in sizes.T:
         count = (size > 0) * (known + size - cached)
