@@ -8,7 +8,9 @@ import json
 import math
 import os
 import platform
+import secrets
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,14 +97,43 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **alone)
+    store = dist.HashStore() if world_size == 1 else fresh_store(timeout)
+    rank, backend = int(os.environ.get("RANK", 0)), "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    seconds = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
     try:
         yield Processes(dist.get_rank(), world_size, chosen)
         dist.barrier()  # leave together: a process that goes first can abort in the teardown of its connections
     finally:
         dist.destroy_process_group()
+
+
+def fresh_store(timeout: float) -> dist.Store:
+    """torchrun's store under a prefix that only the processes of this attempt know.
+
+    After a restart torchrun hands out the store of the attempt before, with the addresses of dead processes in it (as of
+    PyTorch 2.13), and no number of the attempt that all nodes agree on. So every process leaves a name of its own, and
+    process 0 makes prefixes for the names it finds until all have found their own name among them.
+    """
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout))))
+    own, deadline = secrets.token_hex(8), time.monotonic() + timeout
+    store.set(f"name/{rank}", own)
+    offer = ""
+    while time.monotonic() < deadline:
+        if rank == 0:
+            names = [store.get(f"name/{other}").decode() for other in range(world_size)]
+            if offer.split()[1:] != names:
+                offer = " ".join([secrets.token_hex(8), *names])
+                store.set("offer", offer)
+        else:
+            offer = store.get("offer").decode()
+        prefix, *names = offer.split()
+        if len(names) == world_size and names[rank] == own:
+            store.set(f"{prefix}/seen/{rank}", "")
+            if store.check([f"{prefix}/seen/{other}" for other in range(world_size)]):
+                return dist.PrefixStore(prefix, store)
+        time.sleep(0.01)
+    raise RuntimeError(f"the {world_size} processes of the job did not all start within {timeout:g} seconds")
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
