@@ -5,13 +5,13 @@
 What one GPU holds, the fullest one, in bytes. N GPUs, P parameters, T positions, n = micro-batch x T tokens; D width,
 H heads, V vocabulary; f = 4 bytes; h = 2 bytes in bfloat16, else 4.
 
-    weights        f a parameter. ddp: all of them; fsdp: of each parameter ceil(rows / N) rows, its share of dimension 0
+    weights        f a parameter. ddp: all of them; fsdp: of each ceil(rows / N) rows, its share of dimension 0
     gradients      as many
     optimizer      AdamW: 2 f and a step of 4 bytes for each tensor; Muon: f for its matrices
     ema            f
-    in use         fsdp: the weights of 2 blocks (one is fetched while the other computes) and of all that is outside of
+    in use         fsdp: the weights of 2 blocks (one is fetched while the other computes) and of all that is outside
                    blocks, gathered, h each. ddp in bfloat16: autocast's copies of the linear layers, h
-    in reduction   ddp: the buckets of the all-reduce, f. fsdp: gradients of a block and of all that is outside of blocks,
+    in reduction   ddp: the buckets of the all-reduce, f. fsdp: gradients of a block and of all that is outside blocks,
                    h, and those of the larger of the two once more, f; with several micro-batches a step those of all
                    parameters, f, which are reduced after the last one only
     activations    what autograd keeps of every token in every block, eager:
@@ -24,11 +24,12 @@ H heads, V vocabulary; f = 4 bytes; h = 2 bytes in bfloat16, else 4.
                             normed inputs, gated outputs           2 f D + 2 h D
                    which makes 26 h D + 4 f D for AO-GPT. selective: the block's input, f D, and the results of its
                    matrix products and attention, 10 h D + f H, and 6 h D a position for the table. block: f D
-    working        the larger of what the head and one block need in passing. Head, eager: 12 bytes a logit of a chunk;
-                   compiled: logits and their gradient, 2 h n V. Block: what checkpointing had left out
+    working        the larger of what the head and one block need in passing. Head: the gradients of its weight and its
+                   input, f D (V + n), and, eager, 12 bytes a logit of a chunk; compiled, logits and their gradient,
+                   2 h n V. Block: what checkpointing had left out of it
 
-torch.compile keeps less of a block than autograd does; the residual stream is taken as float32. CUDA's context, NCCL's
-buffers and gaps between tensors are not counted: RESERVED is left free for them.
+torch.compile keeps some 30% less of a block than autograd does; the residual stream is taken as float32. CUDA's
+context, NCCL's buffers and gaps between tensors are not counted: RESERVED is left free for them.
 """
 
 from __future__ import annotations
@@ -303,7 +304,8 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
     m, t, h = config.model, config.train, element_bytes(config)
     tokens = sequences * m.block_size
     rows = min(tokens, max(256, HEAD_CHUNK_ELEMENTS // m.vocab_size))
-    head = 2 * h * tokens * m.vocab_size if t.compile else 12 * rows * m.vocab_size
+    logits = 2 * h * tokens * m.vocab_size if t.compile else 12 * rows * m.vocab_size
+    head = logits + FLOAT * m.n_embd * (m.vocab_size + tokens)
     block = tokens * (block_bytes(config, "none") - block_bytes(config, t.activation_checkpointing))
     return {"head": head, "block": max(block, tokens * m.n_embd * (FLOAT + 4 * h))}
 
@@ -394,10 +396,13 @@ def table(plan: Plan) -> str:
     lines += [_row("total", f"{total / 1e6:,.1f}"), "", "memory of one GPU, GiB"]
     lines += [_row(label, _gib(plan.memory[name])) for name, label in memory_labels(plan).items()]
     verdict = "fits" if plan.fits else "does NOT fit"
-    lines += [_row("total", _gib(plan.memory_total), f"{verdict} in {_gib(plan.memory_usable)}, {RESERVED:.0%} left free")]
+    lines += [
+        _row("total", _gib(plan.memory_total), f"{verdict} in {_gib(plan.memory_usable)}, {RESERVED:.0%} left free")
+    ]
     lines += [_row("largest micro-batch that fits", f"{plan.largest_micro_batch_size}", "of the divisors of its share")]
-    if not plan.fits and plan.smallest_world_size:
-        lines += [_row("GPUs that it fits on", f"{plan.smallest_world_size}", "at this micro-batch")]
+    if not plan.fits:
+        note = "at this micro-batch" if plan.smallest_world_size else "at this micro-batch: more GPUs would not help"
+        lines += [_row("GPUs that it fits on", f"{plan.smallest_world_size or 'none'}", note)]
     return "\n".join(lines + ["", *time_lines(plan)])
 
 
