@@ -6,8 +6,8 @@ A run folder holds
 
     config.toml            the resolved configuration
     metrics.jsonl          a JSON object a line: training and validation losses
-    checkpoints/step_00001000.pt, ...   the newest few
-    best.pt                the one with the lowest validation loss
+    checkpoints/step_00001000.pt, ...   the newest few; of a sharded run, folders step_00001000 (see sharded.py)
+    best.pt                the one with the lowest validation loss; of a sharded run, the link best to its folder
 
 A checkpoint is a dict of tensors and plain values. Files are read with `torch.load(weights_only=True)` or as
 safetensors: neither runs code that a file brings along. released.py knows the layouts of released weights.
@@ -31,11 +31,12 @@ import safetensors.torch
 import torch
 import tyro
 
+import optim
 import released
 from model import AOGPT, ModelConfig
 from runtime import run_script
 
-FORMAT = "aogpt-checkpoint-1"
+FORMAT = "aogpt-checkpoint-2"
 EXPORT_FORMAT = "aogpt-export-1"
 FACTS = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`, kept in an export
 SUPPORTED = (
@@ -43,7 +44,8 @@ SUPPORTED = (
     "weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with model.safetensors or "
     "pytorch_model.bin)"
 )
-STATE_KEYS = ("step", "model_config", "model", "ema", "optimizer", "config", "data", "best")
+STATE_KEYS = ("step", "model_config", "ema", "config", "data", "best")
+TENSOR_KEYS = {".pt": ("model", "optimizer"), "": ("shapes",)}  # besides, in a file and in a folder
 
 
 class CheckpointError(ValueError):
@@ -53,18 +55,24 @@ class CheckpointError(ValueError):
 class EMA:
     """Exponential moving average of a model's parameters (the paper, section 3; evaluation and sampling use it).
 
-    The decay is warmed up: decay_t = min(decay, (1 + t) / (10 + t)) after t updates.
+    The decay is warmed up: decay_t = min(decay, (1 + t) / (10 + t)) after t updates. Of sharded weights, every process
+    averages its part.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float):
-        self.decay, self.updates = decay, 0
+        self.decay = decay
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        device = next(model.parameters()).device  # which steps are skipped is the device's to know
+        self.updates = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def update(self, model: torch.nn.Module) -> None:
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        self.updates += 1
-        torch._foreach_lerp_(list(self.weights.values()), [p.detach() for p in model.parameters()], 1 - decay)
+    def update(self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0) -> None:
+        """Take in the model's weights, if `finite` is 1 and not 0; without waiting for the device."""
+        decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
+        share = (1 - decay) * finite
+        self.updates += finite
+        ours, theirs = list(map(local, self.weights.values())), [local(p.detach()) for p in model.parameters()]
+        torch._foreach_lerp_(ours, theirs, [share.to(ours[0].dtype)] * len(ours))
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module):
@@ -75,6 +83,11 @@ class EMA:
             yield model
         finally:
             copy_parameters(model, own)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @torch.no_grad()
@@ -132,13 +145,13 @@ def write_atomically(path: Path, write) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,37 +165,62 @@ def save(run_folder: Path, state: dict, keep: int, best: bool) -> Path:
     Args:
         state: what `training_state` gives. Raises CheckpointError when it cannot be written; older ones stay.
     """
-    path = run_folder / "checkpoints" / f"step_{state['step']:08d}.pt"
+    path = path_of(run_folder, state["step"])
     try:
         write_atomically(path, lambda file: torch.save(state, file))
         if best:
             mark_best(path, run_folder)
     except (OSError, RuntimeError) as error:  # torch reports a failing write as RuntimeError
         reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
-        older = find(run_folder, up_to=state["step"] - 1)
-        kept = f"the last good checkpoint is {older[-1]}" if older else "there is no earlier checkpoint"
-        raise CheckpointError(f"could not write {path}: {reason}; {kept}. Is the disk full?") from error
+        raise CheckpointError(
+            f"could not write {path}: {reason}; {kept(path, run_folder)}. Is the disk full?"
+        ) from error
     prune(run_folder, state["step"], keep)
     return path
 
 
+def path_of(run_folder: Path, step: int, sharded: bool = False) -> Path:
+    return run_folder / "checkpoints" / (f"step_{step:08d}" + ("" if sharded else ".pt"))
+
+
+def kept(path: Path, run_folder: Path) -> str:
+    """What there is before a checkpoint that could not be written."""
+    older = find(run_folder, up_to=step_of(path) - 1)
+    return f"the last good checkpoint is {older[-1]}" if older else "there is no earlier checkpoint"
+
+
 def prune(run_folder: Path, step: int, keep: int) -> None:
-    """Drop all but the newest `keep` checkpoints of steps <= step."""
+    """Drop all but the newest `keep` checkpoints of steps <= step; of folders, not the best one."""
+    best = (run_folder / "best").resolve()
     for old in find(run_folder, up_to=step)[:-keep]:
-        old.unlink(missing_ok=True)
+        if not old.is_dir():
+            old.unlink(missing_ok=True)
+        elif old.resolve() != best:
+            rubbish = old.with_name(f".{old.name}.tmp")  # a folder that is half removed must not pass for a checkpoint
+            shutil.rmtree(rubbish, ignore_errors=True)
+            os.rename(old, rubbish)
+            shutil.rmtree(rubbish, ignore_errors=True)
 
 
 def mark_best(source: Path, run_folder: Path) -> None:
-    """Make best.pt the checkpoint `source`: a second name of the same file where that is possible, else a copy."""
-    target = run_folder / "best.pt"
+    """Make best.pt a second name of the file `source` (or a copy, without links), or best a link to the folder."""
+    target, other = run_folder / "best.pt", run_folder / "best"
+    if source.is_dir():
+        target, other = other, target
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        os.link(source, temporary)
-    except OSError:  # a file system without hard links
+        if source.is_dir():
+            os.symlink(source.relative_to(run_folder), temporary)
+        else:
+            os.link(source, temporary)
+    except OSError:  # a file system without links
+        if source.is_dir():
+            raise
         shutil.copyfile(source, temporary)
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # renaming a file to another name of itself does nothing
+    other.unlink(missing_ok=True)
 
 
 def training_state(step: int, model: AOGPT, ema: EMA, optimizer, config: dict, data_meta: dict, best: dict) -> dict:
@@ -192,13 +230,23 @@ def training_state(step: int, model: AOGPT, ema: EMA, optimizer, config: dict, d
         "step": step,
         "model_config": asdict(model.config),
         "model": {name: p.detach() for name, p in model.named_parameters()},
-        "ema": {"weights": ema.weights, "updates": ema.updates, "decay": ema.decay},
-        "optimizer": optimizer.state_dict(),
+        "ema": {"weights": ema.weights, "updates": int(ema.updates), "decay": ema.decay},
+        "optimizer": optim.named_state(model, optimizer),
         "config": config,
         "data": data_meta,
         "best": best,
         "torch": str(torch.__version__),
     }
+
+
+def split_state(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+    """A training state as what a sharded checkpoint holds: what is no tensor, and the tensors by name."""
+    tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    tensors |= {f"ema.{name}": tensor for name, tensor in state["ema"]["weights"].items()}
+    tensors |= {f"optimizer.{n}.{key}": t for n, values in state["optimizer"].items() for key, t in values.items()}
+    plain = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+    plain["ema"] = {key: value for key, value in state["ema"].items() if key != "weights"}
+    return plain | {"shapes": {name: list(tensor.shape) for name, tensor in tensors.items()}}, tensors
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -211,14 +259,23 @@ def finish_interrupted_save(run_folder: Path, state: dict, path: Path, keep: int
     prune(run_folder, state["step"], keep)
     for folder in (run_folder, run_folder / "checkpoints"):
         for path in folder.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
     """The checkpoints of a run, oldest first; only those of steps <= up_to, if it is given."""
-    names = (Path(run_folder) / "checkpoints").glob("step_*.pt")
-    steps = {path: int(found[1]) for path in names if (found := re.fullmatch(r"step_(\d{8,})\.pt", path.name))}
+    paths = (Path(run_folder) / "checkpoints").glob("step_*")
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
     return sorted((path for path in steps if up_to is None or steps[path] <= up_to), key=steps.get)
+
+
+def step_of(path: Path) -> int | None:
+    """The step that the name of a checkpoint tells; None for other files."""
+    found = re.fullmatch(r"step_(\d{8,})(\.pt)?", path.name)
+    return int(found[1]) if found else None
 
 
 def read_file(path: Path, verify: bool = False) -> dict:
@@ -257,14 +314,26 @@ def _why_unreadable(error: Exception) -> str:
 
 
 def read(path: Path, verify: bool = False) -> dict:
-    """Read one checkpoint that train.py wrote, as `read_file` does."""
-    state = read_file(path, verify)
+    """Read one checkpoint that train.py wrote, as `read_file` does; of a sharded one, all but its tensors."""
+    sharded = path.is_dir()
+    state = read_file(path / "state.pt" if sharded else path, verify)
     if state.get("format") != FORMAT:
-        found = f"keys {sorted(map(str, state))[:6]}"
+        found = state["format"] if "format" in state else f"keys {sorted(map(str, state))[:6]}"
         raise CheckpointError(f"{path} holds {found}; supported are checkpoints that train.py wrote ({FORMAT})")
-    if missing := [key for key in STATE_KEYS if key not in state]:
+    if missing := [key for key in (*STATE_KEYS, *TENSOR_KEYS["" if sharded else ".pt"]) if key not in state]:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}; it was not written by this train.py")
+    if sharded:
+        found = {name: list(shape) for name, (shape, _) in _sharded().shapes(path).items()}
+        if damaged := [name for name, shape in state["shapes"].items() if found.get(name) != shape]:
+            raise CheckpointError(f"{path} lacks parts of {len(damaged)} tensors, e.g. {damaged[0]}: a file is missing")
     return state
+
+
+def _sharded():
+    """The room of sharded checkpoints, which is built on this one and takes a while to import."""
+    import sharded
+
+    return sharded
 
 
 def read_newest(run_folder: Path) -> tuple[Path, dict] | None:
@@ -324,15 +393,17 @@ def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu")
     if weights not in ("ema", "raw"):
         raise ValueError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
-    if path.is_dir() and (found := read_newest(path)):
+    if path.is_dir() and (path / "state.pt").is_file():
+        file, contents = path, read(path)
+    elif path.is_dir() and (found := read_newest(path)):
         file, contents = found
     else:
         file = weights_file(path) if path.is_dir() else path
         contents = read_file(file)
     try:
-        settings = {} if "model" in contents else _read_json(file.with_name("config.json"))
+        settings = {} if "model" in contents or file.is_dir() else _read_json(file.with_name("config.json"))
         if contents.get("format") == FORMAT:
-            config, tensors, facts = _trained(contents, weights)
+            config, tensors, facts = _trained(file, contents, weights)
         elif settings.get("format") == EXPORT_FORMAT:
             config, tensors, facts = _exported(contents, settings, weights)
         else:
@@ -393,8 +464,11 @@ def download(repo: str) -> Path:
     return folder
 
 
-def _trained(state: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
-    tensors = state["ema"]["weights"] if weights == "ema" else state["model"]
+def _trained(path: Path, state: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
+    if path.is_dir():
+        tensors = _sharded().read_all(path, "ema." if weights == "ema" else "model.")
+    else:
+        tensors = state["ema"]["weights"] if weights == "ema" else state["model"]
     facts = {"step": state["step"], "weights": weights}
     facts |= {name: state["data"][name] for name in ("tokenizer", "vocab_size")}
     return ModelConfig(**state["model_config"]), tensors, facts
@@ -464,7 +538,7 @@ def convert(
         text = json.dumps(settings, indent=2) + "\n"
         write_atomically(temporary / "config.json", lambda file: file.write(text.encode()))
         os.rename(temporary, destination)
-        _sync_folder(destination.parent)
+        sync_folder(destination.parent)
     except OSError as error:
         raise CheckpointError(f"could not write {destination}: {error}") from error
     finally:

@@ -105,6 +105,9 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "selective", "block"] = "none"
     """What the backward pass computes again instead of keeping it. block: every block from its input; selective: all of
     a block but its matrix products and its attention."""
+    reduce_every_micro_batch: bool = False
+    """Exchange gradients after every micro-batch instead of once a step: more communication, but under fsdp no process
+    ever holds the gradients of all weights."""
     timeout: float = 1800.0
     """Seconds that a process waits for the others until it ends with an error; longer than writing a checkpoint."""
     compile: bool = True

@@ -80,9 +80,9 @@ class Log:
             self.wandb = start_wandb(config)
         self.bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=None, dynamic_ncols=True)
 
-    def training(self, loss: float, norm: float, rates: dict[str, float]) -> None:
-        """The step that was just made: its loss, gradient norm and learning rates."""
-        step, t = self.progress.step, self.config.train
+    def training(self, step: int, loss: float, norm: float, rates: dict[str, float]) -> None:
+        """A step that has come to its end: its loss, gradient norm and learning rates."""
+        t = self.config.train
         if not self.active:
             return
         self.norm = norm

@@ -329,7 +329,7 @@ class Block(nn.Module):
         self.wtpe = nn.Embedding(config.block_size, config.n_embd) if config.target == "per_block" else None
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, view: View, rows=None, condition=None, table=None, cached: CachedStep | None = None):
+    def forward(self, x, view: View, rows=None, condition=None, table=None, cached=None, queries=None):
         """One block; it reads its own parameters only, so that it can be sharded, compiled or computed again alone.
 
         Args:
@@ -337,7 +337,13 @@ class Block(nn.Module):
             rows: picks the rows of a per-position table that belong to the targets: (positions, D) -> the shape of x.
             condition: (positions, cond_dim), what adaLN is computed from.
             table: (positions, 6 D), what it gives, if that is known.
+            cached: the cache of a cached pass.
+            queries: query stream, of the shape of x, which reads the keys and values of x only.
+
+        Returns x, or x and the queries.
         """
+        if queries is not None:
+            return self._two_stream(x, queries, view, cached)
         if self.wtpe is not None:
             x = x + rows(self.wtpe.weight)
         if self.adaln is None:
@@ -348,8 +354,7 @@ class Block(nn.Module):
         x = x + gate1 * self.drop(self.attn(modulate(self.norm1(x), shift1, scale1), view, cached))
         return x + gate2 * self.drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
-    def two_stream(self, x: Tensor, queries: Tensor, view: View, cached: CachedStep | None = None):
-        """One block for the content stream x and the query stream, which reads the keys and values of x only."""
+    def _two_stream(self, x: Tensor, queries: Tensor, view: View, cached: CachedStep | None):
         y, answer = self.attn(self.norm1(x), view, cached, self.norm1(queries))
         x, queries = x + self.drop(y), queries + self.drop(answer)
         return x + self.drop(self.mlp(self.norm2(x))), queries + self.drop(self.mlp(self.norm2(queries)))
@@ -397,22 +402,26 @@ class AOGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Truncated normal (std 0.02, cut at 3 std; residual projections 0.02 / sqrt(2 n_layer)), biases 0."""
+        """Give every weight its initial value."""
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif "norm" in name:
-                nn.init.ones_(p)
-            else:
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
-                nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
-        if self.config.position_init == "sinusoidal":
-            if self.wpe is not None:
-                self.wpe.weight.copy_(sinusoids(*self.wpe.weight.shape, std=0.04))
-            if self.wtpe is not None:  # adaLN only hears its target through a linear layer of std 0.02
-                rows, dim = self.wtpe.weight.shape
-                std = 2.0 if self.config.target == "adaln" else 0.04
-                self.wtpe.weight.copy_(sinusoids(rows + 1, dim, std)[1:])  # position p is row p + 1 of `wpe`
+            self.init_weight(name, p, generator)
+
+    @torch.no_grad()
+    def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill p, of the shape of the weight `name`: truncated normal (std 0.02, cut at 3 std; residual projections
+        0.02 / sqrt(2 n_layer)), biases 0, norms 1; position tables as model.position_init says."""
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+        elif "norm" in name:
+            nn.init.ones_(p)
+        elif self.config.position_init == "sinusoidal" and name == "wpe.weight":
+            p.copy_(sinusoids(*p.shape, std=0.04))
+        elif self.config.position_init == "sinusoidal" and name == "wtpe.weight":
+            std = 2.0 if self.config.target == "adaln" else 0.04  # adaLN hears it through a linear layer of std 0.02
+            p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])  # position p is row p + 1 of `wpe`
+        else:
+            std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
+            nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     # ---- scoring: all T predictions of a known sequence in one pass -----------------------------------------------
 
@@ -505,7 +514,7 @@ class AOGPT(nn.Module):
                 layer = i % len(cache.keys)  # a pass that leaves nothing behind makes do with one layer's space
                 cached = CachedStep(cache.keys[layer], cache.values[layer], **step)
             if variant == "two_stream":
-                x, queries = block.two_stream(x, queries, view, cached)
+                x, queries = block(x, view, cached=cached, queries=queries)
                 continue
             x = x + added if variant == "shared" else x
             x = block(x, view, rows, condition, tables[i] if tables else None, cached)

@@ -66,6 +66,37 @@ def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
     return {n: p for n, p in model.blocks.named_parameters("blocks") if p.dim() == 2 and any(s in n for s in parts)}
 
 
+def parts(optimizer) -> list[torch.optim.Optimizer]:
+    return list(optimizer.parts.values()) if isinstance(optimizer, MuonAdamW) else [optimizer]
+
+
+def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """What an optimizer keeps of every parameter, by the parameter's name."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: dict(values) for part in parts(optimizer) for p, values in part.state.items()}
+
+
+def restore_state(model: AOGPT, optimizer, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Let an optimizer go on with what `named_state` gave, on the parameters' device."""
+    own = dict(model.named_parameters())
+    place = {p: part for part in parts(optimizer) for group in part.param_groups for p in group["params"]}
+    for name, values in state.items():
+        place[own[name]].state[own[name]] = {key: value.to(own[name].device) for key, value in values.items()}
+
+
+def move(optimizer, finite: torch.Tensor) -> None:
+    """Move the weights by their gradients if `finite`, a 0-dimensional tensor, is 1; leave everything if it is 0.
+
+    AdamW decides on the device, as it does for torch.amp.GradScaler, so nothing waits; Muon waits for the answer.
+    """
+    if isinstance(optimizer, MuonAdamW):
+        if finite.item():
+            optimizer.step()
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, 1 - finite.float()
+    optimizer.step()
+
+
 class MuonAdamW:
     """Muon for some weights and AdamW for the others, behind the methods of one optimizer that training uses."""
 
@@ -83,10 +114,3 @@ class MuonAdamW:
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts.values():
             part.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, dict]:
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
-    def load_state_dict(self, state: dict[str, dict]) -> None:
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])

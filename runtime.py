@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -70,21 +71,33 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of every process's tensor, on every process."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+            value /= self.world_size
+        return value
+
 
 @contextlib.contextmanager
-def processes(device: str = "auto"):
+def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
     """Join the job that torchrun started (gloo on CPU, nccl on GPU), or stand alone; yields `Processes`.
 
-    device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N". Raises ValueError for a device that is not there.
+    Args:
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N". Raises ValueError for one that is not there.
+        timeout: seconds that a message between processes may take; then the waiting process ends with an error.
+        group: make a process group also for a process alone.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     chosen = pick_device(device, local_rank)
-    if world_size == 1:
+    if world_size == 1 and not group:
         yield Processes(0, 1, chosen)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **alone)
     try:
         yield Processes(dist.get_rank(), world_size, chosen)
         dist.barrier()  # leave together: a process that goes first can abort in the teardown of its connections

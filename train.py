@@ -15,17 +15,20 @@ time and traffic that the run would need on so many GPUs (--plan --help for its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import signal
 import sys
-from dataclasses import dataclass, field
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 import budget
 import checkpoint
@@ -37,6 +40,7 @@ from metrics import Log, plot_losses, plot_runs, tokens_of
 from model import AOGPT
 from objectives import (
     DECODER_OBJECTIVES,
+    Masks,
     ao_ar_loss,
     evaluation_masks,
     groupwise_loss,
@@ -45,9 +49,11 @@ from objectives import (
     score_entropy,
     token_nll,
 )
-from optim import MuonAdamW, learning_rates, make_optimizer, set_learning_rates
+from optim import learning_rates, move, set_learning_rates
 from orders import OrderConfig, orders_at, philox_bits
+from parallel import compile_model, drop_gathered, micro_step, replicate
 from runtime import Processes, autocast, pick_dtype, processes, run_script
+from state import Progress, Saver, State, start
 
 CURVE_POINTS = 64
 
@@ -68,7 +74,8 @@ def main() -> int:
     if "--plan" in sys.argv[1:]:
         return budget.print_plan(sys.argv[1:], __doc__)
     config = configuration.from_command_line(sys.argv[1:], __doc__)
-    with processes(config.train.device) as procs:
+    sharded = config.train.parallel == "fsdp"
+    with processes(config.train.device, config.train.timeout, group=sharded) as procs:
         return train(config, procs)
 
 
@@ -84,125 +91,191 @@ def plot(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass
-class Progress:
-    """Where the run stands; everything else that changes is in the model, the averaged weights and the optimizer."""
-
-    step: int = 0
-    best: dict = field(default_factory=lambda: {"step": None, "loss": math.inf})
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-
-
-@dataclass
-class State:
-    """What a checkpoint holds: everything that training changes."""
-
-    model: AOGPT
-    ema: EMA
-    optimizer: torch.optim.AdamW | MuonAdamW
-    progress: Progress
-
-
 def train(config: Config, procs: Processes) -> int:
     data, held_out = open_data(config, procs)
     say = print if procs.main else (lambda *_, **__: None)
     stop = StopRequest(procs)
-    state = start(config, data, procs, say)
+    state = start(config, data.meta, procs, say)
     progress = state.progress
     if progress.step >= config.train.steps:
         return already_finished(config, procs, progress, say)
     introduce(config, data, state.model, procs, say)
 
     log = Log(config, procs, state.model, progress)
+    saver = Saver(config, procs, data.meta, log.warn)
     with compiled(state.model, config, procs):
-        saved = train_steps(config, procs, state, data, held_out, stop, log)
+        saved = train_steps(config, procs, state, data, held_out, stop, log, saver)
     log.close()
     return finish(config, procs, progress, saved, say)
 
 
-def train_steps(config: Config, procs: Processes, state: State, data, held_out, stop: StopRequest, log: Log):
+def train_steps(config: Config, procs: Processes, state: State, data, held_out, stop: StopRequest, log: Log, saver):
     """Train until the last step, or until asked to stop. Returns the last checkpoint's path; None if not written."""
     progress, saved = state.progress, None
-    parallel = DistributedDataParallel(state.model) if procs.world_size > 1 else state.model
-    while progress.step < config.train.steps and not stop.agreed:
-        loss, norm = train_step(progress.step, parallel, state.optimizer, data, config, procs, stop)
-        update(state, loss, norm)
-        log.training(loss, norm, learning_rates(progress.step - 1, config))
+    model, results = replicate(state.model, procs), Results()
+    with contextlib.closing(Batches(data, config, procs, progress.step)) as batches:
+        while progress.step < config.train.steps and not stop.agreed:
+            loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
+            update(state, loss, norm)
+            results.put(progress.step, loss, norm)
+            stop.agree()
+            last = progress.step == config.train.steps
+            evaluating = held_out and (last or progress.step % config.eval.interval == 0)
+            saving = last or stop.agreed or progress.step % config.checkpoint.interval == 0
+            report(results.ready(wait=evaluating or saving), config, progress, log)
+            saver.poll()
+            better, best_before = False, progress.best
+            if evaluating:
+                better = evaluate(state.model, state.ema, held_out, config, procs, progress, log)
+            if better or saving:
+                saved = saver.save(state, better)
+                if saved is None:
+                    progress.best = best_before
+                log.restart_clock()
+    return saved if saver.wait() else None
+
+
+def report(results, config: Config, progress: Progress, log: Log) -> None:
+    """Count and log steps that have come to their end. Raises ValueError after too many that were skipped."""
+    for step, loss, norm in results:
+        if math.isfinite(loss + norm):
+            progress.skipped_in_a_row = 0
+        else:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+        log.training(step, loss, norm, learning_rates(step - 1, config))
         if progress.skipped_in_a_row >= config.train.max_skipped_steps:
             log.close()
             raise ValueError(non_finite_message(config, progress))
 
-        last = progress.step == config.train.steps
-        better, best_before = False, progress.best
-        if held_out and (last or progress.step % config.eval.interval == 0):
-            better = evaluate(state.model, state.ema, held_out, config, procs, progress, log)
-        if better or last or stop.agreed or progress.step % config.checkpoint.interval == 0:
-            saved = save(config, procs, state, data.meta, better, log)
-            if saved is None:
-                progress.best = best_before
-            log.restart_clock()
-    return saved
+
+# ---- one step: nothing in it waits for the device --------------------------------------------------------------------
 
 
-# ---- one step --------------------------------------------------------------------------------------------------------
-
-
-def train_step(step: int, model, optimizer, data: TokenDataset, config: Config, procs: Processes, stop) -> tuple:
-    """Gradients of the global batch of `step`, clipped. Returns (loss, gradient norm), the same on every process.
+def train_step(step: int, model, optimizer, batches: Batches, config: Config, procs: Processes) -> tuple:
+    """Gradients of the global batch of `step`, clipped. Returns (loss, gradient norm), 0-dimensional tensors on the
+    device, the same on every process.
 
     The global batch is cut into micro-batches first and among processes second, so which sequences and orders it holds
     depends on neither.
     """
     t, device = config.train, procs.device
-    length = tokens_of(config, range(step, step + 1)) // t.batch_size
     if config.model.dropout:  # dropout, too, follows from the step alone
         torch.manual_seed(int(philox_bits(config.seed, step, range(procs.rank, procs.rank + 1), 1)[0, 0]))
     set_learning_rates(optimizer, learning_rates(step, config))
-    micro_steps = t.batch_size // (t.micro_batch_size * procs.world_size)
+    micro_steps = batches.micro_steps
     total = torch.zeros((), device=device)
     for micro in range(micro_steps):
-        first = (micro * procs.world_size + procs.rank) * t.micro_batch_size
-        rows = range(first, first + t.micro_batch_size)
-        tokens = data.batch(config.seed, step, rows, t.batch_size)[:, :length].to(device)
-        synchronise = procs.world_size == 1 or micro == micro_steps - 1
-        with contextlib.nullcontext() if synchronise else model.no_sync():
+        batch = batches.next(step, micro)
+        with micro_step(model, micro == micro_steps - 1, config):
             with autocast(device, pick_dtype(t.dtype, device)):
-                loss = training_loss(model, tokens, step, rows, config) / micro_steps
+                loss = training_loss(model, batch, config, step) / micro_steps
             loss.backward()
         total += loss.detach()
-    clip = config.optim.grad_clip or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    return stop.agree(total.item()), norm.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip or math.inf)
+    return procs.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def training_loss(model, tokens: torch.Tensor, step: int, rows: range, config: Config) -> torch.Tensor:
-    """Mean loss of tokens (B, T), the sequences `rows` of the global batch of `step`, nats per token."""
-    objective, length = config.objective, tokens.shape[1]
-    if objective.kind in DECODER_OBJECTIVES:
-        order_config, group = config.stage(step)
-        order = orders_at(order_config, config.seed, step, rows, length).to(tokens.device)
-        if objective.kind == "groupwise":
-            return groupwise_loss(model, tokens, order, group)
-        return ao_ar_loss(model, tokens, order)
-    masks = masks_at(objective, config.seed, step, rows, config.train.batch_size, length).to(tokens.device)
-    if objective.kind == "score_entropy":
-        return score_entropy(model, tokens, masks, config.model.mask_token).mean()
-    return masked_nll(model, tokens, masks).mean()
+def training_loss(model, batch: Batch, config: Config, step: int) -> torch.Tensor:
+    """Mean loss of a micro-batch, nats per token."""
+    kind = config.objective.kind
+    if kind == "groupwise":
+        return groupwise_loss(model, batch.tokens, batch.which, config.stage(step)[1])
+    if kind in DECODER_OBJECTIVES:
+        return ao_ar_loss(model, batch.tokens, batch.which)
+    if kind == "score_entropy":
+        return score_entropy(model, batch.tokens, batch.which, config.model.mask_token).mean()
+    return masked_nll(model, batch.tokens, batch.which).mean()
 
 
-def update(state: State, loss: float, norm: float) -> None:
+def update(state: State, loss: torch.Tensor, norm: torch.Tensor) -> None:
     """End a step: move the weights and their average by its gradients, unless these are not finite."""
-    progress = state.progress
-    if math.isfinite(loss) and math.isfinite(norm):
-        state.optimizer.step()
-        state.ema.update(state.model)
-        progress.skipped_in_a_row = 0
-    else:
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
+    finite = (loss + norm).isfinite().float()
+    move(state.optimizer, finite)
+    state.ema.update(state.model, finite)
     state.optimizer.zero_grad(set_to_none=True)
-    progress.step += 1
+    state.progress.step += 1
+
+
+@dataclass
+class Batch:
+    """A micro-batch. tokens: LongTensor (B, T). which: the order of every sequence, (B, T), or the masks."""
+
+    tokens: torch.Tensor
+    which: torch.Tensor | Masks
+
+
+class Batches:
+    """The micro-batches of this process, made by a thread while the one before is at work."""
+
+    def __init__(self, data: TokenDataset, config: Config, procs: Processes, step: int):
+        t = config.train
+        self.data, self.config, self.procs = data, config, procs
+        self.micro_steps = t.batch_size // (t.micro_batch_size * procs.world_size)
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self.ahead = None
+
+    def next(self, step: int, micro: int) -> Batch:
+        """Micro-batch `micro` of `step`, on the device; the one after it is begun."""
+        place = step, micro
+        if self.ahead is None or self.ahead[0] != place:
+            self.ahead = place, self.thread.submit(self.make, *place)
+        batch = self.ahead[1].result()
+        after = (step, micro + 1) if micro + 1 < self.micro_steps else (step + 1, 0)
+        self.ahead = (after, self.thread.submit(self.make, *after)) if after[0] < self.config.train.steps else None
+        device = self.procs.device
+        move_to = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+        return Batch(move_to(batch.tokens), map_tensors(move_to, batch.which))
+
+    def make(self, step: int, micro: int) -> Batch:
+        """The micro-batch in pinned memory, if it goes to a GPU."""
+        c, t = self.config, self.config.train
+        first = (micro * self.procs.world_size + self.procs.rank) * t.micro_batch_size
+        rows = range(first, first + t.micro_batch_size)
+        length = tokens_of(c, range(step, step + 1)) // t.batch_size
+        tokens = self.data.batch(c.seed, step, rows, t.batch_size)[:, :length]
+        if c.objective.kind in DECODER_OBJECTIVES:
+            which = orders_at(c.stage(step)[0], c.seed, step, rows, length)
+        else:
+            which = masks_at(c.objective, c.seed, step, rows, t.batch_size, length)
+        if self.procs.device.type == "cuda":
+            return Batch(tokens.pin_memory(), map_tensors(torch.Tensor.pin_memory, which))
+        return Batch(tokens, which)
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+
+
+def map_tensors(function, which: torch.Tensor | Masks) -> torch.Tensor | Masks:
+    if isinstance(which, Masks):
+        return Masks(*(function(getattr(which, name)) for name in ("masked", "weight", "sigma")))
+    return function(which)
+
+
+class Results:
+    """Losses and gradient norms of steps that the device may still be at."""
+
+    def __init__(self):
+        self.waiting = deque()
+
+    def put(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        values, event = torch.stack([loss.detach(), norm.detach()]), None
+        if values.is_cuda:
+            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.waiting.append((step, values, event))
+
+    def ready(self, wait: bool = False):
+        """Yield (step, loss, norm) of those that have ended; with `wait`, of all."""
+        while self.waiting:
+            step, values, event = self.waiting[0]
+            if event is not None and not wait and not event.query():
+                return
+            if event is not None:
+                event.synchronize()
+            self.waiting.popleft()
+            yield step, *values.tolist()
 
 
 class StopRequest:
@@ -218,15 +291,13 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         self.signalled = True
 
-    def agree(self, loss: float) -> float:
-        """Mean loss over processes; sets `agreed` when any process was asked to stop. One small CPU reduction."""
-        if self.procs.world_size == 1:
-            self.agreed = self.signalled
-            return loss
-        shared = torch.tensor([loss / self.procs.world_size, float(self.signalled)], dtype=torch.float64)
-        dist.all_reduce(shared)
-        self.agreed = bool(shared[1] > 0)
-        return float(shared[0])
+    def agree(self) -> None:
+        """Set `agreed` if any process was asked to stop. One small message between CPUs, which waits for no GPU."""
+        self.agreed = self.signalled
+        if self.procs.world_size > 1:
+            shared = torch.tensor(float(self.signalled))
+            dist.all_reduce(shared)
+            self.agreed = bool(shared > 0)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -262,13 +333,16 @@ def validation(model, held_out: TokenDataset, kind: str, config: Config, procs: 
     count, size = min(config.eval.sequences, held_out.num_blocks), config.train.micro_batch_size
     share, total = procs.share(count), 0.0
     sums = torch.zeros(2, min(CURVE_POINTS, config.model.block_size), dtype=torch.float64)  # of losses, and how many
-    for start in range(share.start, share.stop, size):
-        rows = range(start, min(start + size, share.stop))
+    largest = math.ceil(count / procs.world_size)
+    for first in range(share.start, share.start + largest, size):
+        rows = range(first, min(first + size, share.stop)) or range(1)  # a pass too many: sharded ones are common work
         tokens = held_out.blocks(list(rows)).to(procs.device)
         with autocast(procs.device, pick_dtype(config.train.dtype, procs.device)):
             nll = token_nll(model, tokens, order_config, config.seed, 0, rows, count).cpu()
-        total += float(nll.mean(dim=1).sum())
-        sums += by_step(nll, order_config, config, rows, count, sums.shape[1])
+        if first < share.stop:
+            total += float(nll.mean(dim=1).sum())
+            sums += by_step(nll, order_config, config, rows, count, sums.shape[1])
+    drop_gathered(model)
     totals, sums = zip(*procs.gather((total, sums)), strict=True)
     losses, counts = sum(sums).tolist()
     return sum(totals) / count, [x / n if n else None for x, n in zip(losses, counts, strict=True)]
@@ -306,23 +380,6 @@ def open_data(config: Config, procs: Processes) -> tuple[TokenDataset, TokenData
     held_out = TokenDataset(config.data.folder, "val", size, verify=verify) if config.eval.interval else None
     check_fits(config, data, procs)
     return data, held_out
-
-
-def start(config: Config, data: TokenDataset, procs: Processes, say) -> State:
-    """The run's state: new, started from other weights, or as its newest checkpoint left it."""
-    torch.manual_seed(config.seed)
-    model = AOGPT(config.model).to(procs.device)
-    if config.train.init_from and not checkpoint.find(config.run_folder):
-        checkpoint.initialise(model, checkpoint.load_model(config.train.init_from, device=procs.device))
-        say(f"started from the weights of {config.train.init_from}")
-    ema = EMA(model, config.optim.ema_decay)
-    optimizer = make_optimizer(model, config)
-    progress = resume(config, data.meta, model, ema, optimizer, procs.main, say)
-    if len(set(procs.gather(progress.step))) > 1:
-        raise ValueError(
-            f"the processes see different checkpoints in {config.run_folder}; put --out on a disk that all share"
-        )
-    return State(model, ema, optimizer, progress)
 
 
 def already_finished(config: Config, procs: Processes, progress: Progress, say) -> int:
@@ -392,65 +449,9 @@ def compiled(model: AOGPT, config: Config, procs: Processes):
         return
     if procs.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise ValueError("train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile")
-    model.compile(dynamic=False)
+    compile_model(model)
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield
-
-
-def resume(config: Config, data_meta: dict, model, ema: EMA, optimizer, main: bool, say) -> Progress:
-    """Load the run's newest readable checkpoint, if it has one, and say what has changed since."""
-    found = checkpoint.read_newest(config.run_folder)
-    if found is None:
-        return Progress()
-    path, state = found
-    old = configuration.from_dict(state["config"], str(path))
-    for key, (before, after) in configuration.differences(old, config).items():
-        if key.startswith("model.") or key == "optim.kind":
-            what = "architecture" if key.startswith("model.") else "optimizer"
-            raise ValueError(
-                f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}: the {what} "
-                "of a run cannot change; set it back, or start another run with --name"
-            )
-        say(f"changed since {path}: {key} = {after!r} (was {before!r})")
-    if state["data"]["tokenizer"] != data_meta["tokenizer"]:
-        raise ValueError(
-            f"{config.run_folder} was trained on {state['data']['tokenizer']} tokens, but {config.data.folder} holds "
-            f"{data_meta['tokenizer']} tokens; use the data it was trained on, or start another run with --name"
-        )
-    if state["data"]["splits"]["train"]["sha256"] != data_meta["splits"]["train"]["sha256"]:
-        say(f"changed since {path}: the training data in {config.data.folder}")
-    checkpoint.copy_parameters(model, state["model"])
-    for name, average in ema.weights.items():
-        average.copy_(state["ema"]["weights"][name])
-    ema.updates = state["ema"]["updates"]
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state["optimizer"])
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)  # the configuration rules, not the checkpoint
-    if main:
-        checkpoint.finish_interrupted_save(config.run_folder, state, path, config.checkpoint.keep)
-    say(f"resumed from {path}")
-    return Progress(**{key: state[key] for key in ("step", "best", "skipped", "skipped_in_a_row")})
-
-
-def save(config: Config, procs, state: State, data_meta: dict, better: bool, log: Log):
-    """Write a checkpoint on the main process. Returns its path; None, after a warning, when it could not be written."""
-    path, progress = None, state.progress
-    if procs.main:
-        contents = checkpoint.training_state(
-            progress.step,
-            state.model,
-            state.ema,
-            state.optimizer,
-            configuration.to_dict(config),
-            data_meta,
-            progress.best,
-        ) | {"skipped": progress.skipped, "skipped_in_a_row": progress.skipped_in_a_row}
-        try:
-            path = checkpoint.save(config.run_folder, contents, config.checkpoint.keep, better)
-        except CheckpointError as error:
-            log.warn(str(error))
-    return procs.gather(path)[0]
 
 
 def non_finite_message(config: Config, progress: Progress) -> str:

@@ -10,7 +10,15 @@ from runs import change, tiny_config
 from test_checkpoint import assert_same
 
 from model import AOGPT
-from optim import learning_rate, learning_rates, make_optimizer, muon_matrices, set_learning_rates
+from optim import (
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    muon_matrices,
+    named_state,
+    restore_state,
+    set_learning_rates,
+)
 
 
 def muon_config(**changes):
@@ -134,15 +142,15 @@ def test_the_state_of_muon_and_adamw_goes_on_exactly_from_plain_values(tmp_path)
     model, again = with_gradients(config), with_gradients(config)
     optimizer, restored = make_optimizer(model, config), make_optimizer(again, config)
     optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    torch.save(named_state(model, optimizer), tmp_path / "state.pt")
     with torch.no_grad():
         for p, q in zip(again.parameters(), model.parameters(), strict=True):
             p.copy_(q)
-    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    restore_state(again, restored, torch.load(tmp_path / "state.pt", weights_only=True))
     optimizer.step()
     restored.step()
     assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
-    assert_same(restored.state_dict(), optimizer.state_dict())
+    assert_same(named_state(again, restored), named_state(model, optimizer))
     restored.zero_grad()
     assert all(p.grad is None for p in again.parameters())
 

@@ -24,12 +24,13 @@ from test_checkpoint import assert_same, flip_byte
 
 import checkpoint
 import config as configuration
+import parallel
 import train
 from config import WandbConfig
 from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
 from objectives import ObjectiveConfig, masked_nll, masks_at
-from optim import learning_rate
+from optim import learning_rate, make_optimizer
 from orders import OrderConfig, orders_at
 from runtime import Processes
 
@@ -103,9 +104,10 @@ def one_step(config, dataset, procs=ALONE, step=3):
     """Gradients of a step of a fresh model: (model, loss, norm)."""
     torch.manual_seed(config.seed)
     model = AOGPT(config.model)
-    optimizer = train.make_optimizer(model, config)
-    loss, norm = train.train_step(step, model, optimizer, dataset, config, procs, train.StopRequest(procs))
-    return model, loss, norm
+    optimizer, batches = make_optimizer(model, config), train.Batches(dataset, config, procs, step)
+    loss, norm = train.train_step(step, model, optimizer, batches, config, procs)
+    batches.close()
+    return model, loss.item(), norm.item()
 
 
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(data):
@@ -311,8 +313,7 @@ def test_validation_losses_are_those_of_the_averaged_weights_on_held_out_blocks(
 def test_the_averaged_weights_of_a_run_are_the_average_of_its_weights_after_every_step(data, tmp_path):
     config = tiny_config(data, tmp_path, steps=8, checkpoint__interval=1, checkpoint__keep=99, optim__ema_decay=0.3)
     train.train(config, ALONE)
-    torch.manual_seed(config.seed)
-    average = {name: p.detach().double() for name, p in AOGPT(config.model).named_parameters()}
+    average = {name: p.detach().double() for name, p in parallel.build(config, ALONE).named_parameters()}
     for t, path in enumerate(checkpoint.find(config.run_folder)):
         state, decay = checkpoint.read(path), min(0.3, (1 + t) / (10 + t))  # reaches 0.3 at t = 3
         for name, weight in state["model"].items():
@@ -738,7 +739,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(data, t
     for good, bad in ((3, 5), (6, 8)):
         for part in ("model", "ema"):
             assert_same(states[good][part], states[bad][part])
-        assert_same(states[good]["optimizer"]["state"], states[bad]["optimizer"]["state"])
+        assert_same(states[good]["optimizer"], states[bad]["optimizer"])
     assert not torch.equal(states[5]["model"]["start"], states[6]["model"]["start"])  # and training went on
     assert list(metrics(config, "skipped_steps").values()) == [0, 0, 0, 1, 2, 2, 3, 4, 4]
     assert [step for step, value in metrics(config, empty).items() if value is None] == [4, 5, 7, 8]
