@@ -9,11 +9,10 @@ H heads, V vocabulary; f = 4 bytes; h = 2 bytes in bfloat16, else 4.
     gradients      as many
     optimizer      AdamW: 2 f and a step of 4 bytes for each tensor; Muon: f for its matrices
     ema            f
-    in use         fsdp: the weights of 2 blocks (one is fetched while the other computes) and of all that is outside
-                   blocks, gathered, h each. ddp in bfloat16: autocast's copies of the linear layers, h
-    in reduction   ddp: the buckets of the all-reduce, f. fsdp: gradients of a block and of all that is outside blocks,
-                   h, and those of the larger of the two once more, f; with several micro-batches a step those of all
-                   parameters, f, which are reduced after the last one only
+    in use         fsdp: gathered weights, of 2 blocks (one is fetched while the other computes), h, and of all that is
+                   outside blocks, f. In bfloat16 autocast's copies, h, of linear layers: fsdp: outside blocks; ddp: all
+    in reduction   fsdp: gradients of a block, h, of all that is outside blocks, f, and of the larger of the two again,
+                   f. Where several micro-batches are reduced together, gradients that wait, in full: f
     activations    what autograd keeps of every token in every block, eager:
                      residuals before both norms                   2 f D
                      inputs of qkv and of the MLP                  2 h D, their norms' statistics 2 f
@@ -246,14 +245,18 @@ def memory_of(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
 
 def passing_bytes(config: Config, model: AOGPT, world_size: int) -> tuple[int, int]:
     """Weights in the form in which they compute, and gradients on their way to the other GPUs."""
-    h, t = element_bytes(config), config.train
+    h, t, sharded = element_bytes(config), config.train, config.train.parallel == "fsdp"
     total = sum(p.numel() for p in model.parameters())
-    if t.parallel == "fsdp" and world_size > 1:
-        block, outside = groups(model)
-        late = FLOAT * total if t.batch_size > t.micro_batch_size * world_size else 0
-        return h * (2 * block + outside), h * (block + outside) + FLOAT * max(block, outside) + late
-    linear = {id(p): p.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
-    return h * sum(linear.values()) if h < FLOAT else 0, FLOAT * total if world_size > 1 else 0
+    cast = {p: p.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
+    inside = set(model.blocks.parameters()) if sharded else set()
+    copies = h * sum(size for p, size in cast.items() if p not in inside) if h < FLOAT else 0
+    together = t.batch_size > t.micro_batch_size * world_size and not t.reduce_every_micro_batch
+    waiting = FLOAT * total if together and (sharded or world_size > 1) else 0
+    if not sharded:
+        return copies, waiting
+    block, outside = groups(model)
+    reduced = h * block + FLOAT * outside + FLOAT * max(block, outside)
+    return 2 * h * block + FLOAT * outside + copies, reduced + waiting
 
 
 def groups(model: AOGPT) -> tuple[int, int]:
@@ -339,15 +342,17 @@ def flops_again_per_token(config: Config) -> float:
 
 
 def sent_bytes(config: Config, model: AOGPT, world_size: int) -> int:
-    """Bytes that each GPU sends in a step. ddp: one all-reduce of the gradients. fsdp: for every micro-batch two
-    all-gathers of the weights of blocks and one of the others; one reduce-scatter of the gradients."""
+    """Bytes that each GPU sends in a step. ddp: an all-reduce of the gradients. fsdp: in every micro-batch two
+    all-gathers of the weights of blocks and one of the others, and a reduce-scatter of the gradients. Gradients move
+    once a step, or with train.reduce_every_micro_batch once a micro-batch."""
     t, total = config.train, sum(p.numel() for p in model.parameters())
+    micro_steps = t.batch_size // (t.micro_batch_size * world_size)
+    moved = FLOAT * total * (micro_steps if t.reduce_every_micro_batch else 1)
     if t.parallel == "ddp":
-        moved = 2 * FLOAT * total
+        moved *= 2
     else:
-        micro_steps = t.batch_size // (t.micro_batch_size * world_size)
         _, outside = groups(model)
-        moved = micro_steps * element_bytes(config) * (2 * total - outside) + FLOAT * total
+        moved += micro_steps * (2 * element_bytes(config) * (total - outside) + FLOAT * outside)
     return moved * (world_size - 1) // world_size
 
 
@@ -407,13 +412,13 @@ def table(plan: Plan) -> str:
 
 
 def memory_labels(plan: Plan) -> dict[str, str]:
-    sharded = plan.parallel == "fsdp" and plan.world_size > 1
+    sharded = plan.parallel == "fsdp"
     return {
         "weights": "weights, float32",
         "gradients": "gradients, float32",
         "optimizer": "optimizer",
         "ema": "averaged weights (EMA)",
-        "in_use": "weights of blocks in use" if sharded else "weights, bfloat16 copies",
+        "in_use": "weights in use, gathered" if sharded else "weights, bfloat16 copies",
         "in_reduction": "gradients in reduction",
         "activations": f"activations, {plan.micro_batch_size} x {plan.block_size} tokens",
         "working": "working memory of head or block",

@@ -1,6 +1,5 @@
 """budget.py: its bytes against those of real models, optimizers, averages, shards, saved tensors and peaks."""
 
-import functools
 import json
 import re
 import resource
@@ -16,7 +15,6 @@ from runs import change
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import budget
 import config as configuration
@@ -29,6 +27,7 @@ from model import AOGPT, ModelConfig
 from objectives import ObjectiveConfig
 from optim import make_optimizer
 from orders import OrderConfig
+from parallel import checkpoint_activations
 from runtime import PEAK_BF16_FLOPS
 
 B, T, D, H, V = 4, 128, 64, 4, 320
@@ -113,12 +112,11 @@ def test_the_share_of_a_parameter_is_its_rows_rounded_up(shape, world, share):
 SHARDED = """
 import json, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 import config as configuration
-from model import AOGPT
-
-config = configuration.load_toml(sys.argv[1])
-dist.init_process_group("gloo")
+import parallel
+from checkpoint import EMA
+from optim import make_optimizer
+from runtime import Processes
 
 
 def bytes_of(tensors):
@@ -126,23 +124,22 @@ def bytes_of(tensors):
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())  # the gradients of a group share one
 
 
-for world in (2, 3, 4):
+config = configuration.load_toml(sys.argv[1])
+dist.init_process_group("gloo")
+for world in (2, 3, 4):  # the first of the four processes
     mesh = DeviceMesh("cpu", list(range(world)))
     if dist.get_rank() >= world:
         continue
-    torch.manual_seed(0)
-    model = AOGPT(config.model)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    average = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    parallel.init_device_mesh = lambda *_: mesh
+    model = parallel.build(config, Processes(dist.get_rank(), world, torch.device("cpu")))
+    ema, optimizer = EMA(model, 0.9), make_optimizer(model, config)
     T = config.model.block_size
     model(torch.arange(T)[None] % 7, torch.randperm(T)[None]).mean().backward()
     optimizer.step()
+    ema.update(model)
     state = [t for values in optimizer.state.values() for t in values.values()]
     measured = {"weights": bytes_of(model.parameters()), "gradients": bytes_of(p.grad for p in model.parameters()),
-                "optimizer": bytes_of(state), "ema": bytes_of(average)}
+                "optimizer": bytes_of(state), "ema": bytes_of(ema.weights.values())}
     print("MEASURED", json.dumps([world, dist.get_rank(), measured]), flush=True)
 dist.barrier()
 dist.destroy_process_group()
@@ -277,23 +274,14 @@ class Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-def keep_products(context, operation, *args, **kwargs):
-    aten = torch.ops.aten
-    products = (aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default)
-    return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def step_bytes(config):
     """Live bytes after the forward pass, and the peak of the whole step, of a model that already has gradients."""
     torch.manual_seed(0)
     model = AOGPT(config.model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    selective = config.train.activation_checkpointing == "selective"
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
-    for block in model.blocks if config.train.activation_checkpointing != "none" else ():
-        options = {"context_fn": contexts} if selective else {}
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+    for block in model.blocks:
+        checkpoint_activations(block, config)
     with Live([t for p in model.parameters() for t in (p, p.grad)]) as live:
         loss = losses(model, config, config.train.micro_batch_size).mean()
         kept = live.now
@@ -342,8 +330,10 @@ def test_time_and_traffic_by_hand():
     assert plan.seconds_per_step == pytest.approx(model_flops / (4 * 1e12 * 0.5))
 
     outside = weights - 3 * sum(p.numel() for p in AOGPT(config.model).blocks[0].parameters())
-    gathered = 3 * 2 * (2 * weights - outside)  # micro-batches x bfloat16; what is outside of blocks only once
+    gathered = 3 * (2 * 2 * (weights - outside) + 4 * outside)  # 3 micro-batches; blocks twice in bfloat16
     assert plan.sent_per_step == (gathered + 4 * weights) * 3 // 4
+    often = change(config, train__reduce_every_micro_batch=True)
+    assert make_plan(often, 4, gpu).sent_per_step == (gathered + 3 * 4 * weights) * 3 // 4
     ddp = make_plan(change(config, train__parallel="ddp"), 4, gpu)
     assert ddp.sent_per_step == 2 * 4 * weights * 3 // 4
     assert make_plan(config, 1, gpu).sent_per_step == 0
@@ -362,10 +352,16 @@ def test_ddp_holds_everything_and_fsdp_a_share_on_every_gpu():
     for part in parts:
         assert ddp[part] == alone[part]
         assert fsdp[part] == pytest.approx(alone[part] / 4, rel=0.01)
-    assert (alone["in_reduction"], ddp["in_reduction"]) == (0, alone["weights"])
+    assert alone["in_reduction"] == ddp["in_reduction"] == 0  # one micro-batch on each of 4
+    two = change(config, train__batch_size=32)
+    assert make_plan(two, 4, gpu).memory["in_reduction"] == alone["weights"]  # what waits for the second one
+    two = change(two, train__parallel="fsdp")
+    often = change(two, train__reduce_every_micro_batch=True)
+    waiting = make_plan(two, 4, gpu).memory["in_reduction"] - make_plan(often, 4, gpu).memory["in_reduction"]
+    assert waiting == alone["weights"]
 
 
-@pytest.mark.parametrize("name, gib", [("aogpt_1b", 22), ("aogpt_7b", 40)])
+@pytest.mark.parametrize("name, gib", [("aogpt_1b", 22), ("aogpt_7b", 50)])
 def test_the_micro_batch_and_the_number_of_gpus_that_fit_are_the_limits(name, gib):
     config, world, gpu = loaded(name), LARGE[name], find_gpu(H100, gib)
 
