@@ -3,11 +3,13 @@
     python train.py configs/quickstart.toml
     torchrun --nproc_per_node=8 train.py configs/aogpt_small.toml --optim.lr 3e-4
     python train.py --plot RUN [RUN ...] [--plot-out FILE.png] [--plot-x tokens|steps]
+    python train.py configs/aogpt_7b.toml --plan --world-size 64 [--gpu NAME] [--mfu 0.4] [--plan-json FILE]
 
 The first argument is a config file; every key of it can be overridden. The run lives in OUT/NAME. Started again with
 the same command, it goes on from its newest checkpoint and gives the same weights as if it had never stopped. SIGTERM
 and Ctrl-C finish the step, save and exit. --plot trains nothing: it draws runs (folders OUT/NAME) against each other
-into one picture, out/compare.png unless --plot-out says otherwise.
+into one picture, out/compare.png unless --plot-out says otherwise. --plan trains nothing, either: it prints the memory,
+time and traffic that the run would need on so many GPUs (--plan --help for its options).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import budget
 import checkpoint
 import config as configuration
 from checkpoint import EMA, CheckpointError
@@ -68,6 +71,8 @@ class PlotArguments:
 def main() -> int:
     if any(word.startswith("--plot") for word in sys.argv[1:]):
         return plot(sys.argv[1:])
+    if "--plan" in sys.argv[1:]:
+        return budget.print_plan(sys.argv[1:], __doc__)
     config = configuration.from_command_line(sys.argv[1:], __doc__)
     sharded = config.train.parallel == "fsdp"
     with processes(config.train.device, config.train.timeout, group=sharded) as procs:
