@@ -111,7 +111,7 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 def fresh_store(timeout: float) -> dist.Store:
     """torchrun's store under a prefix that only the processes of this attempt know.
 
-    After a restart torchrun hands out the store of the attempt before, with the addresses of dead processes in it (as of
+    After a restart torchrun hands out the store of the attempt before, with addresses of dead processes in it (as of
     PyTorch 2.13), and no number of the attempt that all nodes agree on. So every process leaves a name of its own, and
     process 0 makes prefixes for the names it finds until all have found their own name among them.
     """
