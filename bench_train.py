@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import statistics
@@ -43,6 +44,7 @@ from runtime import autocast, peak_flops, pick_device, pick_dtype, versions
 
 System = Literal["aogpt", "gpt", "per-token", "aogpt-eager", "gpt-eager"]
 COMPILED = ("aogpt", "gpt")
+BASES = ("gpt", "per-token")  # the systems that the others are compared with
 PHASES = ("forward", "backward", "optimizer")
 TOP_OPERATIONS = 30
 
@@ -147,6 +149,7 @@ class Trainee:
         self.ema = EMA(self.model, config.optim.ema_decay)
         self.optimizer = make_optimizer(self.model, config)
         self.grad_clip = config.optim.grad_clip
+        self.peak = 0
         self.called = PerToken(self.model) if name == "per-token" else self.model
         if name in COMPILED:
             self.model.compile(dynamic=False)
@@ -174,10 +177,24 @@ class Trainee:
         return loss.detach()
 
     def timed(self, step: int) -> Step:
-        batch, clock, memory = self.batch(step), Clock(self.device), PeakMemory(self.device)
+        batch, clock = self.batch(step), Clock(self.device)
         loss = self.step(*batch, clock.mark)
-        seconds = clock.parts()
-        return Step(float(loss), *seconds, memory.grown())
+        parts = clock.parts()
+        return Step(float(loss), *parts)
+
+    def peak_bytes(self, step: int) -> int:
+        """Take a step; the most that tensors of this system took in it, in bytes."""
+        batch, state = self.batch(step), self.state_bytes()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.step(*batch, lambda: None)
+            return state + torch.cuda.max_memory_allocated(self.device) - before
+        with profiler(self.device, profile_memory=True) as found:
+            self.step(*batch, lambda: None)
+        changes = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes.sort(key=lambda event: event.start_ns())
+        return state + max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
 
     def state_bytes(self) -> int:
         """What lies in memory between the steps: weights, their average and the optimizer's moments."""
@@ -203,13 +220,12 @@ def train_config(name: System, shape: ModelConfig, optimizer: str) -> Config:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step's parts, and how many bytes memory grew in it at most (None: not measured)."""
+    """Seconds of a step's parts."""
 
     loss: float
     forward: float
     backward: float
     optimizer: float
-    grown: int | None
 
     @property
     def seconds(self) -> float:
@@ -239,32 +255,11 @@ class Clock:
         return [second - first for first, second in pairs]
 
 
-class PeakMemory:
-    """How far memory in use has grown since, at most: of tensors on a GPU, of the whole process on Linux."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.before = device, None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-            return
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew at what is resident now
-            self.before = resident_peak()
-
-    def grown(self) -> int | None:
-        if self.before is None:
-            return None
-        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_peak()
-        return now - self.before
-
-
-def resident_peak() -> int:
-    """Bytes of this process's largest resident set. Raises OSError where the system does not tell."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    if "VmHWM" not in fields:
-        raise OSError("/proc/self/status has no VmHWM")
-    return int(fields["VmHWM"].split()[0]) * 1024
+def profiler(device: torch.device, **settings) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, **settings)
 
 
 # ---- all systems, in turn --------------------------------------------------------------------------------------------
@@ -276,6 +271,7 @@ def measure(systems: list[Trainee], a: TrainArguments) -> dict[str, list[Step]]:
     for system in systems:
         for step in range(a.warmup):
             steps[system.name].append(timed(system, step))
+        system.peak = system.peak_bytes(a.warmup)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(a.warmup, a.warmup + a.repeats):
             for system in systems:
@@ -302,18 +298,18 @@ def summaries(systems: list[Trainee], steps: dict, tokens: int, peak: float | No
         flops = tokens * system.model.flops_per_token(system.length)
         row["mfu"] = flops / row["seconds"] / peak if peak else None
         row["share_of_matrix_product"] = flops / row["seconds"] / product
-        if "gpt" in timings:
-            turns = [ours.seconds / gpt.seconds for ours, gpt in zip(own, timings["gpt"], strict=True)]
-            base = statistics.median(step.seconds for step in timings["gpt"])
-            row |= {"times_gpt": row["seconds"] / base, "times_gpt_min": min(turns), "times_gpt_max": max(turns)}
+        for base in (name for name in BASES if name in timings):
+            turns = [mine.seconds / other.seconds for mine, other in zip(own, timings[base], strict=True)]
+            middle = statistics.median(step.seconds for step in timings[base])
+            key = f"times_{base.replace('-', '_')}"
+            row |= {key: row["seconds"] / middle, f"{key}_min": min(turns), f"{key}_max": max(turns)}
         rows.append(row)
     return rows
 
 
 def summary(system: Trainee, steps: list[Step], tokens: int) -> dict:
     seconds = [step.seconds for step in steps]
-    median, state = statistics.median(seconds), system.state_bytes()
-    grown = [step.grown for step in steps]
+    median = statistics.median(seconds)
     return {
         "system": system.name,
         "seconds": median,
@@ -323,8 +319,8 @@ def summary(system: Trainee, steps: list[Step], tokens: int) -> dict:
         "all_steps": [dataclasses.asdict(step) for step in steps],
         "tokens_per_second": tokens / median,
         "parameters": sum(p.numel() for p in system.model.parameters()),
-        "state_bytes": state,
-        "peak_bytes": None if None in grown else state + max(grown),
+        "state_bytes": system.state_bytes(),
+        "peak_bytes": system.peak,
     }
 
 
@@ -332,9 +328,6 @@ def profile(system: Trainee, folder: Path, step: int) -> None:
     """Write FOLDER/SYSTEM.json, a Chrome trace of one step, and FOLDER/SYSTEM.txt, its operations by time."""
     folder.mkdir(parents=True, exist_ok=True)
     on_gpu = system.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     names = iter((*PHASES, None))
     current = contextlib.ExitStack()
 
@@ -344,7 +337,7 @@ def profile(system: Trainee, folder: Path, step: int) -> None:
             current.enter_context(torch.profiler.record_function(name))
 
     batch = system.batch(step)
-    with torch.profiler.profile(activities=activities) as found:
+    with profiler(system.device) as found:
         system.step(*batch, mark)
         if on_gpu:
             torch.cuda.synchronize(system.device)
@@ -371,33 +364,32 @@ def facts(result: dict) -> list[str]:
 
 def markdown_table(rows: list[dict]) -> list[str]:
     """The rows as a table; ratios first."""
-    titles = ["system", "x gpt (min - max)", *PHASES, "step ms (min - max)", "tokens/s", "MFU", "of product"]
-    lines = [[*titles, "state MB", "peak MB"]]
+    bases = {base: f"times_{base.replace('-', '_')}" for base in BASES}
+    bases = {base: key for base, key in bases.items() if key in rows[0]}
+    titles = ["system", *(f"x {base} (min - max)" for base in bases), *PHASES, "step ms (min - max)", "tokens/s", "MFU"]
+    lines = [[*titles, "of product", "state MB", "peak MB"]]
     for r in rows:
-        ratio = ""
-        if "times_gpt" in r:
-            ratio = f"{r['times_gpt']:.3f} ({r['times_gpt_min']:.3f} - {r['times_gpt_max']:.3f})"
+        ratios = (f"{r[key]:.3f} ({r[f'{key}_min']:.3f} - {r[f'{key}_max']:.3f})" for key in bases.values())
         parts = (f"{r[f'{phase}_seconds'] / r['seconds']:.1%}" for phase in PHASES)
         ms, low, high = (short(1000 * r[key]) for key in ("seconds", "seconds_min", "seconds_max"))
         mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
-        peak = "not measured" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"
         lines.append(
-            [r["system"], ratio, *parts, f"{ms} ({low} - {high})", short(r["tokens_per_second"]), mfu]
-            + [f"{r['share_of_matrix_product']:.1%}", f"{r['state_bytes'] / 1e6:,.0f}", peak]
+            [r["system"], *ratios, *parts, f"{ms} ({low} - {high})", short(r["tokens_per_second"]), mfu]
+            + [f"{r['share_of_matrix_product']:.1%}", f"{r['state_bytes'] / 1e6:,.0f}", f"{r['peak_bytes'] / 1e6:,.0f}"]
         )
     return table(lines)
 
 
 def notes(result: dict) -> list[str]:
     lines = [
-        "x gpt: median step relative to that of `gpt`; least and largest of the ratios of steps taken in the same turn.",
+        "x gpt, x per-token: median step relative to theirs; least and largest ratio of two steps in the same turn.",
         "forward, backward, optimizer (with clipping and the averaged weights): shares of the step.",
         "MFU, of product: operations of forward and backward (AOGPT.flops_per_token) relative to the peak in the "
         "device's data sheet and to the matrix product above.",
-        "state: weights, their average and the optimizer's moments. peak: state and the most that a step adds to it.",
+        "state: weights, their average and the optimizer's moments. peak: the most that tensors take in a step.",
     ]
     if result["machine"]["device"] == "cpu":
-        lines.append("On a CPU only the ratios mean something; its peak is the growth of the process's resident set.")
+        lines.append("On a CPU only the ratios mean something.")
     return [line for part in lines for line in (part, "")][:-1]
 
 
