@@ -93,6 +93,8 @@ def train(arguments: Annotated[TrainArguments, tyro.conf.arg(name="")]) -> None:
     if a.threads is not None:
         torch.set_num_threads(a.threads)
     device = pick_device(a.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and streams are those of the current device
     dtype = pick_dtype(a.dtype, device)
     length = a.length or SIZES[a.size][0].block_size
     rates = measure_rates(SIZES[a.size][0], a.batch_size * length, dtype, device)
