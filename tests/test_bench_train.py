@@ -1,7 +1,6 @@
 """bench.py train: its baseline is AO-GPT, its figures agree, nothing is compiled again, bad arguments."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 import statistics
@@ -50,7 +49,7 @@ def test_the_per_token_baseline_has_ao_gpts_loss_and_gradients(settings, length)
     for name, expected in gradients[0].items():
         assert (gradients[1][name] - expected).abs().max() < 1e-11, name
     used = [name for name, gradient in gradients[0].items() if gradient.abs().max() > 0]
-    assert {"wtpe.weight", "blocks.1.adaln.weight", "adaln_f.bias", "head.weight"} - {"head.weight"} <= set(used)
+    assert {"wtpe.weight", "blocks.1.adaln.weight", "adaln_f.bias", "head.bias"} <= set(used)
 
 
 def test_the_per_token_baseline_refuses_what_it_does_not_cover():
@@ -179,8 +178,7 @@ def test_the_figures_of_every_system_agree(measured):
     losses = {name: [step["loss"] for step in row["all_steps"]] for name, row in rows.items()}
     if COMPILER:
         assert losses["gpt"] == pytest.approx(losses["gpt-eager"], abs=1e-4)
-    for one, other in itertools.combinations({"per-token", "gpt-eager"}, 2):
-        assert losses[one] != losses[other]
+    assert losses["per-token"] != losses["gpt-eager"]
 
 
 def test_the_report_says_what_was_measured_on_what(measured):
