@@ -1,12 +1,12 @@
-"""The samplers that bench.py measures `decode.generate` against: the same weights, plans and distributions, written the
-way one writes them first.
+"""What bench.py measures against: the same weights, distributions and losses, written the way one writes them first.
 
-`decode_cached` keeps keys and values and lengthens them by concatenation in every step; `decode_uncached` feeds every
-known token anew in every step. Both are batched over rows, walk through the plan's steps with all rows padded to the
-widest, rebuild the attention mask in every step, compute adaLN for every token they feed, use PyTorch's fused
-attention, evaluate the output head at the revealed positions only and sort the vocabulary for the nucleus.
+`PerToken` is AO-GPT's training pass; the other two are samplers. `decode_cached` keeps keys and values and lengthens
+them by concatenation in every step; `decode_uncached` feeds every known token anew in every step. Both are batched over
+rows, walk through the plan's steps with all rows padded to the widest, rebuild the attention mask in every step,
+compute adaLN for every token they feed, use PyTorch's fused attention, evaluate the output head at the revealed
+positions only and sort the vocabulary for the nucleus.
 
-Shapes: B samples, T positions, S steps, W items fed in one step, H heads, D width, V vocabulary.
+Shapes: B samples or sequences, T positions, S steps, W items fed in one step, H heads, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,10 +15,35 @@ from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode import Generation, Plan, TokenChoice
 from model import AOGPT
+
+
+class PerToken(nn.Module):
+    """AO-GPT's training pass with the modulation computed for every token of the batch, in every block.
+
+    All T tokens follow [None], so that sequences are T + 1 long; the last token predicts nothing, and what it gives is
+    thrown away. The head's logits are all kept, (B, T + 1, V). Loss and gradients are those of the model it wraps.
+    """
+
+    def __init__(self, model: AOGPT):
+        super().__init__()
+        _check(model)
+        if model.config.dropout:
+            raise ValueError("the per-token baseline has no dropout; set model.dropout to 0")
+        self.model = model
+
+    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """tokens, order (B, T) -> negative log-probabilities (B, T) in prediction order, nats."""
+        model, ordered = self.model, tokens.gather(1, order)
+        start = model.start.expand(len(tokens), 1, -1)
+        x = torch.cat([start, model.wte(ordered)], dim=1) + model.wpe(F.pad(order + 1, (1, 0)))
+        targets = F.pad(order, (0, 1))  # the last token has no target: any will do
+        x = _trunk(model, x, targets)
+        logits = model.logits(x)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ordered.flatten(), reduction="none").view_as(order)
 
 
 @torch.no_grad()
@@ -34,7 +59,7 @@ def decode_cached(
 
     Raises ValueError for a plan or model that these samplers do not cover.
     """
-    _check(model, plan)
+    _check_plan(model, plan)
     state, cache = _State(model, plan), GrowingCache(model.config.n_layer)
     known = cached = torch.zeros_like(plan.order[:, 0])
     for size in _step_sizes(plan):
@@ -42,7 +67,7 @@ def decode_cached(
         fresh = known - cached
         items = _Items(state, cached, known, int((fresh + size)[active].max()))
         cache.write_to(items.slots, start=int(cached.max()))
-        hidden = _trunk(model, items, cache)
+        hidden = _item_hidden(model, items, cache)
         targets = items.targets_of(fresh, size)
         state.reveal(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
         state.token_forwards += int((fresh + size)[active].sum())
@@ -66,7 +91,7 @@ def decode_uncached(
     calls: run the model in these calls only (0 is the first step that reveals something) and leave token 0 where the
         others would reveal, to time a part of the work. `model_calls` and `token_forwards` are of the whole plan.
     """
-    _check(model, plan)
+    _check_plan(model, plan)
     state = _State(model, plan)
     known = torch.zeros_like(plan.order[:, 0])
     for call, size in enumerate(_step_sizes(plan)):
@@ -75,17 +100,21 @@ def decode_uncached(
         if calls is None or call in calls:
             nothing = torch.zeros_like(known[active])
             items = _Items(state, nothing, known[active], int((known + size)[active].max()), active)
-            hidden = _trunk(model, items)
+            hidden = _item_hidden(model, items)
             targets = items.targets_of(known[active], size[active])
             state.reveal(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
         known = known + size
     return state.result()
 
 
-def _check(model: AOGPT, plan: Plan) -> None:
+def _check(model: AOGPT) -> None:
     c = model.config
     if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
-        raise ValueError("the baselines decode AO-GPT: a decoder with model.target = 'adaln' and an attended start")
+        raise ValueError("the baselines are of AO-GPT: a decoder with model.target = 'adaln' and an attended start")
+
+
+def _check_plan(model: AOGPT, plan: Plan) -> None:
+    _check(model)
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
     if (plan.step < 0).any():
@@ -182,18 +211,24 @@ class GrowingCache:
         return longer.scatter_(2, index, new)
 
 
-def _trunk(model: AOGPT, items: _Items, cache: GrowingCache | None = None) -> Tensor:
-    """Final hidden states (B, W, D) of the items, adaLN and all, from the model's layers."""
+def _item_hidden(model: AOGPT, items: _Items, cache: GrowingCache | None = None) -> Tensor:
+    """Final hidden states (B, W, D) of the items, from the model's layers."""
     x = torch.where((items.positions == 0).unsqueeze(-1), model.start, model.wte(items.tokens))
-    x = x + model.wpe(items.positions)
-    condition = F.silu(model.wtpe(items.targets))
+    return _trunk(model, x + model.wpe(items.positions), items.targets, items.mask, cache)
+
+
+def _trunk(
+    model: AOGPT, x: Tensor, targets: Tensor, mask: Tensor | None = None, cache: GrowingCache | None = None
+) -> Tensor:
+    """Blocks and final norm, adaLN and all, on embedded tokens (B, W, D) with targets (B, W); causal without a mask."""
+    condition = F.silu(model.wtpe(targets))
     for i, block in enumerate(model.blocks):
         shift1, scale1, gate1, shift2, scale2, gate2 = block.adaln(condition).chunk(6, dim=-1)
         h = block.norm1(x) * (1 + scale1) + shift1
         q, k, v = _heads(block.attn, h)
         if cache is not None:
             k, v = cache.append(i, k, v)
-        h = F.scaled_dot_product_attention(q, k, v, attn_mask=items.mask)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + gate1 * block.attn.proj(h.transpose(1, 2).flatten(2))
         x = x + gate2 * block.mlp(block.norm2(x) * (1 + scale2) + shift2)
     shift, scale = model.adaln_f(condition).chunk(2, dim=-1)

@@ -139,6 +139,12 @@ class PermutationGather(torch.autograd.Function):
         return grad[batch, inverse].sum(0, dtype=accumulate).to(grad.dtype), None, None
 
 
+def inverse_of(order: Tensor) -> Tensor:
+    """The step at which each position is predicted, (B, T) -> (B, T)."""
+    steps = torch.arange(order.shape[1], device=order.device)
+    return torch.empty_like(order).scatter_(1, order, steps.expand_as(order))
+
+
 class RMSNorm(nn.RMSNorm):
     """RMSNorm whose weight takes the dtype of the input, so that the fused kernel also runs under autocast."""
 
@@ -441,7 +447,9 @@ class AOGPT(nn.Module):
         if self.config.attention == "full":
             x = self.encoder_hidden(torch.where(which, self.config.mask_token, tokens), extra)
             return self.head_nll(x, tokens) if self.config.noise else self.head_nll(x, tokens) * which
-        return self.head_nll(self.hidden(tokens, which, extra), tokens.gather(1, which))
+        # tokens.gather(1, which), but a compiled backward pass keeps this and would do that again for every logit.
+        ordered = torch.empty_like(tokens).scatter_(1, inverse_of(which), tokens)
+        return self.head_nll(self.hidden(tokens, which, extra), ordered)
 
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
         """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm; for decoders.
@@ -469,11 +477,10 @@ class AOGPT(nn.Module):
         shifted = order[:, :-1]
         in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))  # its first column stands for [None]
         in_positions = F.pad(shifted + 1, (1, 0))
-        steps = torch.arange(T, device=order.device)
-        inverse = torch.empty_like(order).scatter_(1, order, steps.expand_as(order))
+        inverse = inverse_of(order)
         view = View(hide_start=self.config.start == "hidden")
         if group_start is not None:
-            view.query_mask = (steps <= group_start.unsqueeze(-1)).unsqueeze(1)
+            view.query_mask = (torch.arange(T, device=order.device) <= group_start.unsqueeze(-1)).unsqueeze(1)
         x = self._embed(in_tokens, in_positions)
         return self._trunk(
             x, view, order, lambda table: PermutationGather.apply(table[:T], order, inverse), self._condition()

@@ -18,10 +18,10 @@ from reference import (
 )
 from runs import ALONE, make_data, tiny_config
 
-import bench
+import bench_decode as bench
 import train
 from baselines import decode_cached, decode_uncached, draw
-from bench import Rates, floor_of, group_sizes, model_calls, only_calls, row_groups
+from bench_decode import Rates, floor_of, group_sizes, model_calls, only_calls, row_groups
 from decode import Plan, TokenChoice, generate, l2r_plan, mdm_plan
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
