@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from checkpoint import CheckpointError, kept, sync_folder
@@ -95,7 +95,7 @@ class Writer:
                 os.rename(temporary, path)
                 sync_folder(path.parent)
                 done(path)
-        except Exception as error:  # whatever went wrong on any process comes as a class of torch's
+        except (Exception, CheckpointException) as error:  # torch's, of any process, which is no Exception
             if self.procs.main:  # make room
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(failure(path, error)) from error
@@ -130,7 +130,7 @@ def read(path: Path, targets: dict[str, Tensor], alone: bool = False) -> None:
         with warnings.catch_warnings():  # that this process reads alone
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
-    except Exception as error:  # of safetensors, of torch, of the system
+    except (Exception, CheckpointException) as error:  # of safetensors, of the system, and torch's
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 

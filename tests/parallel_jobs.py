@@ -4,7 +4,11 @@ torchrun ... tests/parallel_jobs.py JOB [JOB ...], where JOB is NAME=CONFIG: a f
 a run, in whose folder the results are left.
 """
 
+import errno
+import os
+import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkpoint
 import config as configuration
 import parallel
+import sharded
 import state as states
 import train
 from data.loader import TokenDataset
@@ -26,7 +31,7 @@ from runtime import processes
 
 def full(tensor):
     """A tensor as it was, all of it."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def full_state(state):
@@ -109,6 +114,50 @@ def compiled(config, procs):
     train.train(config, procs)
     train.update = plain
     return counts
+
+
+def killed(config, procs):
+    """Train, and be killed when the second checkpoint is written but for its last step."""
+    renamed, plain = [], os.rename
+
+    def rename(source, target):
+        renamed.append(target)
+        if len(renamed) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(source, target)
+
+    os.rename = rename
+    train.train(config, procs)
+
+
+def faulty(config, procs):
+    """Train with checkpoints every four steps that fail: at step 8 the disk of the second process is full, at step 12
+    the first process may not rename, and at step 16 it may not make a folder."""
+    start, rename, mkdir = sharded.Writer.start, os.rename, Path.mkdir
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(errno.EPERM, "not today")
+
+    def faulty_start(writer, path, *arguments):
+        step = checkpoint.step_of(path)
+        if step == 8 and not procs.main:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
+        os.rename = refuse if step == 12 else rename
+        Path.mkdir = refuse if step == 16 else mkdir
+        try:
+            start(writer, path, *arguments)
+            if step < 20:
+                writer.pending[0].exception()  # so that nothing else meets what is refused
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            Path.mkdir = mkdir
+
+    sharded.Writer.start = faulty_start
+    try:
+        train.train(config, procs)
+    finally:
+        sharded.Writer.start, os.rename = start, rename
 
 
 def do(*jobs):
