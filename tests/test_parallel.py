@@ -118,11 +118,12 @@ def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywh
     runs, _ = everywhere
     source = runs["fsdp", 4]
     config = change(source, name="script", train__parallel="fsdp")
-    shutil.copytree(source.run_folder, config.run_folder)
+    shutil.copytree(source.run_folder, config.run_folder)  # which makes the link to the best one a folder
     shutil.rmtree(checkpoint.find(config.run_folder)[-1])
     done = torchrun(2, "train.py", write_config(config))
     assert f"resumed from {checkpoint.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
     assert_same_losses(config, source, 1e-5)
+    assert (config.run_folder / "best").resolve() == checkpoint.find(config.run_folder)[-1].resolve()
 
 
 # ---- every system, sharded -------------------------------------------------------------------------------------------
