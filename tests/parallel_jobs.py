@@ -131,8 +131,8 @@ def killed(config, procs):
 
 
 def faulty(config, procs):
-    """Train with checkpoints every four steps that fail: at step 8 the disk of the second process is full, at step 12
-    the first process may not rename, and at step 16 it may not make a folder."""
+    """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is full, at step 6 the
+    first process may not rename, and at step 8 it may not make a folder."""
     start, rename, mkdir = sharded.Writer.start, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -141,13 +141,13 @@ def faulty(config, procs):
 
     def faulty_start(writer, path, *arguments):
         step = checkpoint.step_of(path)
-        if step == 8 and not procs.main:
+        if step == 4 and not procs.main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
-        os.rename = refuse if step == 12 else rename
-        Path.mkdir = refuse if step == 16 else mkdir
+        os.rename = refuse if step == 6 else rename
+        Path.mkdir = refuse if step == 8 else mkdir
         try:
             start(writer, path, *arguments)
-            if step < 20:
+            if step < 10:
                 writer.pending[0].exception()  # so that nothing else meets what is refused
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

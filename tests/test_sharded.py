@@ -37,8 +37,8 @@ def procs():
 @pytest.fixture(scope="module")
 def base(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("sharded")
-    config = tiny_config(data, out, steps=20, model__dropout=0.0, train__parallel="fsdp", eval__interval=4)
-    return change(config, train__micro_batch_size=2)
+    config = tiny_config(data, out, steps=10, model__dropout=0.0, train__parallel="fsdp", eval__interval=2)
+    return change(config, checkpoint__interval=2)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def pair(base):
 
 @pytest.fixture
 def copy(pair, tmp_path):
-    """The undisturbed run to damage; its two checkpoints, of steps 16 and 20."""
+    """The undisturbed run to damage; its two checkpoints, of steps 8 and 10."""
     config = change(pair[0], out=str(tmp_path))
     shutil.copytree(pair[0].run_folder, config.run_folder, symlinks=True)
     return config, *checkpoint.find(config.run_folder)
@@ -127,18 +127,18 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
     """A write of the second process, the last move of the first, a folder: each is lost on both, and training goes on
     to the same losses and the same last checkpoint as without a fault."""
     undisturbed, config, done = pair
-    steps = {step: config.run_folder / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12, 16)}
-    for step, reason in ((8, "File too large"), (12, "not today"), (16, "not today")):
+    steps = {step: config.run_folder / "checkpoints" / f"step_{step:08d}" for step in (2, 4, 6, 8)}
+    for step, reason in ((4, "File too large"), (6, "not today"), (8, "not today")):
         said = [line for line in done.stderr.splitlines() if f"warning: could not write {steps[step]}: " in line]
-        assert len(said) == 1 and reason in said[0] and f"the last good checkpoint is {steps[4]}" in said[0], step
+        assert len(said) == 1 and reason in said[0] and f"the last good checkpoint is {steps[2]}" in said[0], step
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key) and len(metrics(config, key)) >= 5
     path, ours = checkpoint.read_newest(config.run_folder)
-    assert names(path.parent) == [steps[4].name, "step_00000020"]
+    assert names(path.parent) == [steps[2].name, "step_00000010"]
     assert_same(sharded.read_all(path, ""), sharded.read_all(checkpoint.find(undisturbed.run_folder)[-1], ""))
     losses = metrics(config, "val_loss_random")
-    assert losses[20] == min(losses.values()), "every evaluation here is the best so far"
-    assert ours["best"] == {"step": 20, "loss": losses[20]} and (config.run_folder / "best").resolve() == path.resolve()
+    assert losses[10] == min(losses.values()), "every evaluation here is the best so far"
+    assert ours["best"] == {"step": 10, "loss": losses[10]} and (config.run_folder / "best").resolve() == path.resolve()
 
 
 def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
@@ -158,11 +158,11 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_
     whole, config = change(base, name="whole"), change(base, name="killed")
     done = run_script("tests/parallel_jobs.py", f"killed={write_config(config)}", check=False)
     folder = config.run_folder / "checkpoints"
-    assert done.returncode == -9 and names(folder) == [".step_00000008.tmp", "step_00000004"]
-    shard = next((folder / ".step_00000008.tmp").glob("shard-*"))
+    assert done.returncode == -9 and names(folder) == [".step_00000004.tmp", "step_00000002"]
+    shard = next((folder / ".step_00000004.tmp").glob("shard-*"))
     os.truncate(shard, shard.stat().st_size // 2)  # as if it had happened a little earlier
     (folder / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed, and a link been made
-    (config.run_folder / ".best.tmp").symlink_to("checkpoints/step_00000004")
+    (config.run_folder / ".best.tmp").symlink_to("checkpoints/step_00000002")
     train.train(config, procs)
     train.train(whole, procs)
     for ours, expected in zip(*map(checkpoint.find, (config.run_folder, whole.run_folder)), strict=True):
@@ -181,13 +181,13 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(bas
 
     def spoilt(number, *arguments):
         loss, norm = step(number, *arguments)
-        return loss, norm * (math.nan if number == 4 else 1)
+        return loss, norm * (math.nan if number == 2 else 1)
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", slow)
     monkeypatch.setattr(train, "train_step", spoilt)
-    with pytest.raises(ValueError, match="not finite 1 steps in a row, up to step 5"):
+    with pytest.raises(ValueError, match="not finite 1 steps in a row, up to step 3"):
         train.train(config, procs)
-    assert names(config.run_folder / "checkpoints") == ["step_00000004"]
+    assert names(config.run_folder / "checkpoints") == ["step_00000002"]
 
 
 # ---- reading what is damaged, foreign or hostile ---------------------------------------------------------------------
@@ -266,11 +266,11 @@ def test_best_and_run_are_what_loading_sampling_and_converting_take(copy, script
             assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
             assert (loaded.step, loaded.weights, loaded.tokenizer) == (checkpoint.step_of(source), weights, "bytes")
     code, out, err = script(sample, best, "--num-samples", "1", "--jsonl", tmp_path / "samples.jsonl")
-    assert code == 0 and "step 16" in out + err, err
+    assert code == 0 and "step 8" in out + err, err
     run_script("checkpoint.py", "convert", config.run_folder, tmp_path / "export")
     assert names(tmp_path / "export") == ["config.json", "model.safetensors"]
     expected = sharded.read_all(newest, "ema.")
     assert_same(load_file(tmp_path / "export" / "model.safetensors"), expected)
     loaded = checkpoint.load(tmp_path / "export")
     assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
-    assert json.loads((tmp_path / "export" / "config.json").read_text())["step"] == 20
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["step"] == 10
