@@ -218,6 +218,9 @@ def mark_best(source: Path, run_folder: Path) -> None:
         if source.is_dir():
             raise
         shutil.copyfile(source, temporary)
+    for path in (target, other):  # a folder where a link was: the run has been copied by what follows links
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # renaming a file to another name of itself does nothing
     other.unlink(missing_ok=True)

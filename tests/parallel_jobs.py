@@ -1,0 +1,176 @@
+"""What test_parallel.py lets several processes do: many small jobs in one launch, since launching takes seconds.
+
+torchrun ... tests/parallel_jobs.py JOB [JOB ...], where JOB is NAME=CONFIG: a function below and the configuration of
+a run, in whose folder the results are left.
+"""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import checkpoint
+import config as configuration
+import parallel
+import sharded
+import state as states
+import train
+from data.loader import TokenDataset
+from runtime import processes
+
+
+def full(tensor):
+    """A tensor as it was, all of it."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def full_state(state):
+    """Every tensor of a training state, by its name in a sharded checkpoint."""
+    contents = checkpoint.training_state(0, state.model, state.ema, state.optimizer, {}, {}, {})
+    return {name: full(tensor) for name, tensor in checkpoint.split_state(contents)[1].items()}
+
+
+def start(config, procs):
+    data = TokenDataset(config.data.folder, "train", config.model.block_size)
+    return states.start(config, data.meta, procs, lambda *_: None), data
+
+
+def run(config, procs):
+    """Train."""
+    train.train(config, procs)
+
+
+def moved(config, procs):
+    """Go on with the run before "_to_" in the name, from its checkpoints up to the first; what was restored."""
+    source = configuration.load_toml(Path(config.out) / f"{config.name.partition('_to_')[0]}.toml")
+    folder = config.run_folder / "checkpoints"
+    if procs.main:
+        folder.mkdir(parents=True)
+        for path in checkpoint.find(source.run_folder, up_to=source.checkpoint.interval):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, folder / path.name)
+    procs.gather(None)  # until it is there
+    restored = full_state(start(config, procs)[0])
+    train.train(config, procs)
+    return restored
+
+
+def steps(config, procs):
+    """Losses and gradient norms of all steps, and how often gradients were reduced in each.
+
+    Sharded: reductions of a group of weights. Replicas: of a bucket, of which there is one.
+    """
+    state, data = start(config, procs)
+    model, rows, count = parallel.replicate(state.model, procs), [], Reductions()
+    if model is not state.model:
+        model.register_comm_hook(count, reduce_bucket)
+    batches = train.Batches(data, config, procs, 0)
+    for step in range(config.train.steps):
+        count.number = 0
+        with count:
+            loss, norm = train.train_step(step, model, state.optimizer, batches, config, procs)
+        train.update(state, loss, norm)
+        rows.append([loss.item(), norm.item(), count.number])
+    batches.close()
+    return rows
+
+
+class Reductions(TorchDispatchMode):
+    """Counts how often processes get their parts of sums."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.number += "reduce_scatter" in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+def reduce_bucket(count, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    count.number += 1
+    return allreduce_hook(None, bucket)
+
+
+def compiled(config, procs):
+    """Train, and count the frames that torch.compile has compiled after each step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, counts = train.update, []
+
+    def update(*arguments):
+        plain(*arguments)
+        counts.append(torch._dynamo.utils.counters["frames"]["ok"])
+
+    train.update = update
+    train.train(config, procs)
+    train.update = plain
+    return counts
+
+
+def killed(config, procs):
+    """Train, and be killed when the second checkpoint is written but for its last step."""
+    renamed, plain = [], os.rename
+
+    def rename(source, target):
+        renamed.append(target)
+        if len(renamed) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(source, target)
+
+    os.rename = rename
+    train.train(config, procs)
+
+
+def faulty(config, procs):
+    """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is full, at step 6 the
+    first process may not rename, and at step 8 it may not make a folder."""
+    start, rename, mkdir = sharded.Writer.start, os.rename, Path.mkdir
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(errno.EPERM, "not today")
+
+    def faulty_start(writer, path, *arguments):
+        step = checkpoint.step_of(path)
+        if step == 4 and not procs.main:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
+        os.rename = refuse if step == 6 else rename
+        Path.mkdir = refuse if step == 8 else mkdir
+        try:
+            start(writer, path, *arguments)
+            if step < 10:
+                writer.pending[0].exception()  # so that nothing else meets what is refused
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            Path.mkdir = mkdir
+
+    sharded.Writer.start = faulty_start
+    try:
+        train.train(config, procs)
+    finally:
+        sharded.Writer.start, os.rename = start, rename
+
+
+def do(*jobs):
+    train.plot_losses = lambda folder: None  # which takes longer than the run
+    with processes("cpu", 120.0, group=True) as procs:
+        for job in jobs:
+            name, _, path = job.partition("=")
+            config = configuration.load_toml(path)
+            result = globals()[name](config, procs)
+            if procs.main:
+                config.run_folder.mkdir(parents=True, exist_ok=True)
+                torch.save(result, config.run_folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    do(*sys.argv[1:])

@@ -1,0 +1,358 @@
+"""parallel.py and the runs of several processes: the numbers of one process, whatever the processes and the shards."""
+
+import itertools
+import math
+import shutil
+from dataclasses import replace
+
+import parallel_jobs
+import pytest
+import torch
+from conftest import torchrun
+from runs import ALONE, change, tiny_config
+from test_checkpoint import assert_same
+from test_train import assert_same_losses, metrics, write_config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import checkpoint
+import parallel
+import sharded
+import train
+from config import Config
+from data.loader import TokenDataset
+from objectives import ObjectiveConfig
+from orders import OrderConfig
+from runtime import processes
+
+
+def do(world, *jobs):
+    """Let this many processes do jobs of parallel_jobs.py, (function, configuration), one after the other."""
+    words = [f"{name}={write_config(config)}" for name, config in jobs]
+    if world == 1:
+        parallel_jobs.do(*words)
+    else:
+        torchrun(world, "tests/parallel_jobs.py", *words)
+
+
+def result(name, config):
+    return torch.load(config.run_folder / f"{name}.pt", weights_only=True)
+
+
+# ---- 1, 2 and 4 processes, replicas and shards -----------------------------------------------------------------------
+
+PLACES = [(kind, world) for world in (1, 2, 4) for kind in ("ddp", "fsdp")]
+MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and to more
+    (("ddp", 2), ("fsdp", 1)),
+    (("ddp", 2), ("fsdp", 4)),
+    (("fsdp", 1), ("ddp", 2)),
+    (("fsdp", 1), ("ddp", 4)),
+    (("fsdp", 2), ("ddp", 1)),
+    (("fsdp", 2), ("fsdp", 4)),
+    (("fsdp", 4), ("ddp", 1)),
+    (("fsdp", 4), ("fsdp", 1)),
+]
+STEPS, MOVED = 20, 15
+
+
+@pytest.fixture(scope="module")
+def everywhere(data, tmp_path_factory, pairs, short):
+    """Undisturbed runs, {place: configuration}, and what became of them after a move, {(from, to): configuration}.
+
+    Two processes, once they have been launched, also do the other jobs of this file. Seven validation sequences are no
+    multiple of the processes: some of these evaluate fewer than others.
+    """
+    out = tmp_path_factory.mktemp("everywhere")
+    base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, train__micro_batch_size=2)
+    base = change(base, model__n_layer=1, checkpoint__keep=99, checkpoint__interval=MOVED, eval__interval=10)
+    runs = {to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0]) for to in PLACES}
+    moves = {
+        (source, to): change(runs[to], name=f"{runs[source].name}_to_{runs[to].name}", eval__interval=0)
+        for source, to in MOVES
+    }
+
+    def jobs(world, sources):
+        return [("moved", config) for (source, to), config in moves.items() if source[1] in sources and to[1] == world]
+
+    for world in (1, 2, 4):
+        own = [("run", config) for (_, processes), config in runs.items() if processes == world]
+        more = [("steps", shards) for _, shards in pairs.values()] + compiled_pair(short) if world == 2 else []
+        do(world, *own, *jobs(world, range(world + 1)), *more)
+    do(1, *jobs(1, (2, 4)))
+    return runs, moves
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(everywhere, place):
+    """Both of training and of evaluations, of which some processes have more to do than others."""
+    runs, _ = everywhere
+    assert_same_losses(runs[place], runs["ddp", 1], 1e-5)
+
+
+def test_a_checkpoint_gives_its_state_bit_for_bit_to_any_number_of_processes_under_ddp_and_fsdp(everywhere):
+    runs, moves = everywhere
+    for (source, _), config in moves.items():
+        path = runs[source].run_folder / "checkpoints" / f"step_{MOVED:08d}"
+        if source[0] == "fsdp":
+            expected = sharded.read_all(path, "")
+        else:
+            state = checkpoint.read(path.with_suffix(".pt"))
+            expected = checkpoint.split_state(state)[1]
+        assert_same(result("moved", config), expected)
+
+
+def test_the_next_losses_after_a_move_are_those_of_the_undisturbed_run(everywhere):
+    """The weights are the same, so the first loss differs only by the order in which the means over sequences are
+    taken: roundings of float32, 6e-8 of a loss of about 5.6, once or twice in each of a few sums. AdamW then amplifies
+    them as it does in an undisturbed run."""
+    runs, moves = everywhere
+    for (source, _), config in moves.items():
+        ours, expected = metrics(config, "loss"), metrics(runs[source], "loss")
+        assert list(ours) == list(range(MOVED + 1, STEPS + 1))
+        assert abs(ours[MOVED + 1] - expected[MOVED + 1]) < 2e-6, config.name
+        assert max(abs(ours[step] - expected[step]) for step in ours) < 1e-5, config.name
+
+
+def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywhere):
+    runs, _ = everywhere
+    source = runs["fsdp", 4]
+    config = change(source, name="script", train__parallel="fsdp")
+    shutil.copytree(source.run_folder, config.run_folder)  # which makes the link to the best one a folder
+    shutil.rmtree(checkpoint.find(config.run_folder)[-1])
+    done = torchrun(2, "train.py", write_config(config))
+    assert f"resumed from {checkpoint.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
+    assert_same_losses(config, source, 1e-5)
+    assert (config.run_folder / "best").resolve() == checkpoint.find(config.run_folder)[-1].resolve()
+
+
+# ---- every system, sharded -------------------------------------------------------------------------------------------
+
+SYSTEMS = {  # changes of the model, objective, order
+    "left to right": ({"target": "none"}, ObjectiveConfig("ar"), OrderConfig("l2r")),
+    "input": ({"target": "input"}, ObjectiveConfig(), OrderConfig("random")),
+    "adaln": ({"target": "adaln"}, ObjectiveConfig(), OrderConfig("mixture", 0.25)),
+    "tied head": ({"tied_head": True}, ObjectiveConfig(), OrderConfig("random")),
+    "shared": ({"target": "shared"}, ObjectiveConfig(), OrderConfig("random")),
+    "per block": ({"target": "per_block"}, ObjectiveConfig(), OrderConfig("random")),
+    "two streams": ({"target": "two_stream"}, ObjectiveConfig("groupwise", group=4), OrderConfig("random")),
+    "encoder": (
+        {"target": "none", "attention": "full", "mask_token": 257},
+        ObjectiveConfig("lambda_dce"),
+        OrderConfig("random"),
+    ),
+    "score entropy": (
+        {"target": "none", "attention": "full", "mask_token": 257, "noise": True, "position": "rotary"},
+        ObjectiveConfig("score_entropy"),
+        OrderConfig("random"),
+    ),
+}
+
+
+def system(base, name, **changes):
+    model, objective, order = SYSTEMS[name]
+    config = replace(
+        base, name=name.replace(" ", "_"), model=replace(base.model, **model), objective=objective, order=order
+    )
+    return change(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def short(data, tmp_path_factory):
+    """Four steps of four micro-batches, or of two on each of two processes."""
+    out = tmp_path_factory.mktemp("short")
+    base = tiny_config(data, out, steps=5, model__dropout=0.0, eval__interval=0, checkpoint__interval=99)
+    return change(base, optim__warmup_steps=1, train__micro_batch_size=2, train__steps=4)
+
+
+@pytest.fixture(scope="module")
+def pairs(short, run):
+    """{name: (a configuration for one process, one for two)} of runs that should agree."""
+    checkpointing = itertools.cycle(("none", "selective", "block"))  # which changes nothing
+    alone = {name: system(short, name, checkpoint__interval=99) for name in SYSTEMS}
+    alone["muon"] = change(short, name="muon", optim__kind="muon")
+    alone["started"] = change(short, name="started", train__init_from=str(run))
+    shards = {
+        name: change(c, name=f"{c.name}_2", train__parallel="fsdp", train__activation_checkpointing=next(checkpointing))
+        for name, c in alone.items()
+    }
+    for kind, every in itertools.product(("ddp", "fsdp"), (False, True)):
+        name = f"{kind} {every}"
+        alone[name] = change(short, name="reduced")
+        shards[name] = change(
+            short, name=f"reduced_{kind}_{every}", train__parallel=kind, train__reduce_every_micro_batch=every
+        )
+    return {name: (alone[name], shards[name]) for name in alone}
+
+
+def compiled_pair(short):
+    """Jobs of two runs in shards, eager and compiled; none without a compiler."""
+    base = change(short, train__parallel="fsdp", train__activation_checkpointing="selective")
+    found = any(map(shutil.which, ("c++", "g++", "clang++")))
+    jobs = [("run", change(base, name="eager")), ("compiled", change(base, name="compiled", train__compile=True))]
+    return jobs if found else []
+
+
+@pytest.mark.parametrize("name", [*SYSTEMS, "muon", "started"])
+def test_every_system_takes_the_same_steps_in_shards_on_two_processes_as_alone(pairs, everywhere, name):
+    """Four losses, hence three updates, and gradient norms; with activation checkpointing, too.
+
+    Muon iterates in bfloat16: where the other order of the sums of a gradient, of a relative 1e-7, crosses a boundary
+    of it, an entry of an update of 0.2 * 3e-3 moves by 2^-8 of itself.
+    """
+    alone, shards = pairs[name]
+    expected, ours = torch.tensor(parallel_jobs.steps(alone, ALONE)), torch.tensor(result("steps", shards))
+    assert len(ours) == 4 and expected[0, 0] != expected[3, 0]
+    torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-4 if name == "muon" else 1e-5)
+    torch.testing.assert_close(ours[:, 1], expected[:, 1], rtol=1e-3 if name == "muon" else 1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind, groups", [("ddp", 1), ("fsdp", 3)])
+def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(pairs, everywhere, kind, groups):
+    """ddp has one bucket for such a small model, fsdp a group of weights for each of two blocks and for the rest."""
+    once, every = (torch.tensor(result("steps", pairs[f"{kind} {often}"][1])) for often in (False, True))
+    expected = torch.tensor(parallel_jobs.steps(pairs[f"{kind} True"][0], ALONE))
+    assert once[:, 2].tolist() == [groups] * 4 and every[:, 2].tolist() == [2 * groups] * 4
+    for ours in (once, every):
+        torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
+
+
+def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(everywhere, short):
+    if not compiled_pair(short):
+        pytest.skip("torch.compile needs a C++ compiler")
+    (_, eager), (_, compiled) = compiled_pair(short)
+    frames = result("compiled", compiled)
+    assert frames[0] > 0 and frames == [frames[0]] * 4
+    ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")
+    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend on the gradient's
+    # size, amplify it
+    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 4
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+class Kept(TorchDispatchMode):
+    """Tells the bytes of all tensors made inside that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def bytes(self):
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+def gradients(config, batch):
+    """Gradients in float64 of one micro-batch, and what was kept for the backward pass, bytes."""
+    model = parallel.build(config, ALONE).double()
+    torch.manual_seed(3)
+    with Kept() as kept:
+        loss = train.training_loss(model, batch, config, 0)
+        size = kept.bytes()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, size
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["adaln", "two streams", "per block", "encoder"])
+def test_activation_checkpointing_changes_no_gradient_and_keeps_less(short, name, dropout):
+    config = system(short, name, model__dropout=dropout)
+    dataset = TokenDataset(config.data.folder, "train", 16)
+    batch = train.Batches(dataset, config, ALONE, 0).make(0, 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        kinds = ("none", "selective", "block")
+        results = [gradients(change(config, train__activation_checkpointing=kind), batch) for kind in kinds]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (expected, all_of_it), (selective, some), (block, least) = results
+    assert any(g.abs().sum() > 0 for g in expected.values())
+    for ours in (selective, block):  # the same operations on the same numbers, summed in the same order
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
+    assert least < 0.9 * some and some < 0.9 * all_of_it
+
+
+def test_selective_checkpointing_keeps_nothing_random():
+    """Attention with dropout that is kept, and so not run again, would leave the dropout after it other random numbers
+    than it had. (PyTorch's attention for CPUs has no dropout of its own, so that no gradient here could tell.)"""
+
+    def kept(dropout):
+        block, config = torch.nn.Module(), Config()
+        checkpoint_of = change(config, model__dropout=dropout, train__activation_checkpointing="selective")
+        block.forward = lambda: None
+        parallel.checkpoint_activations(block, checkpoint_of)
+        return set(block.forward.keywords["context_fn"].args[0])
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert attention in kept(0.0) and attention not in kept(0.1)
+    assert torch.ops.aten.mm.default in kept(0.0) & kept(0.1)
+
+
+# ---- steps that are skipped on the device ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_untouched(short, kind, optimizer):
+    config = change(short, name=f"skips_{kind}_{optimizer}", train__parallel=kind, optim__kind=optimizer)
+    with processes("cpu", 60.0, group=True) as procs:
+        state, data = parallel_jobs.start(config, procs)
+        batches = train.Batches(data, config, procs, 0)
+
+        def step(number, spoilt):
+            loss, norm = train.train_step(number, state.model, state.optimizer, batches, config, procs)
+            for p in state.model.parameters() if spoilt else ():
+                p.grad.mul_(math.nan)
+            train.update(state, loss, norm * math.nan if spoilt else norm)
+            return parallel_jobs.full_state(state), state.ema.updates.item()
+
+        (_, _), (before, updates) = step(0, False), step(1, False)
+        (spoilt, same), (after, more) = step(2, True), step(3, False)
+        batches.close()
+    assert_same(spoilt, before)
+    assert same == updates == 2 and more == 3 and state.progress.step == 4
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    for name in ("model.start", "ema.start", "optimizer.start.exp_avg", "optimizer.start.step"):
+        assert not torch.equal(after[name], before[name])
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_nothing_in_a_step_waits_for_the_gpu(short, kind):
+    config = change(short, name=f"waits_{kind}", train__parallel=kind, train__device="cuda", train__steps=20)
+    with processes("cuda", 60.0, group=True) as procs:
+        state, data = parallel_jobs.start(config, procs)
+        batches, results = train.Batches(data, config, procs, 0), train.Results()
+        try:
+            for number in range(10):
+                torch.cuda.set_sync_debug_mode("error" if number > 4 else "default")
+                loss, norm = train.train_step(number, state.model, state.optimizer, batches, config, procs)
+                train.update(state, loss, norm)
+                results.put(number + 1, loss, norm)
+                list(results.ready())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            batches.close()
+        assert all(math.isfinite(loss + norm) for _, loss, norm in results.ready(wait=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_shards_in_bfloat16_on_a_gpu_give_the_loss_of_replicas_within_its_rounding(short):
+    """The first loss: weights of norms and adaLN's tables are rounded to 8 bits at another place."""
+    losses = []
+    for kind in ("ddp", "fsdp"):
+        config = change(short, name=f"gpu_{kind}", train__parallel=kind, train__device="cuda", train__dtype="bfloat16")
+        with processes("cuda", 60.0, group=True) as procs:
+            losses.append([loss for loss, *_ in parallel_jobs.steps(config, procs)])
+    assert abs(losses[0][0] - losses[1][0]) < 2**-8 * losses[0][0]
