@@ -11,6 +11,7 @@ run code. A folder has its name once all of it is on the disk.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import shutil
@@ -23,10 +24,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from checkpoint import CheckpointError, kept, sync_folder
-from runtime import Processes
+from runtime import Processes, lost_process
 
 STATE = "state.pt"
 
@@ -34,9 +36,11 @@ STATE = "state.pt"
 class Writer:
     """Writes one checkpoint at a time while training goes on."""
 
-    def __init__(self, procs: Processes):
+    def __init__(self, procs: Processes, timeout: float):
+        """timeout: seconds that a process waits for the others' parts of a checkpoint."""
         self.procs, self.pending = procs, None
-        self.group = dist.new_group(backend="gloo")  # its own: training's messages may come between
+        seconds = datetime.timedelta(seconds=timeout)  # else torch waits for half an hour, even to let a process end
+        self.group = dist.new_group(backend="gloo", timeout=seconds)  # its own: training's messages may come between
 
     def start(self, path: Path, state: dict, tensors: dict[str, Tensor], done: Callable[[Path], None]) -> None:
         """Copy the tensors and begin to write them; waits for the one before.
@@ -91,7 +95,9 @@ class Writer:
                 os.rename(temporary, path)
                 sync_folder(path.parent)
                 done(path)
-        except Exception as error:  # whatever went wrong on any process comes as a class of torch's
+        except (Exception, CheckpointException) as error:  # the latter: what went wrong on any process
+            if lost_process(error):
+                raise
             before = kept(path, path.parent.parent)
             raise CheckpointError(f"could not write {path}: {reason_of(error)}; {before}. Is the disk full?") from error
 
@@ -119,7 +125,9 @@ def read(path: Path, targets: dict[str, Tensor], alone: bool = False) -> None:
         with warnings.catch_warnings():  # that this process reads alone
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
-    except Exception as error:  # of safetensors, of torch, of the system
+    except (Exception, CheckpointException) as error:  # of safetensors, of torch, of the system
+        if lost_process(error):
+            raise
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 

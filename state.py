@@ -138,7 +138,7 @@ class Saver:
         if config.train.parallel == "fsdp":
             import sharded
 
-            self.writer = sharded.Writer(procs)
+            self.writer = sharded.Writer(procs, config.train.timeout)
 
     def save(self, state: State, best: bool) -> Path | None:
         """Save the state; `best`: it is the best so far. Returns the path; None, after a warning, if it failed.
