@@ -130,7 +130,8 @@ def lost_process(error: BaseException, timeout: float | None = None) -> str | No
     else:
         within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
         what = f"another process did not answer{within}: it hangs, or its machine cannot be reached"
-    return f"{what}; see the messages of the others. PyTorch says: {text[:200]}"
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)  # a line of gloo's source
+    return f"{what}; see the messages of the others. PyTorch says: {text[:120]}"
 
 
 def fresh_store(timeout: float) -> dist.Store:
