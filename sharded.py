@@ -43,12 +43,11 @@ class Writer:
         self.group = dist.new_group(backend="gloo", timeout=seconds)  # its own: training's messages may come between
 
     def start(self, path: Path, state: dict, tensors: dict[str, Tensor], done: Callable[[Path], None]) -> None:
-        """Copy the tensors and begin to write them; waits for the one before.
+        """Copy the tensors and begin to write them. `wait` for the one before first.
 
         state: what is no tensor. done: called by the main process, in `poll` or `wait`, when `path` is complete.
         Raises CheckpointError on every process if the folder could not be made.
         """
-        self.wait()
         temporary = path.with_name(f".{path.name}.tmp")
         self._agree(self._begin, temporary, path, state)
         # Blocking copies in memory of its own: the tensors change with the next step.
@@ -98,6 +97,8 @@ class Writer:
         except (Exception, CheckpointException) as error:  # the latter: what went wrong on any process
             if lost_process(error):
                 raise
+            if self.procs.main:  # on a full disk, what was written of it would be in the way of the next
+                shutil.rmtree(temporary, ignore_errors=True)
             before = kept(path, path.parent.parent)
             raise CheckpointError(f"could not write {path}: {reason_of(error)}; {before}. Is the disk full?") from error
 

@@ -146,6 +146,7 @@ class Saver:
         A sharded checkpoint is only begun here: `poll` and `wait` end it.
         """
         progress, config = state.progress, self.config
+        self.wait()  # if the one before has failed, perhaps on one process only, all still begin this one
         path = None
         if self.writer or self.procs.main:
             contents = checkpoint.training_state(

@@ -129,9 +129,7 @@ def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_l
     wait_for(lambda: is_open(launcher.port), first.process)  # what holds the store of the rendezvous must stay
     second = start(config, "--max-restarts=3", launcher=launcher)
     wait_for(lambda: first.starts() or second.starts(), first.process)
-    assert {env["WORLD_SIZE"] for node in (first, second) for env in node.processes().values() if "RANK" in env} == {
-        "2"
-    }
+    assert {env["WORLD_SIZE"] for env in (first.processes() | second.processes()).values() if "RANK" in env} == {"2"}
     wait_for_moment(first if first.starts() else second, 0, "evaluation", random.Random(2))
     second.end()
     assert last_step(config) < 40
