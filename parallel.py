@@ -18,17 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from config import Config
 from model import AOGPT
 from runtime import Processes, pick_dtype
 
-KEPT = tuple(  # by selective activation checkpointing: what takes long to compute; all else is computed again
+MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTION = tuple(
     getattr(torch.ops.aten, name).default
     for name in (
-        "mm",
-        "addmm",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
@@ -101,12 +100,10 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
         return
     options = {"use_reentrant": False, "preserve_rng_state": config.model.dropout > 0}
     if kind == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+        # Attention with dropout draws random numbers: were it not run again, the dropout after it would get others.
+        kept = MATRIX_PRODUCTS if config.model.dropout else MATRIX_PRODUCTS + ATTENTION
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(kept))
     block.forward = functools.partial(checkpoint, block.forward, **options)
-
-
-def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_model(model: AOGPT) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import shutil
 import warnings
@@ -37,13 +38,13 @@ class Writer:
     """Writes one checkpoint at a time while training goes on."""
 
     def __init__(self, procs: Processes, timeout: float):
-        """timeout: seconds that a process waits for the others' parts of a checkpoint."""
+        """timeout: seconds that the processes wait for one another."""
         self.procs, self.pending = procs, None
-        seconds = datetime.timedelta(seconds=timeout)  # else torch waits for half an hour, even to let a process end
-        self.group = dist.new_group(backend="gloo", timeout=seconds)  # its own: training's messages may come between
+        limit = datetime.timedelta(seconds=timeout)  # else torch lets no process end for half an hour
+        self.group = dist.new_group(backend="gloo", timeout=limit)  # its own: training's messages may come between
 
     def start(self, path: Path, state: dict, tensors: dict[str, Tensor], done: Callable[[Path], None]) -> None:
-        """Copy the tensors and begin to write them. `wait` for the one before first.
+        """Copy the tensors and begin to write them. `wait` must have ended the one before.
 
         state: what is no tensor. done: called by the main process, in `poll` or `wait`, when `path` is complete.
         Raises CheckpointError on every process if the folder could not be made.
@@ -65,14 +66,15 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
 
-    def _agree(self, work, *arguments) -> None:
+    def _agree(self, work, temporary: Path, path: Path, *arguments) -> None:
         """Let the main process work; its OSError is everyone's CheckpointError."""
         reason = None
         if self.procs.main:
             try:
-                work(*arguments)
-            except (OSError, RuntimeError) as error:
-                reason = str(error)
+                work(temporary, path, *arguments)
+            except (OSError, RuntimeError) as error:  # torch reports a failing write as RuntimeError
+                shutil.rmtree(temporary, ignore_errors=True)
+                reason = failure(path, error)
         if reason := self.procs.gather(reason)[0]:
             raise CheckpointError(reason)
 
@@ -82,13 +84,13 @@ class Writer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises CheckpointError if it could not be."""
+        """Wait until nothing is being written. Raises CheckpointError if it could not be: on all processes, or, if only
+        the end of it failed, on the main one."""
         if not self.pending:
             return
         (future, stager, temporary, path, done), self.pending = self.pending, None
         try:
             future.result()
-            stager.close()
             if self.procs.main:  # it has heard from all others
                 sync_folder(temporary)
                 os.rename(temporary, path)
@@ -97,10 +99,15 @@ class Writer:
         except (Exception, CheckpointException) as error:  # the latter: what went wrong on any process
             if lost_process(error):
                 raise
-            if self.procs.main:  # on a full disk, what was written of it would be in the way of the next
+            if self.procs.main:  # make room
                 shutil.rmtree(temporary, ignore_errors=True)
-            before = kept(path, path.parent.parent)
-            raise CheckpointError(f"could not write {path}: {reason_of(error)}; {before}. Is the disk full?") from error
+            raise CheckpointError(failure(path, error)) from error
+        finally:
+            stager.close()
+
+
+def failure(path: Path, error: BaseException) -> str:
+    return f"could not write {path}: {reason_of(error)}; {kept(path, path.parent.parent)}. Is the disk full?"
 
 
 def reason_of(error: BaseException) -> str:
@@ -140,11 +147,20 @@ def read_all(path: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor in a checkpoint. Raises CheckpointError if a file of it cannot be read."""
+    """Shape and dtype of every tensor in a checkpoint.
+
+    Raises CheckpointError if a file of it cannot be read, or if the parts of a tensor do not make a whole.
+    """
     try:
         found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors has a class of its own for files that are damaged
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+    parts = {name: sum(math.prod(chunk.sizes) for chunk in entry.chunks) for name, entry in found.items()}
+    if damaged := [name for name, entry in found.items() if parts[name] != math.prod(entry.size)]:
+        raise CheckpointError(
+            f"{path} has too few or too many parts of {len(damaged)} tensors, e.g. {damaged[0]}: a file is missing, or "
+            "one of another checkpoint is among its files"
+        )
     return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,15 +140,17 @@ class Saver:
             import sharded
 
             self.writer = sharded.Writer(procs, config.train.timeout)
+        self.failed, self.undo = False, lambda: None
 
-    def save(self, state: State, best: bool) -> Path | None:
-        """Save the state; `best`: it is the best so far. Returns the path; None, after a warning, if it failed.
+    def save(self, state: State, best_before: dict) -> Path | None:
+        """Save the state. Returns the path; None, after a warning, if it failed. `wait` must have ended the one before.
 
-        A sharded checkpoint is only begun here: `poll` and `wait` end it.
+        best_before: what was the best until now; it is again, if this state is the best and is lost. A sharded
+        checkpoint is only begun here: `poll` and `wait` end it.
         """
         progress, config = state.progress, self.config
-        self.wait()  # if the one before has failed, perhaps on one process only, all still begin this one
-        path = None
+        best, path = progress.best != best_before, None
+        self.undo = functools.partial(setattr, progress, "best", best_before)
         if self.writer or self.procs.main:
             contents = checkpoint.training_state(
                 progress.step,
@@ -159,7 +162,10 @@ class Saver:
                 dict(progress.best),
             ) | {"skipped": progress.skipped, "skipped_in_a_row": progress.skipped_in_a_row}
             path = self._guarded(self._start if self.writer else self._write, contents, best)
-        return self.procs.gather(path)[0]
+        path = self.procs.gather(path)[0]
+        if path is None:
+            self.undo()
+        return path
 
     def _write(self, contents: dict, best: bool) -> Path:
         return checkpoint.save(self.config.run_folder, contents, self.config.checkpoint.keep, best)
@@ -179,11 +185,20 @@ class Saver:
     def poll(self) -> None:
         """End a checkpoint that has been written meanwhile."""
         if self.writer:
-            self._guarded(self.writer.poll)
+            self.failed |= self._guarded(lambda: self.writer.poll() or True) is None
+
+    def close(self) -> None:
+        """Wait until this process writes nothing any more."""
+        if self.writer:
+            self.failed |= self._guarded(lambda: self.writer.wait() or True) is None
 
     def wait(self) -> bool:
-        """Wait for the last checkpoint. Returns whether it was written."""
-        return self.writer is None or self._guarded(lambda: self.writer.wait() or True) is not None
+        """Wait for the last checkpoint; all processes must call. Returns, on all, whether it was written."""
+        self.close()
+        failed, self.failed = any(self.procs.gather(self.failed)), False
+        if failed:
+            self.undo()
+        return not failed
 
     def _guarded(self, work, *arguments):
         """Call; a CheckpointError becomes a warning and None."""

@@ -114,7 +114,7 @@ def train_steps(config: Config, procs: Processes, state: State, data, held_out, 
     """Train until the last step, or until asked to stop. Returns the last checkpoint's path; None if not written."""
     progress, saved = state.progress, None
     model, results = replicate(state.model, procs), Results()
-    with contextlib.closing(Batches(data, config, procs, progress.step)) as batches:
+    with contextlib.closing(Batches(data, config, procs, progress.step)) as batches, contextlib.closing(saver):
         while progress.step < config.train.steps and not stop.agreed:
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)
@@ -125,13 +125,12 @@ def train_steps(config: Config, procs: Processes, state: State, data, held_out, 
             saving = last or stop.agreed or progress.step % config.checkpoint.interval == 0
             report(results.ready(wait=evaluating or saving), config, progress, log)
             saver.poll()
-            better, best_before = False, progress.best
-            if evaluating:
-                better = evaluate(state.model, state.ema, held_out, config, procs, progress, log)
+            if evaluating or saving:
+                saver.wait()  # if the best one could not be written, the one before it is the best again
+            best_before = progress.best
+            better = evaluating and evaluate(state.model, state.ema, held_out, config, procs, progress, log)
             if better or saving:
-                saved = saver.save(state, better)
-                if saved is None:
-                    progress.best = best_before
+                saved = saver.save(state, best_before)
                 log.restart_clock()
     return saved if saver.wait() else None
 
