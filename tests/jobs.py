@@ -80,7 +80,7 @@ class TwoNodes(tuple):
     port: int
 
 
-def two_nodes(number, settings="keep_alive_interval=5"):
+def two_nodes(number, settings="last_call_timeout=30"):
     """number: of nodes, "2" or "1:2". settings: of the rendezvous."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
