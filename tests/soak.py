@@ -24,7 +24,7 @@ from test_train import assert_same_losses, wait_for, write_config
 import train
 from runtime import versions
 
-STEPS = 200
+STEPS = 150
 EXACT, CLOSE = "weights and losses bit for bit", "losses within 1e-5"
 
 
@@ -60,12 +60,13 @@ class Soak:
     def write(self, case, config, end, backs, redone, kept, compare):
         """A row: `end` is what was expected, `backs` seconds to come back, `kept` what `compare` shows to be so."""
         try:
-            assert end, "it did not end as it should"
+            assert end, f"it did not end as it should: {self.jobs[-1].said[-2000:]}"
             compare()
             left = [pid for job in self.jobs for pid in job.processes()]
             result = f"{kept}" if not left else f"NO: {len(left)} processes are left"
         except AssertionError as error:
             result = "NO: " + " ".join(str(error).split())[:200]
+            print(error)
         seconds = f"{min(backs):.1f} to {max(backs):.1f}" if len(backs) > 1 else f"{backs[0]:.1f}" if backs else ""
         self.rows.append((case, config.train.parallel, len(backs), seconds, redone, result))
         print(" | ".join(map(str, self.rows[-1])), flush=True)
@@ -85,16 +86,16 @@ def killed(soak, parallel):
 
 def hung(soak, parallel, moment):
     """A process stops (SIGSTOP); the other one ends in an error, torchrun kills the first and starts both again."""
-    config = soak.config(parallel, "hung", timeout=5.0)
+    config = soak.config(parallel, "hung", timeout=15.0)
     job, (rng, _) = soak.start(config, "--max-restarts=1"), random_moments(soak.arguments.seed, 1)
     wait_for_moment(job, 0, moment, rng)
     os.kill(job.workers()[rng.randrange(2)], signal.SIGSTOP)
     stopped, reached = time.monotonic(), last_step(config)
-    wait_for(lambda: "did not answer within 5 seconds" in job.said, job.process)
+    wait_for(lambda: "did not answer within 15 seconds" in job.said, job.process)
     noticed = time.monotonic() - stopped
     wait_for(lambda: len(job.starts()) == 2, job.process)
     back, redone = time.monotonic() - stopped, reached - job.starts()[1]
-    case = f"SIGSTOP to one of 2 processes in a {moment}, train.timeout 5 s; noticed after {noticed:.1f} s"
+    case = f"SIGSTOP to one of 2 processes in a {moment}, train.timeout 15 s; noticed after {noticed:.1f} s"
     end = job.wait() == 0
     soak.write(case, config, end, [back], redone, EXACT, lambda: assert_same_state(config, soak.undisturbed[parallel]))
 
@@ -141,6 +142,7 @@ def other_numbers(soak):
 def nodes(soak, parallel, settings):
     """Two nodes; one is lost, the other goes on alone. settings: of the rendezvous."""
     config, (rng, _) = soak.config(parallel, "nodes"), random_moments(soak.arguments.seed, 1)
+    config = change(config, model__dropout=0.0)  # its masks would depend on the number of processes
     launcher = two_nodes("1:2", settings)
     first = soak.start(config, "--max-restarts=3", launcher=launcher)
     wait_for(lambda: is_open(launcher.port), first.process)
@@ -171,11 +173,11 @@ def report(soak, minutes):
     lines = [
         "# Jobs that lose processes, and what becomes of them",
         "",
-        f"`{command}`, {minutes:.0f} minutes on {os.cpu_count()} CPU cores, torch {versions()['torch']}, gloo: a tiny "
-        f"model, {STEPS} steps, a checkpoint every 4 steps, an evaluation every 5. Two nodes are two torchruns on "
-        "127.0.0.1. Seconds are from the disturbance until the run goes on, all imports included; steps are redone from "
-        "the last checkpoint. The last column compares with the undisturbed run: of two processes where it says bit for "
-        "bit, else of one. It also means that no process was left behind. Other work ran on the same cores.",
+        f"`{command}`, {minutes:.0f} minutes on {os.cpu_count()} CPU cores with other work on them, torch "
+        f"{versions()['torch']}, gloo: a tiny model, {STEPS} steps, a checkpoint every 4 steps, an evaluation every 5. "
+        "Two nodes are two torchruns on 127.0.0.1. Seconds: from the disturbance until the run goes on, all imports "
+        "included. Steps are redone from the last checkpoint. The last column compares with the undisturbed run: two "
+        "processes where it says bit for bit, else of one. It also means that no process was left behind.",
         "",
         "| what happens | parallel | disturbances | seconds to come back | steps redone | the end is that of the "
         "undisturbed run |",

@@ -75,7 +75,7 @@ def test_killed_ranks_come_back_exactly_a_hanging_one_ends_in_an_error_and_other
     undisturbed, tmp_path, start
 ):
     reference = undisturbed["ddp"]
-    config = disturbed(reference, tmp_path, train__timeout=5.0)
+    config = disturbed(reference, tmp_path, train__timeout=10.0)
     job, (rng, moments) = start(config, "--max-restarts=2"), random_moments(0, 2)
     for n, moment in enumerate(moments):
         kill(job, n, moment, rng)
@@ -83,8 +83,8 @@ def test_killed_ranks_come_back_exactly_a_hanging_one_ends_in_an_error_and_other
     hanging = job.workers()[rng.randrange(2)]
     os.kill(hanging, signal.SIGSTOP)
     stopped = time.monotonic()
-    wait_for(lambda: "another process did not answer within 5 seconds (train.timeout): it hangs" in job.said)
-    assert time.monotonic() - stopped < 5 + 10, "the other process noticed too late"
+    wait_for(lambda: "another process did not answer within 10 seconds (train.timeout): it hangs" in job.said)
+    assert time.monotonic() - stopped < 10 + 10, "the other process noticed too late"
     os.kill(hanging, signal.SIGKILL)  # torchrun would do so after half a minute
     assert job.wait() != 0
     assert len(job.starts()) == 3 and 'train.py", line' not in job.said, "a user needs no traceback for that"
