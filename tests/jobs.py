@@ -26,13 +26,11 @@ MOMENTS = ("step", "evaluation", "checkpoint")
 class Job:
     """torchrun with train.py, in the background; its output goes to a file. `end` leaves no process of it behind."""
 
-    def __init__(self, config, *options, seconds=None, launcher=("--standalone", "--nproc_per_node=2")):
-        """seconds: how long torchrun waits between SIGTERM and SIGKILL where that can be set. launcher: its options."""
+    def __init__(self, config, *options, launcher=("--standalone", "--nproc_per_node=2")):
         self.config, self.path = config, write_config(config)
         self.mark = f"AOGPT_JOB={secrets.token_hex(8)}"
         name, value = self.mark.split("=")
         env = os.environ | {"OMP_NUM_THREADS": "1", name: value}
-        env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)} if seconds else {}
         self.output = self.path.with_name(f"{self.path.stem}.{value}.txt")
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *options, "train.py", str(self.path)]
         with open(self.output, "w") as file:
