@@ -43,7 +43,7 @@ PEAK_BF16_FLOPS = {
 }
 
 MEETING_SECONDS = 300.0  # for the processes of a job to find each other: some import PyTorch from a slow disk
-TOO_LATE = r"(?i)timed? ?out"  # in an error of a message between processes (gloo, NCCL, TCP store)
+TOO_LATE = r"(?i)timed out (waiting|after)|timeout"  # in an error of gloo, of NCCL or of the store
 CUT_OFF = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|failed to recv"
 
 

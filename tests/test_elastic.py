@@ -17,6 +17,7 @@ from runs import ALONE, change, make_data, tiny_config
 from test_train import assert_same_losses, signal_handlers, wait_for, write_config  # noqa: F401 (a fixture)
 
 import train
+from runtime import processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
@@ -136,3 +137,28 @@ def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_l
     assert first.wait() == 0, first.said
     assert 4 <= first.starts()[-1] < 40 and "finished 40 steps" in first.said
     assert_same_losses(config, alone, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (
+            "[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 900ms for recv",
+            "did not answer within 9 seconds",
+        ),
+        ("wait timeout after 900ms, keys: /offer", "did not answer within 9 seconds"),
+        ("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer", "was cut"),
+        ("Connection closed by peer [127.0.0.1]:1", "was cut"),
+    ],
+)
+def test_what_a_lost_process_leads_to_is_said_in_words(text, said):
+    with pytest.raises(ConnectionError, match=f"another process.*{said}.*; see the messages of the others"):
+        with processes("cpu", 9.0, group=True):
+            raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("text", ["mat1 and mat2 shapes cannot be multiplied", "CUDA error: the launch timed out"])
+def test_any_other_error_between_processes_keeps_its_traceback(text):
+    with pytest.raises(RuntimeError, match=text):
+        with processes("cpu", 9.0, group=True):
+            raise RuntimeError(text)
