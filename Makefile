@@ -2,6 +2,7 @@
 # make test:       from a bare clone to lint and all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
+# make soak:       jobs of several processes that are killed, stopped and hung, some ten minutes: results/soak.md.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3
@@ -11,9 +12,9 @@ RUN := out/quickstart
 SMOKE := out/eval_smoke
 SMALL := --tokenizer bytes --block-size 64
 # One thread: tensors as small as the quickstart's gain nothing from a second one.
-quickstart eval-smoke: export OMP_NUM_THREADS ?= 1
+quickstart eval-smoke soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint eval-smoke clean
+.PHONY: quickstart test lint eval-smoke soak clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -40,6 +41,9 @@ test: $(VENV)/.requirements-dev lint
 lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+soak: $(VENV)/.requirements-dev
+	PYTHONPATH=. $(PY) tests/soak.py
 
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }

@@ -109,7 +109,8 @@ class TrainConfig:
     """Exchange gradients after every micro-batch instead of once a step: more communication, but under fsdp no process
     ever holds the gradients of all weights."""
     timeout: float = 1800.0
-    """Seconds that a process waits for the others until it ends with an error; longer than writing a checkpoint."""
+    """Seconds that a process waits for the others until it ends with an error (when they start, at least 300); longer
+    than writing a checkpoint."""
     compile: bool = True
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     log_interval: int = 10

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import sys
 import time
@@ -40,6 +41,10 @@ PEAK_BF16_FLOPS = {
     "NVIDIA GeForce RTX 3090": 71e12,
     "AMD Instinct MI300X": 1307.4e12,
 }
+
+MEETING_SECONDS = 300.0  # for the processes of a job to find each other: some import PyTorch from a slow disk
+TOO_LATE = r"(?i)timed out (waiting|after)|timeout"  # in an error of gloo, of NCCL or of the store
+CUT_OFF = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|failed to recv"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -89,6 +94,8 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N". Raises ValueError for one that is not there.
         timeout: seconds that a message between processes may take; then the waiting process ends with an error.
         group: make a process group also for a process alone.
+
+    Raises ConnectionError in a process that waits for another one in vain, because that one hangs or has ended.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     chosen = pick_device(device, local_rank)
@@ -97,15 +104,34 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    store = dist.HashStore() if world_size == 1 else fresh_store(timeout)
     rank, backend = int(os.environ.get("RANK", 0)), "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     seconds = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
     try:
+        store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
         yield Processes(dist.get_rank(), world_size, chosen)
         dist.barrier()  # leave together: a process that goes first can abort in the teardown of its connections
+    except RuntimeError as error:
+        if reason := lost_process(error, timeout):
+            raise ConnectionError(reason) from error
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
+    """What to tell a user if an error means that another process has ended or does not answer; else None."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, RuntimeError) or not re.search(rf"{TOO_LATE}|{CUT_OFF}", text):
+        return None
+    if re.search(CUT_OFF, text):
+        what = "the connection to another process was cut: that one was killed, or ended with an error"
+    else:
+        within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
+        what = f"another process did not answer{within}: it hangs, or its machine cannot be reached"
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)  # a line of gloo's source
+    return f"{what}; see the messages of the others. PyTorch says: {text[:120]}"
 
 
 def fresh_store(timeout: float) -> dist.Store:
@@ -118,22 +144,23 @@ def fresh_store(timeout: float) -> dist.Store:
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout))))
     own, deadline = secrets.token_hex(8), time.monotonic() + timeout
     store.set(f"name/{rank}", own)
+    all_names = [f"name/{other}" for other in range(world_size)]
     offer = ""
     while time.monotonic() < deadline:
         if rank == 0:
-            names = [store.get(f"name/{other}").decode() for other in range(world_size)]
-            if offer.split()[1:] != names:
+            names = [store.get(name).decode() for name in all_names] if store.check(all_names) else []
+            if names and offer.split()[1:] != names:
                 offer = " ".join([secrets.token_hex(8), *names])
                 store.set("offer", offer)
-        else:
+        elif store.check(["offer"]):
             offer = store.get("offer").decode()
-        prefix, *names = offer.split()
+        prefix, *names = offer.split() or [""]
         if len(names) == world_size and names[rank] == own:
             store.set(f"{prefix}/seen/{rank}", "")
             if store.check([f"{prefix}/seen/{other}" for other in range(world_size)]):
                 return dist.PrefixStore(prefix, store)
         time.sleep(0.01)
-    raise RuntimeError(f"the {world_size} processes of the job did not all start within {timeout:g} seconds")
+    raise ConnectionError(f"the {world_size} processes of the job did not all start within {timeout:g} seconds")
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from checkpoint import CheckpointError, kept, sync_folder
-from runtime import Processes
+from runtime import Processes, lost_process
 
 STATE = "state.pt"
 
@@ -39,7 +39,7 @@ class Writer:
     def __init__(self, procs: Processes, timeout: float):
         """timeout: seconds that the processes wait for one another."""
         self.procs, self.pending = procs, None
-        limit = datetime.timedelta(seconds=timeout)
+        limit = datetime.timedelta(seconds=timeout)  # else torch lets no process end for half an hour
         self.group = dist.new_group(backend="gloo", timeout=limit)  # its own: training's messages may come between
 
     def start(self, path: Path, state: dict, tensors: dict[str, Tensor], done: Callable[[Path], None]) -> None:
@@ -95,7 +95,9 @@ class Writer:
                 os.rename(temporary, path)
                 sync_folder(path.parent)
                 done(path)
-        except (Exception, CheckpointException) as error:  # torch's, of any process, which is no Exception
+        except (Exception, CheckpointException) as error:  # the latter: what went wrong on any process
+            if lost_process(error):
+                raise
             if self.procs.main:  # make room
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(failure(path, error)) from error
@@ -130,7 +132,9 @@ def read(path: Path, targets: dict[str, Tensor], alone: bool = False) -> None:
         with warnings.catch_warnings():  # that this process reads alone
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
-    except (Exception, CheckpointException) as error:  # of safetensors, of the system, and torch's
+    except (Exception, CheckpointException) as error:  # of safetensors, of torch, of the system
+        if lost_process(error):
+            raise
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 

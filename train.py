@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import shutil
 import signal
 import sys
@@ -282,6 +283,7 @@ class StopRequest:
 
     def __init__(self, procs: Processes):
         self.procs, self.signalled, self.agreed = procs, False, False
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -291,7 +293,12 @@ class StopRequest:
         self.signalled = True
 
     def agree(self) -> None:
-        """Set `agreed` if any process was asked to stop. One small message between CPUs, which waits for no GPU."""
+        """Set `agreed` if any process was asked to stop. One small message between CPUs, which waits for no GPU.
+
+        Raises ChildProcessError if torchrun was killed: a job that nobody watches would train on beside the next one.
+        """
+        if self.launcher and os.getppid() != self.launcher:
+            raise ChildProcessError("torchrun, which started this process, has ended")
         self.agreed = self.signalled
         if self.procs.world_size > 1:
             shared = torch.tensor(float(self.signalled))
