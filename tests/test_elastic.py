@@ -101,7 +101,7 @@ def test_killed_ranks_come_back_exactly_a_hanging_one_ends_in_an_error_and_other
         assert_same_losses(other, reference, 1e-5)
 
 
-def test_under_fsdp_killed_ranks_come_back_exactly_and_signals_save_in_time(undisturbed, tmp_path, start):
+def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_time(undisturbed, tmp_path, start):
     reference = undisturbed["fsdp"]
     config = disturbed(reference, tmp_path)
     job, (rng, moments) = start(config, "--max-restarts=2"), random_moments(1, 2)
@@ -112,13 +112,6 @@ def test_under_fsdp_killed_ranks_come_back_exactly_and_signals_save_in_time(undi
     assert job.wait() == 0, job.said
     step = assert_same_state(config, reference)
     assert f"stopped at step {step} and saved" in job.said and "error (rank" not in job.said.split("resumed")[-1]
-
-    job = start(config)
-    wait_for_moment(job, 0, "step", rng)
-    job.process.send_signal(signal.SIGTERM)
-    job.wait()  # torchrun itself ends with an error: it was ended
-    assert (later := assert_same_state(config, reference)) > step
-    assert f"stopped at step {later} and saved" in job.said and "error (rank" not in job.said
 
 
 def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_lost(undisturbed, tmp_path, start):
