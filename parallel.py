@@ -37,8 +37,8 @@ ATTENTION = tuple(
 )
 
 
-def build(config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None) -> AOGPT:
-    """A model on its device, with new weights or the given ones, by name, in full.
+def build(config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False) -> AOGPT:
+    """A model on its device, with new weights or the given ones, by name, in full; with none yet if `empty`.
 
     Under fsdp every process holds its part of every weight (a DTensor) and never more than one block in full.
     """
@@ -46,10 +46,10 @@ def build(config: Config, procs: Processes, weights: Mapping[str, Tensor] | None
         model = AOGPT(config.model)
     shard = sharding(config, procs)
     for i, block in enumerate(model.blocks):
-        fill(model, f"blocks.{i}.", weights, config, procs)
+        fill(model, f"blocks.{i}.", weights, config, procs, empty)
         checkpoint_activations(block, config)
         shard(block)
-    fill(model, "", weights, config, procs)
+    fill(model, "", weights, config, procs, empty)
     if config.model.tied_head:
         model.head.weight = model.wte.weight
     shard(model)
@@ -57,13 +57,15 @@ def build(config: Config, procs: Processes, weights: Mapping[str, Tensor] | None
 
 
 @torch.no_grad()
-def fill(model: AOGPT, prefix: str, weights: Mapping[str, Tensor] | None, config: Config, procs: Processes) -> None:
+def fill(model: AOGPT, prefix: str, weights: Mapping[str, Tensor] | None, config: Config, procs, empty: bool) -> None:
     """Make real the weights below `prefix` that are still on the meta device."""
     for name, p in list(model.named_parameters()):
         if not p.is_meta or not name.startswith(prefix):
             continue
         value = torch.empty(p.shape)
-        if weights is None:
+        if empty:  # a checkpoint will fill it: drawing the weights of a large model takes minutes
+            value = torch.zeros(p.shape, device=procs.device)
+        elif weights is None:
             seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
             model.init_weight(name, value, torch.Generator().manual_seed(int.from_bytes(seed)))
         else:

@@ -57,7 +57,6 @@ class Writer:
         self.pending = future, stager, temporary, path, done
 
     def _begin(self, temporary: Path, path: Path, state: dict) -> None:
-        shutil.rmtree(path, ignore_errors=True)  # what a run that went back to an older step had left
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         with open(temporary / STATE, "wb") as file:
@@ -92,6 +91,7 @@ class Writer:
             future.result()
             if self.procs.main:  # it has heard from all others
                 sync_folder(temporary)
+                shutil.rmtree(path, ignore_errors=True)  # what a run that went back to an older step had left
                 os.rename(temporary, path)
                 sync_folder(path.parent)
                 done(path)

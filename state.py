@@ -44,10 +44,11 @@ def start(config: Config, data_meta: dict, procs: Processes, say) -> State:
     """The run's state: new, started from other weights, or as its newest checkpoint left it."""
     torch.manual_seed(config.seed)
     weights = None
-    if config.train.init_from and not checkpoint.find(config.run_folder):
+    resumed = bool(checkpoint.find(config.run_folder))
+    if config.train.init_from and not resumed:
         weights = weights_from(config)
         say(f"started from the weights of {config.train.init_from}")
-    model = parallel.build(config, procs, weights)
+    model = parallel.build(config, procs, weights, empty=resumed)
     state = State(model, EMA(model, config.optim.ema_decay), optim.make_optimizer(model, config), Progress())
     resume(config, data_meta, state, procs, say)
     if len(set(procs.gather(state.progress.step))) > 1:

@@ -119,13 +119,17 @@ def train_steps(config: Config, procs: Processes, state: State, data, held_out, 
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)
             results.put(progress.step, loss, norm)
-            stop.agree()
+            report(results.ready(), config, progress, log)
+            stop.agree(failed=progress.skipped_in_a_row >= config.train.max_skipped_steps)
+            if stop.failed:
+                log.close()
+                raise ValueError(non_finite_message(config, progress))
             last = progress.step == config.train.steps
             evaluating = held_out and (last or progress.step % config.eval.interval == 0)
             saving = last or stop.agreed or progress.step % config.checkpoint.interval == 0
-            report(results.ready(wait=evaluating or saving), config, progress, log)
             saver.poll()
             if evaluating or saving:
+                report(results.ready(wait=True), config, progress, log)
                 saver.wait()  # if the best one could not be written, the one before it is the best again
             best_before = progress.best
             better = evaluating and evaluate(state.model, state.ema, held_out, config, procs, progress, log)
@@ -136,7 +140,7 @@ def train_steps(config: Config, procs: Processes, state: State, data, held_out, 
 
 
 def report(results, config: Config, progress: Progress, log: Log) -> None:
-    """Count and log steps that have come to their end. Raises ValueError after too many that were skipped."""
+    """Count and log steps that have come to their end."""
     for step, loss, norm in results:
         if math.isfinite(loss + norm):
             progress.skipped_in_a_row = 0
@@ -144,9 +148,6 @@ def report(results, config: Config, progress: Progress, log: Log) -> None:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
         log.training(step, loss, norm, learning_rates(step - 1, config))
-        if progress.skipped_in_a_row >= config.train.max_skipped_steps:
-            log.close()
-            raise ValueError(non_finite_message(config, progress))
 
 
 # ---- one step: nothing in it waits for the device --------------------------------------------------------------------
@@ -205,6 +206,13 @@ class Batch:
     which: torch.Tensor | Masks
 
 
+def drawn(config: Config, step: int, rows: range, length: int) -> torch.Tensor | Masks:
+    """The orders, or the masks, of the sequences `rows` of the global batch of `step`."""
+    if config.objective.kind in DECODER_OBJECTIVES:
+        return orders_at(config.stage(step)[0], config.seed, step, rows, length)
+    return masks_at(config.objective, config.seed, step, rows, config.train.batch_size, length)
+
+
 class Batches:
     """The micro-batches of this process, made by a thread while the one before is at work."""
 
@@ -233,11 +241,8 @@ class Batches:
         first = (micro * self.procs.world_size + self.procs.rank) * t.micro_batch_size
         rows = range(first, first + t.micro_batch_size)
         length = tokens_of(c, range(step, step + 1)) // t.batch_size
-        tokens = self.data.batch(c.seed, step, rows, t.batch_size)[:, :length]
-        if c.objective.kind in DECODER_OBJECTIVES:
-            which = orders_at(c.stage(step)[0], c.seed, step, rows, length)
-        else:
-            which = masks_at(c.objective, c.seed, step, rows, t.batch_size, length)
+        tokens = self.data.batch(c.seed, step, rows, t.batch_size)[:, :length].contiguous()
+        which = drawn(c, step, rows, length)
         if self.procs.device.type == "cuda":
             return Batch(tokens.pin_memory(), map_tensors(torch.Tensor.pin_memory, which))
         return Batch(tokens, which)
@@ -282,7 +287,7 @@ class StopRequest:
     """SIGTERM or SIGINT on any process, agreed on by all, so that all stop after the same step."""
 
     def __init__(self, procs: Processes):
-        self.procs, self.signalled, self.agreed = procs, False, False
+        self.procs, self.signalled, self.agreed, self.failed = procs, False, False, False
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -292,18 +297,20 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         self.signalled = True
 
-    def agree(self) -> None:
-        """Set `agreed` if any process was asked to stop. One small message between CPUs, which waits for no GPU.
+    def agree(self, failed: bool = False) -> None:
+        """Set `agreed` if any process was asked to stop, and `failed` if any has failed.
+
+        One small message between CPUs, which waits for no GPU.
 
         Raises ChildProcessError if torchrun was killed: a job that nobody watches would train on beside the next one.
         """
         if self.launcher and os.getppid() != self.launcher:
             raise ChildProcessError("torchrun, which started this process, has ended")
-        self.agreed = self.signalled
+        self.agreed, self.failed = self.signalled, failed
         if self.procs.world_size > 1:
-            shared = torch.tensor(float(self.signalled))
+            shared = torch.tensor([float(self.signalled), float(failed)])
             dist.all_reduce(shared)
-            self.agreed = bool(shared > 0)
+            self.agreed, self.failed = (shared > 0).tolist()
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

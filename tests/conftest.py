@@ -44,6 +44,23 @@ def assert_user_error(done, *words):
         assert word in message, f"{word!r} is not in: {message}"
 
 
+SLOW = (
+    "test_train",
+    "test_elastic",
+    "test_parallel",
+    "test_end_to_end",
+    "test_sharded",
+    "test_budget",
+    "test_eval_ppl",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Two workers take file after file: the slow ones first, so that neither is left alone with one at the end."""
+    places = {name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))  # stable: the order within files stays
+
+
 @pytest.fixture(scope="session")
 def real_data():
     """The folder of real text that AOGPT_DATA names; tests that need it are skipped without it."""

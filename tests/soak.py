@@ -169,15 +169,17 @@ def both_nodes(soak):
 
 def report(soak, minutes):
     a = soak.arguments
-    command = f"make soak, that is: PYTHONPATH=. python tests/soak.py --kills {a.kills} --seed {a.seed}"
+    command = f"PYTHONPATH=. python tests/soak.py --kills {a.kills} --seed {a.seed}     # make soak"
     lines = [
         "# Jobs that lose processes, and what becomes of them",
         "",
-        f"`{command}`, {minutes:.0f} minutes on {os.cpu_count()} CPU cores with other work on them, torch "
-        f"{versions()['torch']}, gloo: a tiny model, {STEPS} steps, a checkpoint every 4 steps, an evaluation every 5. "
-        "Two nodes are two torchruns on 127.0.0.1. Seconds: from the disturbance until the run goes on, all imports "
-        "included. Steps are redone from the last checkpoint. The last column compares with the undisturbed run: two "
-        "processes where it says bit for bit, else of one. It also means that no process was left behind.",
+        f"    {command}",
+        "",
+        f"{minutes:.0f} minutes on {os.cpu_count()} CPU cores, torch {versions()['torch']}, gloo: a tiny model,",
+        f"{STEPS} steps, a checkpoint every 4 steps, an evaluation every 5. Two nodes are two torchruns on 127.0.0.1.",
+        "Seconds: from the disturbance until the run goes on, all imports included. Steps are redone from the last",
+        "checkpoint. The last column compares with the undisturbed run: of two processes where it says bit for bit,",
+        "else of one; it also means that no process was left behind.",
         "",
         "| what happens | parallel | disturbances | seconds to come back | steps redone | the end is that of the "
         "undisturbed run |",

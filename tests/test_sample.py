@@ -381,7 +381,7 @@ def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
         (["--jsonl", "no/such/folder/x.jsonl"], ["--jsonl no/such/folder/x.jsonl", "there is no folder"]),
         (["--html", "no/such/folder/x.html"], ["--html no/such/folder/x.html", "there is no folder"]),
         (["--html", "tests"], ["--html tests is a folder"]),
-        (["--html", "/tmp/x", "--jsonl", "/tmp/../tmp/x"], ["the same file", "different"]),
+        (["--html", "/tmp/no_such.file", "--jsonl", "/tmp/../tmp/no_such.file"], ["the same file", "different"]),
         (["--device", "banana"], ["device 'banana'"]),
         (["--seed", 10**30], ["seed"]),
         (["--stepz", 3], ["--stepz", "--steps"]),

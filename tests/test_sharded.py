@@ -108,9 +108,6 @@ def test_the_newest_and_the_best_are_kept_and_best_is_a_link_to_it(state, procs)
         assert saver.wait()
         kept[step] = [checkpoint.step_of(path) for path in checkpoint.find(folder)]
         assert (folder / "best").resolve().name == f"step_{state.progress.best['step']:08d}"
-    assert (
-        kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [2, 4, 5], 6: [5, 6], 7: [6, 7], 8: [6, 7, 8]} or kept
-    )
     assert kept[5] == [2, 4, 5] and kept[8] == [6, 7, 8]
     assert os.readlink(folder / "best") == "checkpoints/step_00000006" and not (folder / "best.pt").exists()
 

@@ -821,7 +821,8 @@ def test_training_uses_the_orders_and_groups_of_the_stage(step):
     ]
     order = orders_at(OrderConfig(kind, share, seed=7), config.seed, step, rows, LENGTH)
     expected = groupwise_loss(model, tokens, order, group)
-    assert torch.equal(train.training_loss(model, tokens, step, rows, config), expected)
+    batch = train.Batch(tokens, train.drawn(config, step, rows, LENGTH))
+    assert torch.equal(train.training_loss(model, batch, config, step), expected)
 
 
 @pytest.mark.parametrize("system", ["RADD", "SEDD"])
@@ -833,7 +834,8 @@ def test_training_of_an_encoder_minimises_its_objective(system):
     tokens, rows = random_tokens(TOKENS, 4, LENGTH, 0), range(4, 8)
     masks = masks_at(config.objective, 5, 9, rows, 12, LENGTH)
     loss = score_entropy(model, tokens, masks, TOKENS) if system == "SEDD" else masked_nll(model, tokens, masks)
-    assert torch.equal(train.training_loss(model, tokens, 9, rows, config), loss.mean())
+    batch = train.Batch(tokens, train.drawn(config, 9, rows, LENGTH))
+    assert torch.equal(train.training_loss(model, batch, config, 9), loss.mean())
 
 
 def test_schedule_tables_survive_toml(tmp_path):
