@@ -8,11 +8,13 @@ from dataclasses import replace
 import parallel_jobs
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import torchrun
 from runs import ALONE, change, tiny_config
 from test_checkpoint import assert_same
 from test_train import assert_same_losses, metrics, write_config
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -356,3 +358,24 @@ def test_shards_in_bfloat16_on_a_gpu_give_the_loss_of_replicas_within_its_roundi
         with processes("cuda", 60.0, group=True) as procs:
             losses.append([loss for loss, *_ in parallel_jobs.steps(config, procs)])
     assert abs(losses[0][0] - losses[1][0]) < 2**-8 * losses[0][0]
+
+
+@pytest.mark.parametrize("kind", ["none", "block"])
+def test_compiled_replicas_whose_gradients_go_in_several_buckets_have_eager_gradients(kind):
+    """torch.compile cuts the model where a bucket of gradients ends, also around what the backward pass makes again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = tiny_config("", "", model__n_embd=256, model__dropout=0.0, train__activation_checkpointing=kind)
+        eager, compiled = parallel.build(config, ALONE), parallel.build(config, ALONE)
+        graphs = []
+        compiled.compile(dynamic=False, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+        replica = DistributedDataParallel(compiled, bucket_cap_mb=1)
+        tokens, order = torch.arange(16).repeat(2, 1), torch.stack([torch.randperm(16) for _ in range(2)])
+        for model in (eager, replica):
+            model(tokens, order).mean().backward()
+        assert len(graphs) > 1, "one bucket only"
+        for (name, p), q in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=name)
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
