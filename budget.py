@@ -379,7 +379,9 @@ def print_plan(arguments: list[str], description: str) -> int:
     """`CONFIG.toml --plan [options of PlanArguments] [--table.key value ...]`."""
     import tyro
 
-    a, rest = tyro.cli(PlanArguments, args=arguments, prog="train.py CONFIG.toml", return_unknown_args=True)
+    what = "Print memory, time and traffic of a run and train nothing. Any key of the config can be overridden besides."
+    options = {"prog": "train.py CONFIG.toml", "description": what, "return_unknown_args": True}
+    a, rest = tyro.cli(PlanArguments, args=arguments, **options)
     check_output(a.plan_json, "--plan-json")
     config = configuration.from_command_line(rest, description)
     plan = make_plan(config, a.world_size, find_gpu(a.gpu, a.gpu_memory_gib), a.mfu)

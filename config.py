@@ -58,7 +58,8 @@ class OptimConfig:
     ema_decay: float = 0.9999
     """Decay of the averaged weights, warmed up as min(ema_decay, (1 + t) / (10 + t))."""
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of attention and MLP, AdamW with lr and the betas for all other weights."""
+    """muon: Muon for the matrices of attention and MLP, AdamW with lr and the betas for all other weights. Unlike AdamW
+    alone it waits for the device in every step, to learn whether the gradients are finite."""
     muon_lr: float = 6e-4
     """Muon's peak learning rate, on lr's schedule. Its updates are scaled to the size of AdamW's: start from AdamW's
     rate."""
