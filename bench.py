@@ -6,9 +6,9 @@ python bench.py train --size small --batch-size 16 --markdown training.md --prof
 
 import tyro
 
-from bench_decode import decode
-from bench_train import train
-from runtime import run_script
+from benchmarks.decode import decode
+from benchmarks.train import train
+from runtime.processes import run_script
 
 
 def main() -> None:

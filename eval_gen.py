@@ -22,15 +22,15 @@ from typing import Annotated, Literal
 import tyro
 from tqdm import tqdm
 
-import checkpoint
-import modes
+from checkpoints import store as checkpoint
 from data.tokenizer import TOKENIZERS, get_tokenizer
-from decode import TokenChoice
-from judge import Judge, calls, corpus_perplexity, distinct, exp, load_judge, mean_and_error, repetition
-from judge import unigram_entropy as entropy
-from modes import Mode, flag
-from plans import Schedule
-from runtime import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
+from evaluation.judges import Judge, calls, corpus_perplexity, distinct, exp, load_judge, mean_and_error, repetition
+from evaluation.judges import unigram_entropy as entropy
+from runtime.processes import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
+from sampling import modes
+from sampling.engine import TokenChoice
+from sampling.modes import Mode, flag
+from sampling.plans import Schedule
 
 OUTPUTS = ("json", "markdown", "plot", "save_samples")
 BOUNDS = ("perplexity_low", "perplexity_high")

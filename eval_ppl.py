@@ -23,12 +23,12 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-import checkpoint
+from checkpoints import store as checkpoint
 from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, ngram_entropies, read_tokens
-from ensembles import MAX_DRAWS, cheap_gains, direct_nll, passes
+from evaluation.ensembles import MAX_DRAWS, cheap_gains, direct_nll, passes
 from objectives import Estimate, estimate, token_nll
 from orders import OrderConfig
-from runtime import (
+from runtime.processes import (
     Processes,
     autocast,
     available_memory,

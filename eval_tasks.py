@@ -15,9 +15,9 @@ from typing import Annotated
 
 import tyro
 
-import checkpoint
-from harness import HarnessModel, Settings, lm_eval, require_lm_eval
-from runtime import Processes, check_output, processes, run_script, to_json, versions
+from checkpoints import store as checkpoint
+from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
+from runtime.processes import Processes, check_output, processes, run_script, to_json, versions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-import checkpoint
-import modes
-import page
+from checkpoints import store as checkpoint
 from data.tokenizer import Tokenizer, get_tokenizer
-from decode import Generation, TokenChoice
-from modes import Mode, draw, generate_shared, rows_of, with_defaults, with_steps
-from plans import Schedule
-from runtime import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
+from runtime.processes import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
+from sampling import modes, page
+from sampling.engine import Generation, TokenChoice
+from sampling.modes import Mode, draw, generate_shared, rows_of, with_defaults, with_steps
+from sampling.plans import Schedule
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import budget
-import checkpoint
-import config as configuration
-from checkpoint import EMA, CheckpointError
-from config import Config
+from checkpoints import store as checkpoint
+from checkpoints.store import EMA, CheckpointError
 from data.loader import LENGTHS, TokenDataset
-from metrics import Log, plot_losses, plot_runs, tokens_of
 from model import AOGPT
 from objectives import (
     DECODER_OBJECTIVES,
@@ -50,11 +46,15 @@ from objectives import (
     score_entropy,
     token_nll,
 )
-from optim import learning_rates, move, set_learning_rates
 from orders import OrderConfig, orders_at, philox_bits
-from parallel import compile_model, drop_gathered, micro_step, replicate
-from runtime import Processes, autocast, pick_dtype, processes, run_script
-from state import Progress, Saver, State, start
+from runtime.processes import Processes, autocast, pick_dtype, processes, run_script
+from training import config as configuration
+from training import memory_plan as budget
+from training.config import Config
+from training.metrics import Log, plot_losses, plot_runs, tokens_of
+from training.optimizers import learning_rates, move, set_learning_rates
+from training.parallel import compile_model, drop_gathered, micro_step, replicate
+from training.state import Progress, Saver, State, start
 
 CURVE_POINTS = 64
 

@@ -13,7 +13,7 @@ from runs import ALONE, make_data, tiny_config
 import train
 from objectives import ObjectiveConfig
 from orders import OrderConfig
-from runtime import run_script as run_main
+from runtime.processes import run_script as run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # tiny tensors: one thread is faster, and the processes that tests start share two cores

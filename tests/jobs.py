@@ -16,9 +16,9 @@ from conftest import ROOT
 from test_checkpoint import assert_same
 from test_train import metrics, wait_for, write_config
 
-import checkpoint
-import sharded
-from metrics import read_metrics
+from checkpoints import sharded
+from checkpoints import store as checkpoint
+from training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
 

@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint
-import config as configuration
-import parallel
-import sharded
-import state as states
 import train
+from checkpoints import sharded
+from checkpoints import store as checkpoint
 from data.loader import TokenDataset
-from runtime import processes
+from runtime.processes import processes
+from training import config as configuration
+from training import parallel
+from training import state as states
 
 
 def full(tensor):

@@ -12,9 +12,9 @@ from fractions import Fraction
 
 import torch
 
-from decode import generate
 from model import AOGPT, ModelConfig
-from plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+from sampling.engine import generate
+from sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
 
 LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
 

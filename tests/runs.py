@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
 from data.prepare import Prepare, prepare
 from model import ModelConfig
 from orders import OrderConfig
-from runtime import Processes
+from runtime.processes import Processes
+from training.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 LENGTH = 16  # the block size of tiny_config

@@ -22,7 +22,7 @@ from runs import ALONE, change, make_data, tiny_config
 from test_train import assert_same_losses, wait_for, write_config
 
 import train
-from runtime import versions
+from runtime.processes import versions
 
 STEPS = 150
 EXACT, CLOSE = "weights and losses bit for bit", "losses within 1e-5"

@@ -18,13 +18,13 @@ from reference import (
 )
 from runs import ALONE, make_data, tiny_config
 
-import bench_decode as bench
 import train
-from baselines import decode_cached, decode_uncached, draw
-from bench_decode import Rates, floor_of, group_sizes, model_calls, only_calls, row_groups
-from decode import Plan, TokenChoice, generate, l2r_plan, mdm_plan
+from benchmarks import decode as bench
+from benchmarks.baselines import decode_cached, decode_uncached, draw
+from benchmarks.decode import Rates, floor_of, group_sizes, model_calls, only_calls, row_groups
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
+from sampling.engine import Plan, TokenChoice, generate, l2r_plan, mdm_plan
 
 LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
 N, V = 4, 3  # positions and tokens of the enumerable model: 81 sequences

@@ -11,9 +11,9 @@ import torch
 from conftest import assert_user_error, run_script
 from reference import randomise
 
-import bench_train
-from baselines import PerToken
-from bench_train import PHASES, TrainArguments, Trainee
+from benchmarks import train as bench_train
+from benchmarks.baselines import PerToken
+from benchmarks.train import PHASES, TrainArguments, Trainee
 from model import AOGPT, ModelConfig
 from orders import OrderConfig, orders_at
 

@@ -16,19 +16,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import budget
-import config as configuration
 import model as model_module
 import train
-from budget import GPU, block_bytes, find_gpu, make_plan, memory_of, meta_model, share_of, state_bytes
-from checkpoint import EMA, training_state
-from config import Config, TrainConfig
+from checkpoints.store import EMA, training_state
 from model import AOGPT, ModelConfig
 from objectives import ObjectiveConfig
-from optim import make_optimizer
 from orders import OrderConfig
-from parallel import checkpoint_activations
-from runtime import PEAK_BF16_FLOPS
+from runtime.processes import PEAK_BF16_FLOPS
+from training import config as configuration
+from training import memory_plan as budget
+from training.config import Config, TrainConfig
+from training.memory_plan import GPU, block_bytes, find_gpu, make_plan, memory_of, meta_model, share_of, state_bytes
+from training.optimizers import make_optimizer
+from training.parallel import checkpoint_activations
 
 B, T, D, H, V = 4, 128, 64, 4, 320
 LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # configs with a plan in their comments, and for how many GPUs
@@ -112,11 +112,11 @@ def test_the_share_of_a_parameter_is_its_rows_rounded_up(shape, world, share):
 SHARDED = """
 import json, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-import config as configuration
-import parallel
-from checkpoint import EMA
-from optim import make_optimizer
-from runtime import Processes
+from training import config as configuration
+from training import parallel
+from checkpoints.store import EMA
+from training.optimizers import make_optimizer
+from runtime.processes import Processes
 
 
 def bytes_of(tensors):

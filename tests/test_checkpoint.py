@@ -11,8 +11,8 @@ import zipfile
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import EMA, CheckpointError
+from checkpoints import store as checkpoint
+from checkpoints.store import EMA, CheckpointError
 from model import AOGPT, ModelConfig
 
 TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4)

@@ -8,7 +8,7 @@ import torch
 from reference import LEVEL, chi_square_p, seeded, tempered, truncated
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from choice import TokenChoice, _nucleus, choose_tokens, draw, fresh_uniforms, probabilities
+from sampling.token_choice import TokenChoice, _nucleus, choose_tokens, draw, fresh_uniforms, probabilities
 
 GRID = 2**13
 JUST_BELOW_ONE = torch.tensor(1.0, dtype=torch.float64).nextafter(torch.tensor(0.0, dtype=torch.float64))

@@ -10,10 +10,10 @@ from conftest import ROOT, assert_user_error, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import config as configuration
-from config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, WandbConfig
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
+from training import config as configuration
+from training.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, WandbConfig
 
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
 

@@ -9,11 +9,11 @@ from conftest import ROOT
 from runs import make_data
 from test_train import signal_handlers  # noqa: F401  (a fixture)
 
-import checkpoint
-import config as configuration
 import eval_ppl
 import sample
 import train
+from checkpoints import store as checkpoint
+from training import config as configuration
 
 SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
 

@@ -34,9 +34,19 @@ from reference import (
     with_choice,
 )
 
-import decode
-from decode import Engine, Plan, TokenChoice, generate, group_sizes, l2r_plan, mdm_plan, memory_needed, speculative_plan
 from model import AOGPT, log_linear_noise
+from sampling import engine as decode
+from sampling.engine import (
+    Engine,
+    Plan,
+    TokenChoice,
+    generate,
+    group_sizes,
+    l2r_plan,
+    mdm_plan,
+    memory_needed,
+    speculative_plan,
+)
 
 N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
 SAMPLES = 6000

@@ -17,14 +17,15 @@ from runs import ALONE, change, make_data, tiny_config
 from test_train import assert_same_losses, signal_handlers, wait_for, write_config  # noqa: F401 (a fixture)
 
 import train
-from runtime import processes
+from runtime.processes import processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
 RUNS = """
 import sys
-import config, train
-from runtime import processes, run_script
+import train
+from training import config
+from runtime.processes import processes, run_script
 
 def main():
     with processes("cpu", group=True) as procs:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from reference import all_sequences, enumerable_system, make_system, random_tokens
 
-import ensembles
-from ensembles import cheap_gains, direct_nll, ensemble_log_probs, passes, permute_context, table
+from evaluation import ensembles
+from evaluation.ensembles import cheap_gains, direct_nll, ensemble_log_probs, passes, permute_context, table
 from objectives import estimate, token_nll
 from orders import OrderConfig, orders_at
 

@@ -16,13 +16,13 @@ from conftest import torchrun
 from runs import LENGTH
 from test_sample import MODES, column, read_lines
 
-import checkpoint
 import eval_gen
-import judge as judges
 import sample
+from checkpoints import store as checkpoint
 from data.tokenizer import BytesTokenizer, get_tokenizer
+from evaluation import judges
 from objectives import estimate
-from runtime import Processes
+from runtime.processes import Processes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)

@@ -13,11 +13,11 @@ from conftest import torchrun
 from runs import ALONE, LENGTH, make_data
 from test_checkpoint import flip_byte
 
-import checkpoint
 import eval_ppl
+from checkpoints import store as checkpoint
 from data.loader import TokenDataset, sha256_file
 from data.prepare import Prepare, prepare
-from ensembles import direct_nll
+from evaluation.ensembles import direct_nll
 from orders import OrderConfig, orders_at
 
 

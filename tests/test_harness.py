@@ -12,12 +12,12 @@ import torch
 from conftest import assert_user_error, run_script, torchrun
 from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
 
-import checkpoint
 import eval_tasks
-import harness
+from checkpoints import store as checkpoint
 from data.tokenizer import get_tokenizer
-from decode import TokenChoice, generate, l2r_plan
-from runtime import Processes
+from evaluation import harness
+from runtime.processes import Processes
+from sampling.engine import TokenChoice, generate, l2r_plan
 
 BYTES = get_tokenizer("bytes")
 EOT = BYTES.eot
@@ -399,10 +399,10 @@ def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(
 
 
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
-    start = "import sys; sys.modules['lm_eval'] = None; import harness, eval_tasks"
+    start = "import sys; sys.modules['lm_eval'] = None; from evaluation import harness; import eval_tasks"
     done = run_script("-c", f"{start}; harness.HarnessModel('nowhere')", check=False)
     assert "ValueError: this needs the package lm_eval: pip install -r requirements-harness.txt" in done.stderr
-    main = "from runtime import run_script; run_script(eval_tasks.main)"
+    main = "from runtime.processes import run_script; run_script(eval_tasks.main)"
     done = run_script("-c", f"{start}; {main}", "nowhere", "--tasks", "a", check=False)
     assert_user_error(done, "pip install -r requirements-harness.txt")
     assert "--num-orders" in run_script("-c", f"{start}; {main}", "--help").stdout

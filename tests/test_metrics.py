@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from runs import ALONE, LENGTH, tiny_config
 from test_train import encoder_config, signal_handlers  # noqa: F401  (a fixture)
 
-import checkpoint
-import metrics
 import train
+from checkpoints import store as checkpoint
 from data.loader import TokenDataset
 from objectives import evaluation_masks
 from orders import OrderConfig, orders_at
+from training import metrics
 
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
 

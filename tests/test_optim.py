@@ -10,7 +10,7 @@ from runs import change, tiny_config
 from test_checkpoint import assert_same
 
 from model import AOGPT
-from optim import (
+from training.optimizers import (
     learning_rate,
     learning_rates,
     make_optimizer,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from page import PageSample, render
+from sampling.page import PageSample, render
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='broken'\">",

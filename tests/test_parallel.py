@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import checkpoint
-import parallel
-import sharded
 import train
-from config import Config
+from checkpoints import sharded
+from checkpoints import store as checkpoint
 from data.loader import TokenDataset
 from objectives import ObjectiveConfig
 from orders import OrderConfig
-from runtime import processes
+from runtime.processes import processes
+from training import parallel
+from training.config import Config
 
 
 def do(world, *jobs):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from reference import LEVEL, chi_square_p, even_sizes, exact_plans, make_plan, seeded, some_given
 
-from plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
+from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
 
 MODES = [
     "l2r",

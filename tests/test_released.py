@@ -17,12 +17,12 @@ from reference import random_orders, random_tokens
 from runs import make_data
 from test_checkpoint import Hostile, limited_file_size
 
-import checkpoint
 import eval_ppl
 import sample
-from checkpoint import CheckpointError
+from checkpoints import store as checkpoint
+from checkpoints.store import CheckpointError
 from model import AOGPT, ModelConfig
-from runtime import run_script as run_main
+from runtime.processes import run_script as run_main
 
 VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11
 TOKENS = 31  # of the tokenizer, where [MASK] follows
@@ -600,7 +600,7 @@ def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
 
 def test_a_repo_id_without_network_is_a_clear_error(tmp_path):
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = run_script("checkpoint.py", "convert", "some-org/some-model", tmp_path / "x", check=False, **offline)
+    done = run_script("convert.py", "some-org/some-model", tmp_path / "x", check=False, **offline)
     assert_user_error(done, "there is no some-org/some-model here", "Hugging Face")
     assert not (tmp_path / "x").exists()
 
@@ -676,7 +676,7 @@ def run(tmp_path_factory):
 
 def test_convert_as_a_process_and_the_scripts_on_the_export(run, tmp_path, monkeypatch, capsys):
     folder, data = run
-    done = run_script("checkpoint.py", "convert", folder, tmp_path / "new" / "raw", "--weights", "raw")
+    done = run_script("convert.py", folder, tmp_path / "new" / "raw", "--weights", "raw")
     assert "step 5, raw weights" in done.stdout and str(tmp_path / "new" / "raw") in done.stdout
     export = tmp_path / "new" / "raw"
     assert sorted(path.name for path in export.iterdir()) == ["config.json", "model.safetensors"]

@@ -12,11 +12,11 @@ from conftest import assert_user_error, run_script, torchrun
 from runs import LENGTH
 from test_page import data_of
 
-import checkpoint
-import decode
-import modes
 import sample
+from checkpoints import store as checkpoint
 from data.tokenizer import get_tokenizer
+from sampling import engine as decode
+from sampling import modes
 
 MODES = {
     "mdm": ["--mode", "mdm", "--steps", 5],

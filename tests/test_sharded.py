@@ -18,13 +18,13 @@ from test_checkpoint import Hostile, assert_same
 from test_train import files, metrics, write_config
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-import checkpoint
 import sample
-import sharded
-import state as states
 import train
-from checkpoint import CheckpointError
-from runtime import processes
+from checkpoints import sharded
+from checkpoints import store as checkpoint
+from checkpoints.store import CheckpointError
+from runtime.processes import processes
+from training import state as states
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_best_and_run_are_what_loading_sampling_and_converting_take(copy, script
             assert (loaded.step, loaded.weights, loaded.tokenizer) == (checkpoint.step_of(source), weights, "bytes")
     code, out, err = script(sample, best, "--num-samples", "1", "--jsonl", tmp_path / "samples.jsonl")
     assert code == 0 and "step 8" in out + err, err
-    run_script("checkpoint.py", "convert", config.run_folder, tmp_path / "export")
+    run_script("convert.py", config.run_folder, tmp_path / "export")
     assert names(tmp_path / "export") == ["config.json", "model.safetensors"]
     expected = sharded.read_all(newest, "ema.")
     assert_same(load_file(tmp_path / "export" / "model.safetensors"), expected)

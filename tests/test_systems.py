@@ -33,13 +33,13 @@ from reference import (
     seeded,
 )
 
-import config as configuration
 import train
-from config import Config, StageConfig
-from decode import Plan, generate
 from model import AOGPT, ModelConfig, log_linear_noise
 from objectives import Masks, ObjectiveConfig, ao_ar_loss, groupwise_loss, masked_nll, masks_at, score_entropy
 from orders import OrderConfig, orders_at
+from sampling.engine import Plan, generate
+from training import config as configuration
+from training.config import Config, StageConfig
 
 LENGTH = TINY["block_size"]
 

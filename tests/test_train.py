@@ -22,17 +22,17 @@ from conftest import ROOT, assert_user_error, run_script, torchrun
 from runs import ALONE, change, make_data, tiny_config
 from test_checkpoint import assert_same, flip_byte
 
-import checkpoint
-import config as configuration
-import parallel
 import train
-from config import WandbConfig
+from checkpoints import store as checkpoint
 from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
 from objectives import ObjectiveConfig, masked_nll, masks_at
-from optim import learning_rate, make_optimizer
 from orders import OrderConfig, orders_at
-from runtime import Processes
+from runtime.processes import Processes
+from training import config as configuration
+from training import parallel
+from training.config import WandbConfig
+from training.optimizers import learning_rate, make_optimizer
 
 
 def write_config(config):
@@ -414,7 +414,7 @@ DRIVER = """
 import json, os, resource, signal, sys
 import matplotlib.pyplot, torch, torch._dynamo, tyro
 import train
-from runtime import run_script
+from runtime.processes import run_script
 
 def die_before(count):
     left = [count]

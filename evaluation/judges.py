@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-import checkpoint
+from checkpoints import store as checkpoint
 from data.tokenizer import END_OF_TEXT, get_tokenizer
 from objectives import t_quantile
 

@@ -2,7 +2,7 @@
 
 Importing this module registers the model under the name "aogpt"; eval_tasks.py is the script around it:
 
-    import harness, lm_eval
+    import lm_eval, evaluation.harness
     lm_eval.simple_evaluate(model="aogpt", model_args="run=out/NAME,order=random", tasks=["hellaswag"])
 
 The harness is the package lm_eval: pip install -r requirements-harness.txt.
@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import checkpoint
-from choice import TokenChoice
+from checkpoints import store as checkpoint
 from data.tokenizer import get_tokenizer
-from decode import generate
 from model import HEAD_CHUNK_ELEMENTS, log_linear_noise
 from orders import OrderConfig, orders_at, philox_bits
-from plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan
-from runtime import Processes, autocast, pick_device, pick_dtype
+from runtime.processes import Processes, autocast, pick_device, pick_dtype
+from sampling.engine import generate
+from sampling.plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan
+from sampling.token_choice import TokenChoice
 
 try:
     import lm_eval

@@ -1,6 +1,6 @@
 """Released weights under our names: AO-GPT, sigma-GPT, GPT-2, RADD and SEDD.
 
-Pure translation; checkpoint.py reads the files. Layouts are told apart by the names of their tensors. Every tensor of a
+Pure translation; store.py reads the files. Layouts are told apart by the names of their tensors. Every tensor of a
 release must have its place and every parameter of the model its tensor, of the right shape; whatever does not fit is a
 ValueError that names it.
 

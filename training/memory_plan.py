@@ -40,11 +40,11 @@ from pathlib import Path
 
 import torch
 
-import config as configuration
-from config import Config
 from model import AOGPT, HEAD_CHUNK_ELEMENTS, Block
-from optim import muon_matrices
-from runtime import PEAK_BF16_FLOPS, check_output, to_json, versions
+from runtime.processes import PEAK_BF16_FLOPS, check_output, to_json, versions
+from training import config as configuration
+from training.config import Config
+from training.optimizers import muon_matrices
 
 FLOAT = 4  # bytes of weights, gradients and optimizer state
 RESERVED = 0.1  # of a GPU's memory

@@ -3,7 +3,7 @@
 A sharded checkpoint is a folder checkpoints/step_N:
 
     shard-*.safetensors   parts of tensors, written by each process: model.NAME, ema.NAME, optimizer.NAME.KEY
-    state.pt              everything else, as in a checkpoint of one file (see checkpoint.py)
+    state.pt              everything else, as in a checkpoint of one file (see store.py)
 
 `torch.distributed.checkpoint` does the work, with the safetensors storage: its own storage keeps a pickle, which could
 run code. A folder has its name once all of it is on the disk.
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from checkpoint import CheckpointError, kept, sync_folder
-from runtime import Processes, lost_process
+from checkpoints.store import CheckpointError, kept, sync_folder
+from runtime.processes import Processes, lost_process
 
 STATE = "state.pt"
 

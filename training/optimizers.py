@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from config import Config
 from model import AOGPT
+from training.config import Config
 
 
 def learning_rate(step: int, config: Config, peak: float | None = None) -> float:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
-import config as configuration
-import optim
-import parallel
-from checkpoint import EMA, CheckpointError
-from config import Config
+from checkpoints import store as checkpoint
+from checkpoints.store import EMA, CheckpointError
 from model import AOGPT
-from runtime import Processes
+from runtime.processes import Processes
+from training import config as configuration
+from training import optimizers as optim
+from training import parallel
+from training.config import Config
 
 
 @dataclass
@@ -106,7 +106,7 @@ def restore(path: Path, saved: dict, state: State) -> None:
     """Fill the state from a checkpoint of either form, whatever the processes were that wrote it and are now."""
     own = dict(state.model.named_parameters())
     if path.is_dir():
-        import sharded
+        from checkpoints import sharded
 
         moments = [name.removeprefix("optimizer.") for name in saved["shapes"] if name.startswith("optimizer.")]
         kept: dict = {}
@@ -138,7 +138,7 @@ class Saver:
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
         self.writer = None
         if config.train.parallel == "fsdp":
-            import sharded
+            from checkpoints import sharded
 
             self.writer = sharded.Writer(procs, config.train.timeout)
         self.failed, self.undo = False, lambda: None

@@ -17,9 +17,8 @@ import torch
 import tyro
 from torch import Tensor
 
-import checkpoint
-from baselines import decode_cached, decode_uncached
-from bench_common import (
+from benchmarks.baselines import decode_cached, decode_uncached
+from benchmarks.common import (
     SIZES,
     Rates,
     SizeName,
@@ -35,9 +34,10 @@ from bench_common import (
     synchronize,
     table,
 )
-from decode import Engine, Generation, Plan, TokenChoice, group_sizes, mdm_plan
+from checkpoints import store as checkpoint
 from model import AOGPT, ModelConfig
-from runtime import pick_device, pick_dtype, versions
+from runtime.processes import pick_device, pick_dtype, versions
+from sampling.engine import Engine, Generation, Plan, TokenChoice, group_sizes, mdm_plan
 
 System = Literal["ours", "baseline", "no-cache", "encoder"]
 SAMPLED = ("no-cache", "encoder")  # systems so slow that a part of their model calls is timed

@@ -36,11 +36,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoint
-from config import Config
+from checkpoints import store as checkpoint
 from data.loader import batch_lengths
 from model import AOGPT
-from runtime import Processes, peak_flops, pick_dtype, to_json
+from runtime.processes import Processes, peak_flops, pick_dtype, to_json
+from training.config import Config
 
 PANELS = (  # of plot_runs: title, label of the y axis, keys; what the second key of a panel holds is drawn dashed
     ("training loss, smoothed", "nats per token", ("loss",)),

@@ -6,7 +6,7 @@ The page itself is page.html, a template: it holds everything, loads nothing, an
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime import to_json
+from runtime.processes import to_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -19,8 +19,8 @@ import torch
 import tyro
 from torch import Tensor
 
-from baselines import PerToken
-from bench_common import (
+from benchmarks.baselines import PerToken
+from benchmarks.common import (
     SIZES,
     SizeName,
     check_settings,
@@ -34,13 +34,13 @@ from bench_common import (
     short,
     table,
 )
-from checkpoint import EMA
-from config import Config, OptimConfig
+from checkpoints.store import EMA
 from model import ModelConfig
 from objectives import ao_ar_loss
-from optim import make_optimizer
 from orders import OrderConfig, orders_at
-from runtime import autocast, peak_flops, pick_device, pick_dtype, versions
+from runtime.processes import autocast, peak_flops, pick_device, pick_dtype, versions
+from training.config import Config, OptimConfig
+from training.optimizers import make_optimizer
 
 System = Literal["aogpt", "gpt", "per-token", "aogpt-eager", "gpt-eager"]
 COMPILED = ("aogpt", "gpt")

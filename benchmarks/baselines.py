@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode import Generation, Plan, TokenChoice
 from model import AOGPT
+from sampling.engine import Generation, Plan, TokenChoice
 
 
 class PerToken(nn.Module):

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from checkpoint import write_atomically
+from checkpoints.store import write_atomically
 from model import AOGPT, ModelConfig
-from runtime import check_output, to_json
+from runtime.processes import check_output, to_json
 
 SizeName = Literal["tiny", "bench", "small", "medium"]
 GPT2 = {"vocab_size": 50304, "block_size": 1024}  # 50257 ids, padded

@@ -1,6 +1,6 @@
 """Checkpoints: averaged weights, atomic writing, exact resume, and loading a model from wherever its weights are.
 
-python checkpoint.py convert SRC DST     # any supported weights -> DST/model.safetensors and DST/config.json
+python convert.py SRC DST     # any supported weights -> DST/model.safetensors and DST/config.json
 
 A run folder holds
 
@@ -31,16 +31,15 @@ import safetensors.torch
 import torch
 import tyro
 
-import optim
-import released
+from checkpoints import released
 from model import AOGPT, ModelConfig
-from runtime import run_script
+from training import optimizers as optim
 
 FORMAT = "aogpt-checkpoint-2"
 EXPORT_FORMAT = "aogpt-export-1"
 FACTS = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`, kept in an export
 SUPPORTED = (
-    "supported are run folders and checkpoints of train.py, folders that checkpoint.py convert wrote, and the released "
+    "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the released "
     "weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with model.safetensors or "
     "pytorch_model.bin)"
 )
@@ -334,7 +333,7 @@ def read(path: Path, verify: bool = False) -> dict:
 
 def _sharded():
     """The room of sharded checkpoints, which is built on this one and takes a while to import."""
-    import sharded
+    from checkpoints import sharded
 
     return sharded
 
@@ -549,8 +548,3 @@ def convert(
     count = sum(loaded.model.num_params().values())
     print(f"read {loaded.describe()}")
     print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
-
-
-if __name__ == "__main__":
-    description = __doc__.split("\n\nA run folder")[0]
-    run_script(lambda: tyro.extras.subcommand_cli_from_dict({"convert": convert}, description=description))

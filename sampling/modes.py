@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from decode import Generation, TokenChoice, generate
 from model import AOGPT, ModelConfig
-from plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
-from runtime import Processes
+from runtime.processes import Processes
+from sampling.engine import Generation, TokenChoice, generate
+from sampling.plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
 
 Mode = Literal["mdm", "even", "l2r", "random", "adaptive", "speculative"]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import model as model_module
-from choice import ACCEPTED, CORRECTED, TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
 from model import AOGPT, MLP, Feed, KVCache, log_linear_noise, ragged
-from plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
-from runtime import available_memory
+from runtime.processes import available_memory
+from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
+from sampling.token_choice import ACCEPTED, CORRECTED, TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
 
 __all__ = [
     "Engine",

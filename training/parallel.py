@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from config import Config
 from model import AOGPT
-from runtime import Processes, pick_dtype
+from runtime.processes import Processes, pick_dtype
+from training.config import Config
 
 MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = tuple(

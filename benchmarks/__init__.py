@@ -1,0 +1,1 @@
+"""Speed, as ratios between systems that run side by side: what bench.py calls."""

@@ -1,0 +1,1 @@
+"""Weights on disk: written, verified, found again, and read from any known layout."""

@@ -1,0 +1,1 @@
+"""Likelihood with its errors, order ensembles, judges and measures of generated text, lm-evaluation-harness."""

@@ -1,0 +1,1 @@
+"""Everything of a training run around the loop in train.py."""
