@@ -1,0 +1,27 @@
+"""Generation, under the name that other programs import: `from decode import generate, mdm_plan`."""
+
+from sampling.engine import Engine, Generation, generate
+from sampling.plans import (
+    Plan,
+    adaptive_plan,
+    group_sizes,
+    l2r_plan,
+    mdm_plan,
+    random_plan,
+    speculative_plan,
+)
+from sampling.token_choice import TokenChoice
+
+__all__ = [
+    "Engine",
+    "Generation",
+    "Plan",
+    "TokenChoice",
+    "adaptive_plan",
+    "generate",
+    "group_sizes",
+    "l2r_plan",
+    "mdm_plan",
+    "random_plan",
+    "speculative_plan",
+]
