@@ -8,7 +8,7 @@ import tyro
 
 from benchmarks.decode import decode
 from benchmarks.train import train
-from runtime.processes import run_script
+from runtime.command_line import run_script
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ python convert.py SRC DST
 import tyro
 
 from checkpoints.store import convert
-from runtime.processes import run_script
+from runtime.command_line import run_script
 
 if __name__ == "__main__":
     run_script(lambda: tyro.cli(convert))

@@ -24,9 +24,22 @@ from tqdm import tqdm
 
 from checkpoints import store as checkpoint
 from data.tokenizer import TOKENIZERS, get_tokenizer
-from evaluation.judges import Judge, calls, corpus_perplexity, distinct, exp, load_judge, mean_and_error, repetition
+from evaluation.judges import (
+    Judge,
+    calls,
+    corpus_perplexity,
+    distinct,
+    exp,
+    load_judge,
+    mean_and_error,
+    repetition,
+)
 from evaluation.judges import unigram_entropy as entropy
-from runtime.processes import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
+from runtime.command_line import run_script
+from runtime.devices import pick_dtype
+from runtime.files import check_output, to_json
+from runtime.processes import Processes, processes
+from runtime.reports import versions
 from sampling import modes
 from sampling.engine import TokenChoice
 from sampling.modes import Mode, flag
@@ -34,7 +47,13 @@ from sampling.plans import Schedule
 
 OUTPUTS = ("json", "markdown", "plot", "save_samples")
 BOUNDS = ("perplexity_low", "perplexity_high")
-BEHIND = (("checkpoint", "from"), ("dtype", "model in"), ("noise", "noise of"), ("top_k", "top-k"), ("seed", "seed"))
+BEHIND = (
+    ("checkpoint", "from"),
+    ("dtype", "model in"),
+    ("noise", "noise of"),
+    ("top_k", "top-k"),
+    ("seed", "seed"),
+)
 JUDGED = {  # how samples reached the judge, if not by their ids
     "retokenised": "reached the judge, whose tokenizer is another, through their text",
     "text": "came as text: entropy, distinct-n and repeated are of the judge's tokens",
@@ -185,15 +204,21 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 def check(a: Arguments) -> list[Sampler]:
     """The rows of the table. ValueError for what has no meaning or cannot be written."""
     if not a.runs and not a.samples:
-        raise ValueError("nothing to evaluate: name a run to sample from (out/NAME), or --samples FILE.jsonl")
+        raise ValueError(
+            "nothing to evaluate: name a run to sample from (out/NAME), or --samples FILE.jsonl"
+        )
     for name in ("steps", "group_size", "draft", "settings"):
         if getattr(a, name) == ():
             raise ValueError(f"{flag(name)} is empty; give at least one, or leave it out")
     for name in OUTPUTS:
         check_output(getattr(a, name), flag(name))
-    files = [path.resolve() for path in (*a.samples, *(getattr(a, name) for name in OUTPUTS)) if path]
+    files = [
+        path.resolve() for path in (*a.samples, *(getattr(a, name) for name in OUTPUTS)) if path
+    ]
     if len(set(files)) < len(files):
-        raise ValueError("--samples and the files to write name the same file twice; name different ones")
+        raise ValueError(
+            "--samples and the files to write name the same file twice; name different ones"
+        )
     if len(set(a.runs)) < len(a.runs):
         raise ValueError("a run is named twice; name each once")
     if a.batch_size < 1:
@@ -202,14 +227,22 @@ def check(a: Arguments) -> list[Sampler]:
         raise ValueError(f"--top-k is {a.top_k}; give at least 1")
     if a.length is not None and a.length < 2:
         raise ValueError(f"--length is {a.length}; give at least 2, of which a judge can score one")
-    names = {field.name for field in dataclasses.fields(Sampler)} & {field.name for field in dataclasses.fields(a)}
+    names = {field.name for field in dataclasses.fields(Sampler)} & {
+        field.name for field in dataclasses.fields(a)
+    }
     common = {name: getattr(a, name) for name in names}
-    sweep = [dict.fromkeys(getattr(a, name) or (None,)) for name in ("steps", "group_size", "draft")]
+    sweep = [
+        dict.fromkeys(getattr(a, name) or (None,)) for name in ("steps", "group_size", "draft")
+    ]
     samplers = []
-    for run, setting in itertools.product(a.runs or ("",), dict.fromkeys(map(parse_setting, a.settings))):
+    for run, setting in itertools.product(
+        a.runs or ("",), dict.fromkeys(map(parse_setting, a.settings))
+    ):
         for steps, group_size, draft in itertools.product(*sweep):
             own = {"steps": steps, "group_size": group_size, "draft": draft, "run": run}
-            sampler = modes.with_defaults(Sampler(**common | own, temperature=setting[0], top_p=setting[1]))
+            sampler = modes.with_defaults(
+                Sampler(**common | own, temperature=setting[0], top_p=setting[1])
+            )
             samplers.append(sampler)
     return samplers if a.runs else []
 
@@ -219,7 +252,9 @@ def parse_setting(text: str) -> tuple[float, float]:
     try:
         temperature, top_p = map(float, text.split(","))
     except ValueError:
-        raise ValueError(f"--settings {text}: give temperature and top-p, a comma between, as in 0.9,0.95") from None
+        raise ValueError(
+            f"--settings {text}: give temperature and top-p, a comma between, as in 0.9,0.95"
+        ) from None
     try:
         TokenChoice(temperature, top_p)
     except ValueError as error:
@@ -241,7 +276,9 @@ def fit(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
     block_size = loaded.model.config.block_size
     length = sampler.length or block_size
     if length > block_size:
-        raise ValueError(f"--length is {length}, but {sampler.run} was built for up to {block_size} tokens")
+        raise ValueError(
+            f"--length is {length}, but {sampler.run} was built for up to {block_size} tokens"
+        )
     steps = sampler.steps or (length if sampler.mode in ("mdm", "even") else None)
     return dataclasses.replace(sampler, length=length, steps=steps)
 
@@ -249,7 +286,9 @@ def fit(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
 # ---- samples: made, or read ------------------------------------------------------------------------------------------
 
 
-def generated(samplers: list[Sampler], models: dict[str, checkpoint.Loaded], a: Arguments, procs: Processes):
+def generated(
+    samplers: list[Sampler], models: dict[str, checkpoint.Loaded], a: Arguments, procs: Processes
+):
     """Yields the samples of every sampler. A run warms up first: no row is to pay for what is done once."""
     dtype, run = pick_dtype(a.dtype, procs.device), None
     for sampler in samplers:
@@ -264,10 +303,15 @@ def generated(samplers: list[Sampler], models: dict[str, checkpoint.Loaded], a: 
 def warm_up(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) -> None:
     """Generate a batch of a few tokens and forget it; the first calls of a model load kernels and take memory."""
     length = min(sampler.length, WARM_UP)
-    samples, steps = min(sampler.num_samples, procs.world_size * sampler.batch_size), sampler.steps and length
+    samples, steps = (
+        min(sampler.num_samples, procs.world_size * sampler.batch_size),
+        sampler.steps and length,
+    )
     short = dataclasses.replace(sampler, length=length, steps=steps, num_samples=samples)
     drawn = modes.draw(short, [[None] * length])
-    modes.generate_shared(loaded.model, drawn, short.choice, loaded.vocab_size, procs, batch_size=short.batch_size)
+    modes.generate_shared(
+        loaded.model, drawn, short.choice, loaded.vocab_size, procs, batch_size=short.batch_size
+    )
 
 
 def make_samples(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) -> SampleSet:
@@ -275,12 +319,26 @@ def make_samples(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) 
     tokenizer, dtype = get_tokenizer(loaded.tokenizer), next(loaded.model.parameters()).dtype
     drawn = modes.draw(sampler, [[None] * sampler.length])
     started = time.perf_counter()
-    sizes = {"batch_size": sampler.batch_size, "label": f"{name_of(dataclasses.asdict(sampler))} samples"}
-    parts = modes.generate_shared(loaded.model, drawn, sampler.choice, loaded.vocab_size, procs, **sizes)
-    cost = {name: sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")}
+    sizes = {
+        "batch_size": sampler.batch_size,
+        "label": f"{name_of(dataclasses.asdict(sampler))} samples",
+    }
+    parts = modes.generate_shared(
+        loaded.model, drawn, sampler.choice, loaded.vocab_size, procs, **sizes
+    )
+    cost = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("model_calls", "token_forwards")
+    }
     cost["seconds"] = round(time.perf_counter() - started, 3)
     rows = [
-        {"text": tokenizer.decode(tokens), "prompt_index": 0, "prompt": "", "length": len(tokens), "tokens": tokens}
+        {
+            "text": tokenizer.decode(tokens),
+            "prompt_index": 0,
+            "prompt": "",
+            "length": len(tokens),
+            "tokens": tokens,
+        }
         | {"step": step, "log_probs": [round(p, 6) for p in log_probs]}
         for tokens, step, log_probs in modes.rows_of(parts)
     ]
@@ -296,9 +354,13 @@ def read_samples(path: Path) -> list[SampleSet]:
     try:
         text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--samples {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+        raise ValueError(
+            f"--samples {path}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from error
     sets = {}
-    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines would also cut at what JSON strings may hold
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # str.splitlines would also cut at what JSON strings may hold
         if line.strip():
             row = read_row(f"{path} line {number}", line)
             sets.setdefault(json.dumps(row.get("settings"), sort_keys=True), []).append(row)
@@ -313,11 +375,15 @@ def read_row(place: str, line: str) -> dict:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise ValueError(f'{place}: give an object with "text", as sample.py --jsonl writes, or {{"text": TEXT}}')
+        raise ValueError(
+            f'{place}: give an object with "text", as sample.py --jsonl writes, or {{"text": TEXT}}'
+        )
     for key in ("tokens", "step"):
         values = row.get(key, [])
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise ValueError(f'{place}: "{key}" must be a list of whole numbers, as sample.py writes it')
+            raise ValueError(
+                f'{place}: "{key}" must be a list of whole numbers, as sample.py writes it'
+            )
     if "step" in row and len(row["step"]) != len(row.get("tokens", [])):
         raise ValueError(f'{place}: "step" and "tokens" must be equally long')
     if not isinstance(row.get("settings", {}), dict):
@@ -330,7 +396,9 @@ def read_set(path: Path, rows: list[dict]) -> SampleSet:
     tokenizer, first = None, rows[0]
     with_tokens = [row for row in rows if "tokens" in row]
     if with_tokens and len(with_tokens) < len(rows):
-        raise ValueError(f'{path}: some rows have "tokens", some not; give all of them tokens, or none')
+        raise ValueError(
+            f'{path}: some rows have "tokens", some not; give all of them tokens, or none'
+        )
     if with_tokens:
         tokenizer = next((name for name in reversed(TOKENIZERS) if is_text_of(name, first)), None)
         for row in rows:
@@ -340,8 +408,14 @@ def read_set(path: Path, rows: list[dict]) -> SampleSet:
                     '"tokens" out to score the text alone'
                 )
     settings = first.get("settings", {})
-    cost = {name: first[name] for name in ("model_calls", "token_forwards", "seconds") if is_number(first.get(name))}
-    return SampleSet(str(settings.get("run", path)), rows, settings | {"file": str(path)}, cost, tokenizer)
+    cost = {
+        name: first[name]
+        for name in ("model_calls", "token_forwards", "seconds")
+        if is_number(first.get(name))
+    }
+    return SampleSet(
+        str(settings.get("run", path)), rows, settings | {"file": str(path)}, cost, tokenizer
+    )
 
 
 def is_text_of(tokenizer: str, row: dict) -> bool:
@@ -372,7 +446,9 @@ def evaluate_set(samples: SampleSet, judge: Judge, batch_size: int, procs: Proce
                 f"{row['place']}: the sample has {min(len(ids), len(seen))} tokens; 2 at least can be scored"
             )
     total = len(judge.windows(judged))
-    with tqdm(total=total, desc="judge", unit="window", disable=None if procs.main else True, leave=False) as bar:
+    with tqdm(
+        total=total, desc="judge", unit="window", disable=None if procs.main else True, leave=False
+    ) as bar:
         scores = judge.score(judged, batch_size, bar.update)
     speculative = samples.settings.get("mode") == "speculative"
     own_scores = [
@@ -383,22 +459,35 @@ def evaluate_set(samples: SampleSet, judge: Judge, batch_size: int, procs: Proce
     scores = sum(procs.gather(own_scores), [])
     for row, score in zip(samples.rows, scores, strict=True):
         row["scores"] = score
-    return {"run": samples.run, "tokens_judged": how} | summary(samples, scores) | {"per_sample": scores}
+    return (
+        {"run": samples.run, "tokens_judged": how}
+        | summary(samples, scores)
+        | {"per_sample": scores}
+    )
 
 
 def measures(tokens: list[int], step: list[int] | None, speculative: bool) -> dict:
     """Of one sample, without a judge. step: where it is known."""
     generated = len(tokens) if step is None else sum(s >= 0 for s in step)
     result = {"tokens": len(tokens), "generated_tokens": generated, "entropy": entropy(tokens)}
-    result |= {f"distinct_{n}": distinct(tokens, n) for n in (1, 2, 3)} | {"repetition_4": repetition(tokens)}
+    result |= {f"distinct_{n}": distinct(tokens, n) for n in (1, 2, 3)} | {
+        "repetition_4": repetition(tokens)
+    }
     return result | {"nfe": math.nan if step is None else calls(step, speculative)}
 
 
 def summary(samples: SampleSet, scores: list[dict]) -> dict:
     """Over all samples: corpus perplexity, means with standard errors, cost."""
     columns = {name: [score[name] for score in scores] for name in scores[0]}
-    tokens, scored, generated = (sum(columns[name]) for name in ("tokens", "scored_tokens", "generated_tokens"))
-    result = {"samples": len(scores), "tokens": tokens, "given_tokens": tokens - generated, "scored_tokens": scored}
+    tokens, scored, generated = (
+        sum(columns[name]) for name in ("tokens", "scored_tokens", "generated_tokens")
+    )
+    result = {
+        "samples": len(scores),
+        "tokens": tokens,
+        "given_tokens": tokens - generated,
+        "scored_tokens": scored,
+    }
     result |= {"unscored_samples": columns["scored_tokens"].count(0)}
     result |= corpus_perplexity(columns["nll"], columns["scored_tokens"])
     result["mean_sample_perplexity"] = mean_and_error(columns["perplexity"])[0]
@@ -415,32 +504,53 @@ def summary(samples: SampleSet, scores: list[dict]) -> dict:
 
 def header(a: Arguments, judge: Judge, procs: Processes) -> dict:
     """What all rows share; `rows` is still empty."""
-    settings = dataclasses.asdict(a) | {"dtype": str(pick_dtype(a.dtype, procs.device)).removeprefix("torch.")}
-    result = {"command": shlex.join(["python", "eval_gen.py", *sys.argv[1:]]), "judge": judge.describe()}
+    settings = dataclasses.asdict(a) | {
+        "dtype": str(pick_dtype(a.dtype, procs.device)).removeprefix("torch.")
+    }
+    result = {
+        "command": shlex.join(["python", "eval_gen.py", *sys.argv[1:]]),
+        "judge": judge.describe(),
+    }
     result |= {"settings": settings, "processes": procs.world_size, "device": str(procs.device)}
     return result | {"versions": versions() | judge.libraries, "rows": []}
 
 
 def facts(result: dict) -> list[str]:
     j = result["judge"]
-    where = f"windows of up to {j['context']} tokens that do not overlap" if j["context"] else "one window a sample"
-    return [f"Judge: {j['source']}, {j['parameters']:,} parameters, {j['dtype']}; it scores {j['scored']}, {where}."]
+    where = (
+        f"windows of up to {j['context']} tokens that do not overlap"
+        if j["context"]
+        else "one window a sample"
+    )
+    return [
+        f"Judge: {j['source']}, {j['parameters']:,} parameters, {j['dtype']}; it scores {j['scored']}, {where}."
+    ]
 
 
 def notes(result: dict) -> list[str]:
     """What is behind the rows, and what a reader must know of some."""
     rows, lines, alike = result["rows"], [], {}
     for row in rows:
-        known = (f"{label} {row['sampler'][n]}" for n, label in BEHIND if row["sampler"].get(n) is not None)
-        alike.setdefault((row["run"], row["samples"], ", ".join(known)), []).append(row["scored_tokens"])
+        known = (
+            f"{label} {row['sampler'][n]}"
+            for n, label in BEHIND
+            if row["sampler"].get(n) is not None
+        )
+        alike.setdefault((row["run"], row["samples"], ", ".join(known)), []).append(
+            row["scored_tokens"]
+        )
     for (run, samples, known), counts in alike.items():
         least, most = min(counts), max(counts)
         scored = f"{least} tokens" if least == most else f"{least} to {most} tokens"
-        lines.append(f"{run}: {', '.join(filter(None, (f'{samples} samples and {scored} scored a row', known)))}.")
+        lines.append(
+            f"{run}: {', '.join(filter(None, (f'{samples} samples and {scored} scored a row', known)))}."
+        )
     for how, text in JUDGED.items():
         if runs := list(dict.fromkeys(row["run"] for row in rows if row["tokens_judged"] == how)):
             lines.append(f"The samples of {', '.join(runs)} {text}.")
-    given, unscored = (sum(row[name] for row in rows) for name in ("given_tokens", "unscored_samples"))
+    given, unscored = (
+        sum(row[name] for row in rows) for name in ("given_tokens", "unscored_samples")
+    )
     if given:
         lines.append(f"{given} tokens were given, not generated; they are scored like the rest.")
     if unscored:
@@ -455,7 +565,9 @@ def name_of(sampler: dict) -> str:
 
 def swept(sampler: dict) -> str:
     """What a sweep varies."""
-    return str(next((sampler[name] for name in ("steps", "group_size", "draft") if sampler.get(name)), ""))
+    return str(
+        next((sampler[name] for name in ("steps", "group_size", "draft") if sampler.get(name)), "")
+    )
 
 
 def plain(value, form: str) -> str:
@@ -471,7 +583,9 @@ def interval(row: dict) -> str:
 def table_row(row: dict | None, width: int) -> str:
     """A line of the table, in Markdown; None: its head. width: of the first column, the run."""
     run, sampler = ("run", "sampler") if row is None else (row["run"], name_of(row["sampler"]))
-    texts = (title.rjust(size) if row is None else text(row).rjust(size) for size, title, text in COLUMNS)
+    texts = (
+        title.rjust(size) if row is None else text(row).rjust(size) for size, title, text in COLUMNS
+    )
     return f"| {' | '.join([run.ljust(width), sampler.ljust(SAMPLER_WIDTH), *texts])} |"
 
 
@@ -487,14 +601,29 @@ def write(a: Arguments, result: dict, width: int, saved: list[SampleSet]) -> Non
         files[a.json] = to_json(result, indent=2).encode() + b"\n"
     if a.markdown:
         table = [*table_head(width), *(table_row(row, width) for row in result["rows"])]
-        lines = ["# Generation quality", "", f"    {result['command']}", "", *facts(result), "", *table, "", LEGEND]
+        lines = [
+            "# Generation quality",
+            "",
+            f"    {result['command']}",
+            "",
+            *facts(result),
+            "",
+            *table,
+            "",
+            LEGEND,
+        ]
         lines += ["", *(f"- {note}" for note in notes(result)), ""]
         files[a.markdown] = "\n".join(lines).encode()
     if a.plot:
         files[a.plot] = plot(result)
     if a.save_samples:
         lines = (
-            to_json({k: v for k, v in row.items() if k != "place"} | found.cost | {"settings": found.settings}) + "\n"
+            to_json(
+                {k: v for k, v in row.items() if k != "place"}
+                | found.cost
+                | {"settings": found.settings}
+            )
+            + "\n"
             for found in saved
             for row in found.rows
         )
@@ -521,12 +650,23 @@ def plot(result: dict) -> bytes:
         below, above = ([abs(row[key] - row["perplexity"]) for row in rows] for key in BOUNDS)
         marker = "osD^vP*X"[runs.index(rows[0]["run"]) % 8]
         axes.errorbar(
-            x, y, yerr=(below, above), marker=marker, markersize=5, capsize=2, linewidth=1.2, label=literal(label)
+            x,
+            y,
+            yerr=(below, above),
+            marker=marker,
+            markersize=5,
+            capsize=2,
+            linewidth=1.2,
+            label=literal(label),
         )
         for row in rows:
             point = (row["entropy"], row["perplexity"])
-            axes.annotate(swept(row["sampler"]), point, (5, 4), textcoords="offset points", fontsize=8)
-    axes.set(yscale="log", xlabel="unigram entropy, nats", ylabel=literal(f"perplexity under {judge}"))
+            axes.annotate(
+                swept(row["sampler"]), point, (5, 4), textcoords="offset points", fontsize=8
+            )
+    axes.set(
+        yscale="log", xlabel="unigram entropy, nats", ylabel=literal(f"perplexity under {judge}")
+    )
     axes.set_title(
         f"{', '.join(map(str, sorted({row['samples'] for row in result['rows']})))} samples a point, bars: 95%"
     )

@@ -24,28 +24,35 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints import store as checkpoint
-from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, ngram_entropies, read_tokens
+from data.loader import (
+    TokenDataset,
+    evaluation_split,
+    find_dataset,
+    load_meta,
+    ngram_entropies,
+    read_tokens,
+)
 from evaluation.ensembles import MAX_DRAWS, cheap_gains, direct_nll, passes
 from objectives import Estimate, estimate, token_nll
 from orders import OrderConfig
-from runtime.processes import (
-    Processes,
-    autocast,
-    available_memory,
-    check_output,
-    pick_dtype,
-    processes,
-    run_script,
-    to_json,
-    versions,
-)
+from runtime.command_line import run_script
+from runtime.devices import autocast, available_memory, pick_dtype
+from runtime.files import check_output, to_json
+from runtime.processes import Processes, processes
+from runtime.reports import versions
 
 NGRAM_TOKENS = 10_000_000  # of the training split, for the entropies shown beside the model's
 PRECISION_SAMPLE = 8  # blocks scored in both precisions
-ORDERS_PER_CONTEXT = 8  # the cheap gain varies far less than the loss along an order: results/order_ensembles.md
+ORDERS_PER_CONTEXT = (
+    8  # the cheap gain varies far less than the loss along an order: results/order_ensembles.md
+)
 JOINT_DRAWS = 8  # fewer means than these tell too little of their spread to stop at a target
 LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
-SETTINGS = {"mixture": ("l2r_prob",), "fixed_random": ("seed",), "fixed_blockwise": ("block", "seed")}  # of --orders
+SETTINGS = {
+    "mixture": ("l2r_prob",),
+    "fixed_random": ("seed",),
+    "fixed_blockwise": ("block", "seed"),
+}  # of --orders
 PUBLISHED = Path(__file__).parent / "data" / "published.toml"
 
 
@@ -131,21 +138,29 @@ def check_arguments(a: Arguments) -> None:
     if a.budget >= MAX_DRAWS:
         raise ValueError(f"--num-orders is {a.num_orders}; give less than {MAX_DRAWS}")
     if not a.datasets:
-        raise ValueError("--datasets names nothing; give RUN first, then --datasets with one name or folder at least")
+        raise ValueError(
+            "--datasets names nothing; give RUN first, then --datasets with one name or folder at least"
+        )
     if len({Path(name).name for name in a.datasets}) < len(a.datasets):
-        raise ValueError(f"--datasets {' '.join(a.datasets)}: results go by the last part of a path; give each its own")
+        raise ValueError(
+            f"--datasets {' '.join(a.datasets)}: results go by the last part of a path; give each its own"
+        )
     if not a.ensemble or not all(1 <= size < 2**16 for size in a.ensemble):
         raise ValueError(f"--ensemble is {a.ensemble}; give sizes from 1 to 65535")
     if a.target_se is not None and not a.target_se > 0:
         raise ValueError(f"--target-se is {a.target_se}; give a number above 0, in nats per token")
     if a.target_se is not None and a.budget < 2:
-        raise ValueError("--target-se needs --num-orders 2 or more: a single draw does not show its error")
+        raise ValueError(
+            "--target-se needs --num-orders 2 or more: a single draw does not show its error"
+        )
     if not 0 <= a.seed < 2**63:
         raise ValueError(f"--seed is {a.seed}; give an integer from 0 to 2**63 - 1")
     if a.per_token is not None and a.per_token.suffix != ".npz":
         raise ValueError(f"--per-token {a.per_token}: name a file that ends in .npz")
     if a.json is not None and a.json.suffix == ".md":
-        raise ValueError(f"--json {a.json}: the Markdown table would take its place; name a file that ends in .json")
+        raise ValueError(
+            f"--json {a.json}: the Markdown table would take its place; name a file that ends in .json"
+        )
     if a.json is not None and a.per_token is not None and a.json.resolve() == a.per_token.resolve():
         raise ValueError(f"--json and --per-token both name {a.json}; give each its own file")
     check_output(a.json, "--json")
@@ -167,7 +182,9 @@ def parse_order(text: str) -> OrderConfig:
             values[name] = types[name](value)
         except ValueError:
             kind_of_number = types[name].__name__
-            raise ValueError(f"--orders {text}: {name} is {value!r}, not of type {kind_of_number}") from None
+            raise ValueError(
+                f"--orders {text}: {name} is {value!r}, not of type {kind_of_number}"
+            ) from None
     try:
         return OrderConfig(kind, **values)
     except ValueError as error:
@@ -185,12 +202,22 @@ def choose_orders(a: Arguments, config) -> list[tuple[str, OrderConfig, tuple[in
     reason = "is an encoder" if encoder else "is not told its target position"
     for text, order in named.items():
         if order.kind == "fixed_blockwise" and order.block > config.block_size:
-            raise ValueError(f"--orders {text}: the model's block size is {config.block_size}; give a smaller block")
+            raise ValueError(
+                f"--orders {text}: the model's block size is {config.block_size}; give a smaller block"
+            )
         if blind and order.kind not in possible:
-            raise ValueError(f"this model {reason} and has no {text!r} perplexity; give --orders {possible[0]}")
+            raise ValueError(
+                f"this model {reason} and has no {text!r} perplexity; give --orders {possible[0]}"
+            )
     if blind and sizes != (1,):
-        what = "its predictions do not depend on the order of the context" if encoder else "it knows one order only"
-        raise ValueError(f"this model {reason}: {what}, so there is no ensemble of orders; leave out --ensemble")
+        what = (
+            "its predictions do not depend on the order of the context"
+            if encoder
+            else "it knows one order only"
+        )
+        raise ValueError(
+            f"this model {reason}: {what}, so there is no ensemble of orders; leave out --ensemble"
+        )
     cheap = a.ensemble_method == "cheap"
     if cheap and sizes != (1,) and all(order.kind != "random" for order in named.values()):
         raise ValueError(
@@ -202,7 +229,10 @@ def choose_orders(a: Arguments, config) -> list[tuple[str, OrderConfig, tuple[in
             "the cheap ensemble does not score every token, so --per-token has nothing to write; "
             "add 1 to --ensemble, or give --ensemble-method direct"
         )
-    return [(text, order, sizes if order.kind == "random" or not cheap else (1,)) for text, order in named.items()]
+    return [
+        (text, order, sizes if order.kind == "random" or not cheap else (1,))
+        for text, order in named.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -217,7 +247,11 @@ class Text:
 
     def tokens(self, rows: range) -> Tensor:
         """(B, T), or (1, less than T) for the row after the last block."""
-        return self.dataset.tail() if rows.start == self.dataset.num_blocks else self.dataset.blocks(list(rows))
+        return (
+            self.dataset.tail()
+            if rows.start == self.dataset.num_blocks
+            else self.dataset.blocks(list(rows))
+        )
 
     def lengths(self) -> Tensor:
         """(count,) tokens of every row."""
@@ -229,8 +263,14 @@ class Text:
     def facts(self) -> dict:
         """What a result must name for another to reproduce it."""
         meta = self.dataset.meta
-        facts = {key: meta[key] for key in ("tokenizer", "protocol", "packing", "notes") if key in meta}
-        return facts | {"split": self.split, "block_size": self.dataset.block_size} | meta["splits"][self.split]
+        facts = {
+            key: meta[key] for key in ("tokenizer", "protocol", "packing", "notes") if key in meta
+        }
+        return (
+            facts
+            | {"split": self.split, "block_size": self.dataset.block_size}
+            | meta["splits"][self.split]
+        )
 
 
 def open_text(name: str, a: Arguments, loaded: checkpoint.Loaded) -> Text:
@@ -242,7 +282,9 @@ def open_text(name: str, a: Arguments, loaded: checkpoint.Loaded) -> Text:
             f"prepare the text again with --tokenizer {loaded.tokenizer}"
         )
     split = a.split or evaluation_split(meta)
-    dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=True)  # results name its checksum
+    dataset = TokenDataset(
+        folder, split, loaded.model.config.block_size, verify=True
+    )  # results name its checksum
     rest = meta.get("protocol", "full") == "full" and dataset.tail().shape[1] > loaded.scored_from
     rows = dataset.num_blocks + rest
     return Text(Path(name).name, folder, split, dataset, min(rows, a.max_sequences or rows))
@@ -274,7 +316,11 @@ class Job:
     @property
     def exact(self) -> bool:
         """A single order is scored, without randomness."""
-        return self.method is None and self.orders.kind in ("l2r", "fixed_random", "fixed_blockwise")
+        return self.method is None and self.orders.kind in (
+            "l2r",
+            "fixed_random",
+            "fixed_blockwise",
+        )
 
     @property
     def joint(self) -> bool:
@@ -301,12 +347,18 @@ def score(job: Job) -> tuple[list[dict], dict[int, Tensor]]:
     draws, gains, sums, stopped = [], [], 0.0, None
     while stopped is None:
         direct = job.method == "direct"
-        nll = job.walker.rows(job, lambda tokens, rows: draw_nll(job, tokens, rows, len(draws)), direct)
+        nll = job.walker.rows(
+            job, lambda tokens, rows: draw_nll(job, tokens, rows, len(draws)), direct
+        )
         if job.a.per_token:
             sums = sums + nll
         draws.append(nll.nanmean(dim=1))
         while len(gains) < job.contexts(len(draws)):
-            gains.append(job.walker.rows(job, lambda tokens, rows: draw_gains(job, tokens, rows, len(gains)), True))
+            gains.append(
+                job.walker.rows(
+                    job, lambda tokens, rows: draw_gains(job, tokens, rows, len(gains)), True
+                )
+            )
         estimates = estimates_of(job, draws, gains)
         stopped = why_stop(job, [e for e, _ in estimates.values()], len(draws))
     seconds, lengths = time.perf_counter() - started, job.text.lengths()
@@ -314,12 +366,24 @@ def score(job: Job) -> tuple[list[dict], dict[int, Tensor]]:
     results = []
     for size, (value, gain) in estimates.items():
         forwards = forwards_of(job, size, len(draws), len(gains), lengths)
-        counts = {"draws": len(draws), "contexts": len(gains) if size > 1 else 0, "stopped": stopped}
-        counts |= {"token_forwards": forwards, "seconds_of_all_sizes": seconds, "batch_size": job.walker.batch_size}
+        counts = {
+            "draws": len(draws),
+            "contexts": len(gains) if size > 1 else 0,
+            "stopped": stopped,
+        }
+        counts |= {
+            "token_forwards": forwards,
+            "seconds_of_all_sizes": seconds,
+            "batch_size": job.walker.batch_size,
+        }
         results.append(result_of(job, size, value, gain) | counts | difference)
     scored = (1, *job.larger) if job.method == "direct" else (1,)
     means = sums / len(draws) if job.a.per_token else None
-    tokens = {size: means[..., i] for i, size in enumerate(scored) if size in job.sizes and job.a.per_token}
+    tokens = {
+        size: means[..., i]
+        for i, size in enumerate(scored)
+        if size in job.sizes and job.a.per_token
+    }
     return results, tokens
 
 
@@ -330,15 +394,21 @@ def draw_nll(job: Job, tokens: Tensor, rows: range, draw: int) -> Tensor:
     if job.method == "direct":
         nll = direct_nll(model, tokens, job.orders, (1, *job.larger), seed, draw, rows)
     else:
-        nll = token_nll(model, tokens, job.orders, seed, draw, rows, job.text.count, job.loaded.scored_from)[..., None]
+        nll = token_nll(
+            model, tokens, job.orders, seed, draw, rows, job.text.count, job.loaded.scored_from
+        )[..., None]
     return nll if job.a.per_token else nll.nanmean(dim=1, keepdim=True)
 
 
 def draw_gains(job: Job, tokens: Tensor, rows: range, draw: int) -> Tensor:
-    return cheap_gains(job.loaded.model, tokens, job.larger, job.a.seed, draw, rows, job.walker.batch_size)
+    return cheap_gains(
+        job.loaded.model, tokens, job.larger, job.a.seed, draw, rows, job.walker.batch_size
+    )
 
 
-def estimates_of(job: Job, draws: list[Tensor], gains: list[Tensor]) -> dict[int, tuple[Estimate, Estimate | None]]:
+def estimates_of(
+    job: Job, draws: list[Tensor], gains: list[Tensor]
+) -> dict[int, tuple[Estimate, Estimate | None]]:
     """{ensemble size: (the loss, its gain over size 1)} from draws of (N, S) losses and of (N, S - 1) cheap gains."""
     nll, weights = torch.stack(draws, dim=1), {"weights": job.weights()}
     if job.exact:
@@ -368,7 +438,11 @@ def forwards_of(job: Job, size: int, draws: int, contexts: int, lengths: Tensor)
     """Inputs that the model must be fed for this size alone."""
     total = 0
     for length, count in zip(*lengths.unique(return_counts=True), strict=True):
-        each = draws if size == 1 or job.method == "cheap" else draws * passes("direct", size, int(length))
+        each = (
+            draws
+            if size == 1 or job.method == "cheap"
+            else draws * passes("direct", size, int(length))
+        )
         if size > 1 and job.method == "cheap":
             each += contexts * passes("cheap", size, int(length))
         total += int(length) * int(count) * each
@@ -376,30 +450,57 @@ def forwards_of(job: Job, size: int, draws: int, contexts: int, lengths: Tensor)
 
 
 def result_of(job: Job, size: int, value: Estimate, gain: Estimate | None) -> dict:
-    result = {"dataset": job.text.name, "data": job.text.facts(), "orders": job.name, "ensemble": size}
+    result = {
+        "dataset": job.text.name,
+        "data": job.text.facts(),
+        "orders": job.name,
+        "ensemble": size,
+    }
     result |= {"method": job.method if size > 1 else None}
-    result |= {"nll": value.nll, "standard_error": value.standard_error, "monte_carlo_error": value.monte_carlo_error}
+    result |= {
+        "nll": value.nll,
+        "standard_error": value.standard_error,
+        "monte_carlo_error": value.monte_carlo_error,
+    }
     result |= {"perplexity": value.perplexity, "perplexity_95": value.interval()}
-    result |= {"perplexity_95_given_data": value.interval(given_data=True), "bits_per_token": value.nll / math.log(2)}
+    result |= {
+        "perplexity_95_given_data": value.interval(given_data=True),
+        "bits_per_token": value.nll / math.log(2),
+    }
     result |= {"gain": None, "gain_error": None}
     if gain is not None:
         result |= {"gain": -gain.nll, "gain_error": gain.standard_error}
     tokens = int((job.text.lengths() - job.loaded.scored_from).sum())
-    return result | {"sequences": value.sequences, "tokens": tokens, "published": published(job, size)}
+    return result | {
+        "sequences": value.sequences,
+        "tokens": tokens,
+        "published": published(job, size),
+    }
 
 
 def precision(job: Job) -> dict:
     """In bfloat16: by how much the losses of a few blocks, nats per token, differ from float32's; no ensemble."""
     a, procs = job.a, job.walker.procs
-    if not procs.main or job.method == "direct" or pick_dtype(a.dtype, procs.device) == torch.float32:
+    if (
+        not procs.main
+        or job.method == "direct"
+        or pick_dtype(a.dtype, procs.device) == torch.float32
+    ):
         return {}
-    count, plain = min(PRECISION_SAMPLE, job.text.dataset.num_blocks, job.text.count), replace(job, sizes=(1,))
+    count, plain = (
+        min(PRECISION_SAMPLE, job.text.dataset.num_blocks, job.text.count),
+        replace(job, sizes=(1,)),
+    )
     losses = {torch.bfloat16: [], torch.float32: []}
-    for row in range(count):  # one at a time: float32 needs more memory than the batches were made for
+    for row in range(
+        count
+    ):  # one at a time: float32 needs more memory than the batches were made for
         rows = range(row, row + 1)
         for dtype, found in losses.items():
             with autocast(procs.device, dtype):
-                found.append(draw_nll(plain, job.text.tokens(rows).to(procs.device), rows, 0).nanmean())
+                found.append(
+                    draw_nll(plain, job.text.tokens(rows).to(procs.device), rows, 0).nanmean()
+                )
     gap = torch.stack(losses[torch.bfloat16]) - torch.stack(losses[torch.float32])
     found = {"sequences": count, "mean": float(gap.mean()), "largest": float(gap.abs().max())}
     return {"bfloat16_minus_float32": found}
@@ -413,7 +514,9 @@ class Walker:
         self.per_token = a.per_token is not None
         self.batch_size = a.batch_size or batch_size
 
-    def rows(self, job: Job, work: Callable[[Tensor, range], Tensor], exact: bool = False) -> Tensor:
+    def rows(
+        self, job: Job, work: Callable[[Tensor, range], Tensor], exact: bool = False
+    ) -> Tensor:
         """work(tokens, rows) -> (B, ...) for all rows, every process its share; (N, ...) of all of them on each.
 
         exact: in float32 whatever --dtype says.
@@ -426,7 +529,9 @@ class Walker:
         with tqdm(total=len(share), desc=title, unit="seq", disable=hidden, leave=False) as bar:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
-                rows = range(row, min(end, blocks) if row < blocks else end)  # the rest after the blocks: on its own
+                rows = range(
+                    row, min(end, blocks) if row < blocks else end
+                )  # the rest after the blocks: on its own
                 tokens = job.text.tokens(rows)
                 try:
                     with autocast(self.procs.device, torch.float32 if exact else self.dtype):
@@ -435,18 +540,28 @@ class Walker:
                     self.halve()
                     continue
                 if self.per_token and part.dim() == 3:
-                    part = F.pad(part, (0, 0, 0, job.text.dataset.block_size - part.shape[1]), value=math.nan)
+                    part = F.pad(
+                        part, (0, 0, 0, job.text.dataset.block_size - part.shape[1]), value=math.nan
+                    )
                 parts.append(part)
                 row = rows.stop
                 bar.update(len(rows))
-        found = [part for part in self.procs.gather(torch.cat(parts) if parts else None) if part is not None]
+        found = [
+            part
+            for part in self.procs.gather(torch.cat(parts) if parts else None)
+            if part is not None
+        ]
         return torch.cat(found)
 
     def halve(self) -> None:
         if self.given or self.batch_size == 1:
             raise ValueError(
                 f"the device is out of memory at {self.batch_size} sequences a pass; "
-                + ("leave out --batch-size, or give a smaller one" if self.given else "use a device with more of it")
+                + (
+                    "leave out --batch-size, or give a smaller one"
+                    if self.given
+                    else "use a device with more of it"
+                )
             )
         self.batch_size //= 2
         if self.procs.device.type == "cuda":
@@ -480,7 +595,12 @@ def published(job: Job, size: int) -> float | None:
     meta, config = job.text.dataset.meta, job.loaded.model.config
     table = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     name = meta.get("settings", {}).get("dataset")
-    if not job.loaded.system or job.a.weights == "raw" or meta.get("protocol") != "sedd" or meta.get("notes"):
+    if (
+        not job.loaded.system
+        or job.a.weights == "raw"
+        or meta.get("protocol") != "sedd"
+        or meta.get("notes")
+    ):
         return None
     if job.text.split != table["splits"].get(name) or job.text.count < job.text.dataset.num_blocks:
         return None
@@ -490,26 +610,54 @@ def published(job: Job, size: int) -> float | None:
     return figures[table["datasets"].index(name)] if figures else None
 
 
-def markdown(results: list[dict], entropies: dict, a: Arguments, loaded: checkpoint.Loaded, orders: list) -> list[str]:
+def markdown(
+    results: list[dict], entropies: dict, a: Arguments, loaded: checkpoint.Loaded, orders: list
+) -> list[str]:
     """The results as a Markdown table with what is needed to read it."""
     names = {"l2r": "left to right", "random": "any order"}
-    head = "text, orders, M, nats/token, std. error, Monte Carlo, bits/token, perplexity, 95% interval".split(", ")
+    head = "text, orders, M, nats/token, std. error, Monte Carlo, bits/token, perplexity, 95% interval".split(
+        ", "
+    )
     gains, known = any(r["gain"] is not None for r in results), any(r["published"] for r in results)
     head += ["gain"] * gains + ["token-forwards"] + ["published"] * known
     rows = []
     for r in results:
         low, high = r["perplexity_95"]
-        row = [r["dataset"], names.get(r["orders"], r["orders"]), str(r["ensemble"]), f"{r['nll']:.4f}"]
-        row += [number(r["standard_error"], 4), number(r["monte_carlo_error"], 5), f"{r['bits_per_token']:.4f}"]
+        row = [
+            r["dataset"],
+            names.get(r["orders"], r["orders"]),
+            str(r["ensemble"]),
+            f"{r['nll']:.4f}",
+        ]
+        row += [
+            number(r["standard_error"], 4),
+            number(r["monte_carlo_error"], 5),
+            f"{r['bits_per_token']:.4f}",
+        ]
         row += [f"{r['perplexity']:.3f}", "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"]
-        row += ["" if r["gain"] is None else f"{r['gain']:.5f} +- {number(r['gain_error'], 5)}"] * gains
+        row += [
+            "" if r["gain"] is None else f"{r['gain']:.5f} +- {number(r['gain_error'], 5)}"
+        ] * gains
         rows.append(row + [f"{r['token_forwards']:,}"] + [f"{r['published'] or ''}"] * known)
     for text, table in entropies.items():
         for name, nats in table.items():
-            row = [text, name, "", f"{nats:.4f}", "", "", f"{nats / math.log(2):.4f}", f"{math.exp(nats):.3f}"]
+            row = [
+                text,
+                name,
+                "",
+                f"{nats:.4f}",
+                "",
+                "",
+                f"{nats / math.log(2):.4f}",
+                f"{math.exp(nats):.3f}",
+            ]
             rows.append(row + [""] * (len(head) - len(row)))
     widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
-    rows = [head, ["-" * (width - (i > 1)) + ":" * (i > 1) for i, width in enumerate(widths)], *rows]
+    rows = [
+        head,
+        ["-" * (width - (i > 1)) + ":" * (i > 1) for i, width in enumerate(widths)],
+        *rows,
+    ]
     table = ["| " + " | ".join(aligned(row, widths)) + " |" for row in rows]
     return [f"{loaded.describe()}", "", *table, "", *notes(results, a, orders)]
 
@@ -520,7 +668,10 @@ def number(value: float, digits: int) -> str:
 
 def aligned(row: list[str], widths: list[int]) -> list[str]:
     """Names to the left, numbers to the right."""
-    return [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+    return [
+        cell.ljust(w) if i < 2 else cell.rjust(w)
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    ]
 
 
 def notes(results: list[dict], a: Arguments, orders: list) -> list[str]:
@@ -531,31 +682,53 @@ def notes(results: list[dict], a: Arguments, orders: list) -> list[str]:
     ]
     told = set()
     for r in results:
-        job, name = (r["dataset"], r["orders"]), f"{r['dataset']} {r['orders']}, M = {r['ensemble']}"
+        job, name = (
+            (r["dataset"], r["orders"]),
+            f"{r['dataset']} {r['orders']}, M = {r['ensemble']}",
+        )
         if r["stopped"] != "exact" and a.target_se:
             reached = "reached" if r["stopped"] == "target" else "NOT reached"
             lines.append(f"{name}: --target-se {a.target_se} {reached} after {r['draws']} draws")
         found = r.get("bfloat16_minus_float32")
         if found and job not in told:
-            mean, largest = f"{found['mean']:+.5f} nats/token on average", f"{found['largest']:.5f} at most"
-            lines.append(f"{' '.join(job)}: bfloat16 - float32 on {found['sequences']} blocks: {mean}, {largest}")
+            mean, largest = (
+                f"{found['mean']:+.5f} nats/token on average",
+                f"{found['largest']:.5f} at most",
+            )
+            lines.append(
+                f"{' '.join(job)}: bfloat16 - float32 on {found['sequences']} blocks: {mean}, {largest}"
+            )
         told.add(job)
     if any(r["published"] for r in results):
-        lines.append("published: of the model whose layout and size this is; the others are measured here")
+        lines.append(
+            "published: of the model whose layout and size this is; the others are measured here"
+        )
     without = [name for name, _, sizes in orders if sizes == (1,) and set(a.ensemble) != {1}]
     if without:
-        lines.append(f"no ensembles of {', '.join(without)}: the cheap ones are of uniform orders (random) only")
+        lines.append(
+            f"no ensembles of {', '.join(without)}: the cheap ones are of uniform orders (random) only"
+        )
     if a.per_token and a.ensemble_method == "cheap" and set(a.ensemble) != {1}:
-        lines.append(f"{a.per_token} holds M = 1 only: the cheap ensemble does not score every token")
+        lines.append(
+            f"{a.per_token} holds M = 1 only: the cheap ensemble does not score every token"
+        )
     return lines
 
 
-def write_report(a: Arguments, results, entropies: dict, lines: list[str], loaded, procs: Processes) -> None:
+def write_report(
+    a: Arguments, results, entropies: dict, lines: list[str], loaded, procs: Processes
+) -> None:
     report = {
         "results": results,
         "entropies": entropies,
-        "settings": dataclasses.asdict(a) | {"dtype": str(pick_dtype(a.dtype, procs.device)).removeprefix("torch.")},
-        "checkpoint": {"path": loaded.path, "step": loaded.step, "weights": loaded.weights, "system": loaded.system},
+        "settings": dataclasses.asdict(a)
+        | {"dtype": str(pick_dtype(a.dtype, procs.device)).removeprefix("torch.")},
+        "checkpoint": {
+            "path": loaded.path,
+            "step": loaded.step,
+            "weights": loaded.weights,
+            "system": loaded.system,
+        },
         "processes": procs.world_size,
         "device": str(procs.device),
         "versions": versions(),
@@ -574,8 +747,13 @@ def write_tokens(path: Path, texts: list[Text], nll: dict[str, Tensor]) -> None:
         tokens = text.tokens(range(blocks))
         if text.count > blocks:
             rest = text.dataset.tail()
-            tokens = torch.cat([tokens, F.pad(rest, (0, tokens.shape[1] - rest.shape[1]), value=-1)])
-        arrays |= {f"{text.name}/tokens": tokens.numpy(), f"{text.name}/blocks": np.arange(text.count)}
+            tokens = torch.cat(
+                [tokens, F.pad(rest, (0, tokens.shape[1] - rest.shape[1]), value=-1)]
+            )
+        arrays |= {
+            f"{text.name}/tokens": tokens.numpy(),
+            f"{text.name}/blocks": np.arange(text.count),
+        }
     checkpoint.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
 
 

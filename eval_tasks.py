@@ -17,7 +17,10 @@ import tyro
 
 from checkpoints import store as checkpoint
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
-from runtime.processes import Processes, check_output, processes, run_script, to_json, versions
+from runtime.command_line import run_script
+from runtime.files import check_output, to_json
+from runtime.processes import Processes, processes
+from runtime.reports import versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     for name, least in (("limit", 1), ("num_fewshot", 0)):
         if getattr(a, name) is not None and getattr(a, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least {least}")
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least {least}"
+            )
     if a.include_path is not None and not a.include_path.is_dir():
         raise ValueError(f"--include-path {a.include_path}: there is no such folder")
     check_output(a.json, "--json")
@@ -60,9 +65,16 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
     model = HarnessModel(a.run, procs, **settings)
     manager = TaskManager(include_path=a.include_path)
-    options = {"num_fewshot": a.num_fewshot, "limit": a.limit, "gen_kwargs": a.gen_kwargs, "task_manager": manager}
+    options = {
+        "num_fewshot": a.num_fewshot,
+        "limit": a.limit,
+        "gen_kwargs": a.gen_kwargs,
+        "task_manager": manager,
+    }
     tasks = find_tasks(manager, a.tasks)
-    results = lm_eval.simple_evaluate(model=model, tasks=tasks, log_samples=a.samples is not None, **options)
+    results = lm_eval.simple_evaluate(
+        model=model, tasks=tasks, log_samples=a.samples is not None, **options
+    )
     if procs.main:
         report(a, model, results)
 
@@ -75,7 +87,9 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
         if not matching:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {', '.join(near)}? " if near else ""
-            raise ValueError(f"there is no task {name!r}: {hint}Tasks of your own are found with --include-path FOLDER")
+            raise ValueError(
+                f"there is no task {name!r}: {hint}Tasks of your own are found with --include-path FOLDER"
+            )
         found += matching
     if not found:
         raise ValueError("--tasks names no task; give at least one")
@@ -86,7 +100,9 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
     """Print the harness's tables and write the files that are asked for."""
     from lm_eval.utils import make_table
 
-    print(f"{model.loaded.describe()}, log-likelihoods: {model.settings.order}, generation: {model.settings.mode}")
+    print(
+        f"{model.loaded.describe()}, log-likelihoods: {model.settings.order}, generation: {model.settings.mode}"
+    )
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))

@@ -80,12 +80,16 @@ class ModelConfig:
     def __post_init__(self):
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                raise ValueError(f"model.{name} is {getattr(self, name)!r}; it must be one of {get_args(hint)}")
+                raise ValueError(
+                    f"model.{name} is {getattr(self, name)!r}; it must be one of {get_args(hint)}"
+                )
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if self.n_embd % self.n_head:
-            raise ValueError(f"model.n_embd ({self.n_embd}) must be a multiple of model.n_head ({self.n_head})")
+            raise ValueError(
+                f"model.n_embd ({self.n_embd}) must be a multiple of model.n_head ({self.n_head})"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}; give a number from 0 to below 1")
         self._check_architecture()
@@ -105,11 +109,17 @@ class ModelConfig:
         for name, value in (("mask_token", None), ("noise", False), ("position", "learned")):
             if not encoder and getattr(self, name) != value:
                 value = getattr(self, name)
-                raise ValueError(f"model.{name} = {value!r} is for encoders; set model.attention to 'full'")
+                raise ValueError(
+                    f"model.{name} = {value!r} is for encoders; set model.attention to 'full'"
+                )
         if self.position == "rotary" and self.n_embd // self.n_head % 2:
-            raise ValueError(f"rotary positions need an even head width, but it is {self.n_embd // self.n_head}")
+            raise ValueError(
+                f"rotary positions need an even head width, but it is {self.n_embd // self.n_head}"
+            )
         if self.start == "hidden" and self.target == "two_stream":
-            raise ValueError("model.start = 'hidden' leaves the first query of two_stream nothing to read")
+            raise ValueError(
+                "model.start = 'hidden' leaves the first query of two_stream nothing to read"
+            )
 
     @property
     def adaln(self) -> bool:
@@ -195,7 +205,15 @@ class KVCache:
     the last slot takes what nobody reads.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None, layers=None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        length: int,
+        device=None,
+        dtype=None,
+        layers=None,
+    ):
         layers = config.n_layer if layers is None else layers
         shape = (layers, batch_size, length + 1, config.n_head, config.n_embd // config.n_head)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, C, H, D/H)
@@ -251,7 +269,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Tensor]:
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    frequency = 10000.0 ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    )
     angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequency
     angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -282,7 +302,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, view: View, cached: CachedStep | None = None, queries: Tensor | None = None):
+    def forward(
+        self, x: Tensor, view: View, cached: CachedStep | None = None, queries: Tensor | None = None
+    ):
         """x (B, T, D), or the (N, D) items of a cached pass -> the same shape; with a query stream of that shape, which
         reads the keys of x, the outputs of both."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
@@ -296,10 +318,14 @@ class Attention(nn.Module):
             return y
         D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
-        q = self.q_norm(F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1)))
+        q = self.q_norm(
+            F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
+        )
         return y, self._attend(q, k, v, view.query_mask, view, cached)
 
-    def _attend(self, q, k, v, mask: Tensor | None, view: View, cached: CachedStep | None) -> Tensor:
+    def _attend(
+        self, q, k, v, mask: Tensor | None, view: View, cached: CachedStep | None
+    ) -> Tensor:
         """Queries (B, T, H, D/H) or (N, H, D/H), keys and values (B, keys, H, D/H) -> projected, in the shape of x."""
         q = q if cached is None else q[cached.grid]
         q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
@@ -332,10 +358,14 @@ class Block(nn.Module):
         self.norm1, self.norm2 = make_norm(config), make_norm(config)
         self.attn, self.mlp = Attention(config), MLP(config)
         self.adaln = nn.Linear(config.cond_dim, 6 * config.n_embd) if config.adaln else None
-        self.wtpe = nn.Embedding(config.block_size, config.n_embd) if config.target == "per_block" else None
+        self.wtpe = (
+            nn.Embedding(config.block_size, config.n_embd) if config.target == "per_block" else None
+        )
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, view: View, rows=None, condition=None, table=None, cached=None, queries=None):
+    def forward(
+        self, x, view: View, rows=None, condition=None, table=None, cached=None, queries=None
+    ):
         """One block; it reads its own parameters only, so that it can be sharded, compiled or computed again alone.
 
         Args:
@@ -363,7 +393,9 @@ class Block(nn.Module):
     def _two_stream(self, x: Tensor, queries: Tensor, view: View, cached: CachedStep | None):
         y, answer = self.attn(self.norm1(x), view, cached, self.norm1(queries))
         x, queries = x + self.drop(y), queries + self.drop(answer)
-        return x + self.drop(self.mlp(self.norm2(x))), queries + self.drop(self.mlp(self.norm2(queries)))
+        return x + self.drop(self.mlp(self.norm2(x))), queries + self.drop(
+            self.mlp(self.norm2(queries))
+        )
 
 
 class NoiseEmbedding(nn.Module):
@@ -376,7 +408,9 @@ class NoiseEmbedding(nn.Module):
     def forward(self, sigma: Tensor) -> Tensor:
         frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float64) / 128)
         angle = sigma.double()[:, None] * frequency
-        return self.proj(F.silu(self.fc(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype))))
+        return self.proj(
+            F.silu(self.fc(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype)))
+        )
 
 
 class AOGPT(nn.Module):
@@ -391,10 +425,20 @@ class AOGPT(nn.Module):
         self.config = config
         decoder = config.attention == "causal"
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size + decoder, config.n_embd) if config.position == "learned" else None
+        self.wpe = (
+            nn.Embedding(config.block_size + decoder, config.n_embd)
+            if config.position == "learned"
+            else None
+        )
         self.start = nn.Parameter(torch.empty(config.n_embd)) if decoder else None
-        self.query = nn.Parameter(torch.empty(config.n_embd)) if config.target == "two_stream" else None
-        target_dim = {"input": config.n_embd, "shared": config.n_embd, "adaln": config.cond_dim}.get(config.target)
+        self.query = (
+            nn.Parameter(torch.empty(config.n_embd)) if config.target == "two_stream" else None
+        )
+        target_dim = {
+            "input": config.n_embd,
+            "shared": config.n_embd,
+            "adaln": config.cond_dim,
+        }.get(config.target)
         self.wtpe = nn.Embedding(config.block_size, target_dim) if target_dim else None
         self.noise = NoiseEmbedding(config.cond_dim) if config.noise else None
         self.drop = nn.Dropout(config.dropout)
@@ -423,10 +467,14 @@ class AOGPT(nn.Module):
         elif self.config.position_init == "sinusoidal" and name == "wpe.weight":
             p.copy_(sinusoids(*p.shape, std=0.04))
         elif self.config.position_init == "sinusoidal" and name == "wtpe.weight":
-            std = 2.0 if self.config.target == "adaln" else 0.04  # adaLN hears it through a linear layer of std 0.02
+            std = (
+                2.0 if self.config.target == "adaln" else 0.04
+            )  # adaLN hears it through a linear layer of std 0.02
             p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])  # position p is row p + 1 of `wpe`
         else:
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
+            std = (
+                0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
+            )
             nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     # ---- scoring: all T predictions of a known sequence in one pass -----------------------------------------------
@@ -446,7 +494,9 @@ class AOGPT(nn.Module):
         """
         if self.config.attention == "full":
             x = self.encoder_hidden(torch.where(which, self.config.mask_token, tokens), extra)
-            return self.head_nll(x, tokens) if self.config.noise else self.head_nll(x, tokens) * which
+            return (
+                self.head_nll(x, tokens) if self.config.noise else self.head_nll(x, tokens) * which
+            )
         # tokens.gather(1, which), but a compiled backward pass keeps this and would do that again for every logit.
         ordered = torch.empty_like(tokens).scatter_(1, inverse_of(which), tokens)
         return self.head_nll(self.hidden(tokens, which, extra), ordered)
@@ -458,7 +508,9 @@ class AOGPT(nn.Module):
         `order` is not a permutation.
         """
         if self.config.attention == "full":
-            raise ValueError("an encoder has no log-probabilities along an order; use masked_log_probs")
+            raise ValueError(
+                "an encoder has no log-probabilities along an order; use masked_log_probs"
+            )
         self._check(tokens, order)
         steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
         if not torch.equal(order.sort(dim=1).values, steps):
@@ -480,18 +532,28 @@ class AOGPT(nn.Module):
         inverse = inverse_of(order)
         view = View(hide_start=self.config.start == "hidden")
         if group_start is not None:
-            view.query_mask = (torch.arange(T, device=order.device) <= group_start.unsqueeze(-1)).unsqueeze(1)
+            view.query_mask = (
+                torch.arange(T, device=order.device) <= group_start.unsqueeze(-1)
+            ).unsqueeze(1)
         x = self._embed(in_tokens, in_positions)
         return self._trunk(
-            x, view, order, lambda table: PermutationGather.apply(table[:T], order, inverse), self._condition()
+            x,
+            view,
+            order,
+            lambda table: PermutationGather.apply(table[:T], order, inverse),
+            self._condition(),
         )
 
-    def encoder_hidden(self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+    def encoder_hidden(
+        self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
         """Final hidden states (B, T, D) of an encoder; tokens (B, T) with [MASK] in place; sigma (B,) with noise;
         lengths (B,): of rows that are shorter than T, whose padding no position sees."""
         x, view, c = self.wte(tokens), View(causal=False), self.config
         if lengths is not None:
-            view.mask = (torch.arange(tokens.shape[1], device=x.device) < lengths[:, None])[:, None, None]
+            view.mask = (torch.arange(tokens.shape[1], device=x.device) < lengths[:, None])[
+                :, None, None
+            ]
         if c.position == "rotary":
             view.rotary = rotary_angles(tokens.shape[1], c.n_embd // c.n_head, x.device, x.dtype)
         else:
@@ -502,10 +564,20 @@ class AOGPT(nn.Module):
     def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
         """Inputs of a decoder, one vector a token: position 0 is [None], whatever its token."""
         x = self.wte(in_tokens)
-        return torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(in_positions)
+        return torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(
+            in_positions
+        )
 
     def _trunk(
-        self, x, view: View, targets, rows, condition, tables=None, cache: KVCache | None = None, **step
+        self,
+        x,
+        view: View,
+        targets,
+        rows,
+        condition,
+        tables=None,
+        cache: KVCache | None = None,
+        **step,
     ) -> Tensor:
         """Run the blocks and the final norm on embedded inputs (B, T, D), or on the items (N, D) of a cached pass.
 
@@ -518,7 +590,9 @@ class AOGPT(nn.Module):
         for i, block in enumerate(self.blocks):
             cached = None
             if cache is not None:
-                layer = i % len(cache.keys)  # a pass that leaves nothing behind makes do with one layer's space
+                layer = i % len(
+                    cache.keys
+                )  # a pass that leaves nothing behind makes do with one layer's space
                 cached = CachedStep(cache.keys[layer], cache.values[layer], **step)
             if variant == "two_stream":
                 x, queries = block(x, view, cached=cached, queries=queries)
@@ -528,7 +602,9 @@ class AOGPT(nn.Module):
         x = self.norm_f(x if queries is None else queries)
         if not self.config.adaln:
             return x
-        return modulate(x, *rows(tables[-1] if tables else self.adaln_f(condition)).chunk(2, dim=-1))
+        return modulate(
+            x, *rows(tables[-1] if tables else self.adaln_f(condition)).chunk(2, dim=-1)
+        )
 
     def _condition(self) -> Tensor | None:
         """What adaLN is computed from, (block_size, cond_dim). It depends on the target position only, so one row per
@@ -569,17 +645,25 @@ class AOGPT(nn.Module):
         logits = self.logits(x)
         if self.config.noise:
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            return torch.stack([logits.logsumexp(dim=-1), logits.gather(1, targets[:, None]).squeeze(1)], dim=1)
+            return torch.stack(
+                [logits.logsumexp(dim=-1), logits.gather(1, targets[:, None]).squeeze(1)], dim=1
+            )
         return F.cross_entropy(logits, targets, reduction="none")
 
     def _check(self, tokens: Tensor, other: Tensor) -> None:
         if tokens.shape != other.shape or tokens.dim() != 2:
-            raise ValueError(f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be (batch, length)")
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be (batch, length)"
+            )
         if not 1 <= tokens.shape[1] <= self.config.block_size:
-            raise ValueError(f"{tokens.shape[1]} tokens a sequence; this model takes 1 to {self.config.block_size}")
+            raise ValueError(
+                f"{tokens.shape[1]} tokens a sequence; this model takes 1 to {self.config.block_size}"
+            )
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
-            raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {self.config.vocab_size - 1}")
+            raise ValueError(
+                f"tokens run from {low} to {high}; this model knows 0 to {self.config.vocab_size - 1}"
+            )
 
     # ---- parallel prediction: many targets that see the same context ---------------------------------------------
 
@@ -622,7 +706,14 @@ class AOGPT(nn.Module):
         """
         ordered = tokens.gather(1, order)
         B, T = tokens.shape
-        feed = Feed(torch.zeros_like(known), known, torch.full_like(known, T), items=B * T, width=T, length=T)
+        feed = Feed(
+            torch.zeros_like(known),
+            known,
+            torch.full_like(known, T),
+            items=B * T,
+            width=T,
+            length=T,
+        )
         with torch.no_grad():
             x = self.parallel_hidden(ordered, order, feed)
             log_probs = -self.head_nll(x.view(B, T, -1), ordered)
@@ -672,7 +763,9 @@ class AOGPT(nn.Module):
         x = self._embed(ordered[row, before], in_positions)
         condition = None if tables else self._condition()
         places = {"row": row, "column": column, "slot": slot, "grid": grid, "length": feed.length}
-        return self._trunk(x, view, targets, lambda table: table[targets], condition, tables, cache, **places)
+        return self._trunk(
+            x, view, targets, lambda table: table[targets], condition, tables, cache, **places
+        )
 
     def _parallel_view(self, slots: Tensor, feed: Feed) -> View:
         """What the queries in `slots` (B, W) see of the first `feed.length` cache slots."""
@@ -703,4 +796,7 @@ class AOGPT(nn.Module):
         passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B). adaLN is left out: it runs per position.
         """
         c = self.config
-        return 6 * (12 * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size) + 12 * c.n_layer * c.n_embd * length
+        return (
+            6 * (12 * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size)
+            + 12 * c.n_layer * c.n_embd * length
+        )

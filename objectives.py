@@ -34,11 +34,15 @@ class ObjectiveConfig:
 
     def __post_init__(self):
         if self.kind not in get_args(ObjectiveKind):
-            raise ValueError(f"objective.kind is {self.kind!r}; it must be one of {get_args(ObjectiveKind)}")
+            raise ValueError(
+                f"objective.kind is {self.kind!r}; it must be one of {get_args(ObjectiveKind)}"
+            )
         if self.group < 1:
             raise ValueError(f"objective.group is {self.group}; a group has at least 1 step")
         if not 0 < self.noise_eps < 1:
-            raise ValueError(f"objective.noise_eps is {self.noise_eps}; give a number between 0 and 1")
+            raise ValueError(
+                f"objective.noise_eps is {self.noise_eps}; give a number between 0 and 1"
+            )
 
 
 # ---- decoders: along orders ------------------------------------------------------------------------------------------
@@ -85,7 +89,9 @@ class Masks:
         return Masks(self.masked.to(device), self.weight.to(device), self.sigma.to(device))
 
 
-def masks_at(config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int) -> Masks:
+def masks_at(
+    config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int
+) -> Masks:
     """Masks of the sequences `rows` of a global batch of `total`: a pure function of the arguments.
 
     lambda_dce: rate lambda, weight 1 / lambda; the rates of the batch lie one in each of `total` equal parts of (0, 1).
@@ -113,7 +119,9 @@ def stratified(seed: int, step: int, rows: range, total: int, width: int) -> Ten
 
     They have one offset for the whole batch, from the row after its last in a table of random numbers `width` wide.
     """
-    offset = (philox_bits(seed, step, range(total, total + 1), width)[0, 0] >> np.uint64(11)) * 2.0**-53
+    offset = (
+        philox_bits(seed, step, range(total, total + 1), width)[0, 0] >> np.uint64(11)
+    ) * 2.0**-53
     return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + float(offset)) % 1.0
 
 
@@ -123,7 +131,9 @@ def evaluation_masks(seed: int, step: int, rows: range, total: int, length: int)
     Better for evaluation than lambda_dce, which is as stratified: its weight 1 / lambda has no bound, and its variance
     near lambda = 0 none either, so that errors estimated from a few draws are too small.
     """
-    keys = torch.from_numpy(philox_bits(seed, step, rows, length + 1)[:, 1:] >> np.uint64(11)).double()
+    keys = torch.from_numpy(
+        philox_bits(seed, step, rows, length + 1)[:, 1:] >> np.uint64(11)
+    ).double()
     k = (stratified(seed, step, rows, total, length + 1) * length).long() + 1
     masked = keys.argsort(dim=1).argsort(dim=1) < k[:, None]
     return Masks(masked, length / k, log_linear_noise(k / length))
@@ -145,7 +155,9 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
     o_y - log expm1(sigma) - log N, and its target is the ratio r = 1 / expm1(sigma) at the true token, 0 elsewhere:
     sum_y s_y - r log s_x + r (log r - 1), which is 0 where s is the true ratio of a token that is certain.
     """
-    normaliser, output = model(tokens, masks.masked, masks.sigma.to(torch.get_default_dtype())).double()
+    normaliser, output = model(
+        tokens, masks.masked, masks.sigma.to(torch.get_default_dtype())
+    ).double()
     log_ratio = -masks.sigma.expm1().log()[:, None]
     shift, ratio = log_ratio - float(np.log(vocab)), log_ratio.exp()
     entropy = (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
@@ -156,7 +168,14 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
 
 
 def token_nll(
-    model, tokens: Tensor, orders: OrderConfig, seed: int, draw: int, rows: range, total: int, scored_from: int = 0
+    model,
+    tokens: Tensor,
+    orders: OrderConfig,
+    seed: int,
+    draw: int,
+    rows: range,
+    total: int,
+    scored_from: int = 0,
 ) -> Tensor:
     """One estimate of the negative log-likelihood of every token, (B, T) float64, nats, in sequence order.
 
@@ -170,7 +189,9 @@ def token_nll(
     """
     if model.config.attention == "full":
         if orders.kind != "random":
-            raise ValueError(f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}")
+            raise ValueError(
+                f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}"
+            )
         masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
         return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
     order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
@@ -180,7 +201,14 @@ def token_nll(
 
 
 def held_out_nll(
-    model, tokens: Tensor, orders: OrderConfig, seed: int, draw: int, rows: range, total: int, scored_from: int = 0
+    model,
+    tokens: Tensor,
+    orders: OrderConfig,
+    seed: int,
+    draw: int,
+    rows: range,
+    total: int,
+    scored_from: int = 0,
 ) -> Tensor:
     """Mean of `token_nll` over the scored tokens of each sequence, (B,) float64, nats per token."""
     return token_nll(model, tokens, orders, seed, draw, rows, total, scored_from).nanmean(dim=1)
@@ -230,8 +258,12 @@ def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None)
     n = len(means)
     weights = torch.ones_like(means) if weights is None else weights
     nll = float((weights * means).mean())
-    deviation = (weights * (means - nll)).std() if n > 1 else torch.tensor(torch.nan)  # of a ratio of two sums
-    spreads = [_monte_carlo(weights[:, None] * part.double(), joint) for part in parts if part.dim() == 2]
+    deviation = (
+        (weights * (means - nll)).std() if n > 1 else torch.tensor(torch.nan)
+    )  # of a ratio of two sums
+    spreads = [
+        _monte_carlo(weights[:, None] * part.double(), joint) for part in parts if part.dim() == 2
+    ]
     variance = sum(v for v, _ in spreads)
     degrees = math.inf
     if variance > 0:  # Welch and Satterthwaite
@@ -249,7 +281,11 @@ def _monte_carlo(draws: Tensor, joint: bool) -> tuple[float, float]:
     spread = draws.var(dim=1)
     fourth = float(spread.square().sum())
     # Satterthwaite's for sequences that vary differently, unbiased: n (D - 1) if they vary alike
-    degrees = max(count - 1, (count + 1) * float(spread.sum()) ** 2 / fourth - 2) if fourth else n * (count - 1)
+    degrees = (
+        max(count - 1, (count + 1) * float(spread.sum()) ** 2 / fourth - 2)
+        if fourth
+        else n * (count - 1)
+    )
     return float(spread.mean() / (n * count)), degrees
 
 

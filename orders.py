@@ -33,9 +33,13 @@ class OrderConfig:
 
     def __post_init__(self):
         if self.kind not in get_args(OrderKind):
-            raise ValueError(f"order.kind is {self.kind!r}; it must be one of {get_args(OrderKind)}")
+            raise ValueError(
+                f"order.kind is {self.kind!r}; it must be one of {get_args(OrderKind)}"
+            )
         if not 0.0 <= self.l2r_prob <= 1.0:
-            raise ValueError(f"order.l2r_prob is a probability, but it is {self.l2r_prob}; give a number from 0 to 1")
+            raise ValueError(
+                f"order.l2r_prob is a probability, but it is {self.l2r_prob}; give a number from 0 to 1"
+            )
         if self.block < 1:
             raise ValueError(f"order.block is {self.block}; a block holds at least 1 position")
 
@@ -51,10 +55,18 @@ def philox_bits(seed: int, step: int, rows: range, width: int) -> np.ndarray:
     Returns: uint64 array (len(rows), width). Row r is the same whichever other rows are drawn with it.
     """
     if not (0 <= seed < 2**64 and 0 <= step < 2**64):
-        raise ValueError(f"seed and step must be from 0 to 2**64 - 1, but they are {seed} and {step}")
-    counts_per_row = -(-width // 4)  # one Philox counter yields four numbers; its top word stays 0 (data uses 1 and up)
-    stream = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).advance(rows.start * counts_per_row)
-    return stream.random_raw(len(rows) * counts_per_row * 4).reshape(len(rows), counts_per_row * 4)[:, :width]
+        raise ValueError(
+            f"seed and step must be from 0 to 2**64 - 1, but they are {seed} and {step}"
+        )
+    counts_per_row = -(
+        -width // 4
+    )  # one Philox counter yields four numbers; its top word stays 0 (data uses 1 and up)
+    stream = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).advance(
+        rows.start * counts_per_row
+    )
+    return stream.random_raw(len(rows) * counts_per_row * 4).reshape(len(rows), counts_per_row * 4)[
+        :, :width
+    ]
 
 
 def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:
@@ -81,12 +93,16 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
     # Ties among 64-bit keys (probability below T^2 / 2^65) are broken by position.
     order = torch.from_numpy(bits[:, 1:].argsort(axis=1, kind="stable"))
     if config.kind == "mixture":
-        coin = torch.from_numpy((bits[:, 0] >> np.uint64(11)) * 2.0**-53)  # uniform in [0, 1) with 53 bits
+        coin = torch.from_numpy(
+            (bits[:, 0] >> np.uint64(11)) * 2.0**-53
+        )  # uniform in [0, 1) with 53 bits
         order = torch.where(coin[:, None] < config.l2r_prob, identity, order)
     return order
 
 
-def sample_orders(config: OrderConfig, batch_size: int, length: int, generator: torch.Generator) -> torch.Tensor:
+def sample_orders(
+    config: OrderConfig, batch_size: int, length: int, generator: torch.Generator
+) -> torch.Tensor:
     """Draw `batch_size` orders from `config`.
 
     Args:

@@ -21,7 +21,11 @@ import tyro
 
 from checkpoints import store as checkpoint
 from data.tokenizer import Tokenizer, get_tokenizer
-from runtime.processes import Processes, check_output, pick_dtype, processes, run_script, to_json, versions
+from runtime.command_line import run_script
+from runtime.devices import pick_dtype
+from runtime.files import check_output, to_json
+from runtime.processes import Processes, processes
+from runtime.reports import versions
 from sampling import modes, page
 from sampling.engine import Generation, TokenChoice
 from sampling.modes import Mode, draw, generate_shared, rows_of, with_defaults, with_steps
@@ -111,7 +115,9 @@ def sample(arguments: Arguments, procs: Processes) -> None:
     loaded = checkpoint.load(a.run, a.weights, procs.device)
     dtype = pick_dtype(a.dtype, procs.device)
     tokenizer = get_tokenizer(loaded.tokenizer)
-    contexts = [encode(request, tokenizer, a.length, loaded.model.config.block_size) for request in requests]
+    contexts = [
+        encode(request, tokenizer, a.length, loaded.model.config.block_size) for request in requests
+    ]
     check_model(a, loaded, requests, contexts)
     a = with_steps(a, contexts)
     drawn = draw(a, contexts)
@@ -120,7 +126,10 @@ def sample(arguments: Arguments, procs: Processes) -> None:
     model, sizes = loaded.model.to(dtype), {"batch_size": a.batch_size, "compile": a.compile}
     parts = generate_shared(model, drawn, choice, loaded.vocab_size, procs, **sizes)
     if procs.main:
-        cost = {name: sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")}
+        cost = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("model_calls", "token_forwards")
+        }
         cost["seconds"] = round(time.perf_counter() - started, 3)
         settings = dataclasses.asdict(a) | {"dtype": str(dtype).removeprefix("torch.")}
         settings |= {"checkpoint": loaded.describe(), "versions": versions()}
@@ -134,12 +143,16 @@ def check(a: Arguments) -> Arguments:
     """The arguments with the defaults of their mode. ValueError for what has no meaning or cannot be written."""
     a = with_defaults(a)
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
-        raise ValueError("give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold both kinds")
+        raise ValueError(
+            "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold both kinds"
+        )
     check_output(a.jsonl, "--jsonl")
     check_output(a.html, "--html")
     files = [path.resolve() for path in (a.prompts, a.jsonl, a.html) if path]
     if len(set(files)) < len(files):
-        raise ValueError("--prompts, --jsonl and --html name the same file twice; name different ones")
+        raise ValueError(
+            "--prompts, --jsonl and --html name the same file twice; name different ones"
+        )
     return a
 
 
@@ -149,7 +162,9 @@ def read_requests(a: Arguments) -> list[Request]:
     if a.prompts is None:
         return [Request("--prompt", "prompt", a.prompt or "")]
     if a.prompts.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file")
+        raise ValueError(
+            f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
+        )
     if not a.prompts.is_file():
         raise ValueError(f"--prompts {a.prompts}: there is no such file")
     data = a.prompts.read_bytes()
@@ -157,12 +172,20 @@ def read_requests(a: Arguments) -> list[Request]:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{a.prompts} line {line}: this is not UTF-8; save the file as UTF-8") from error
+        raise ValueError(
+            f"{a.prompts} line {line}: this is not UTF-8; save the file as UTF-8"
+        ) from error
     requests = []
-    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines would also cut at what JSON strings may hold
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # str.splitlines would also cut at what JSON strings may hold
         if line.strip():
             place = f"{a.prompts} line {number}"
-            row = {"prompt": line.removesuffix("\r")} if a.prompts.suffix == ".txt" else read_row(place, line)
+            row = (
+                {"prompt": line.removesuffix("\r")}
+                if a.prompts.suffix == ".txt"
+                else read_row(place, line)
+            )
             kind = "infill" if "infill" in row else "prompt"
             requests.append(Request(place, kind, row[kind], row.get("length")))
     if not requests:
@@ -178,22 +201,34 @@ def read_row(place: str, line: str) -> dict:
         raise ValueError(f"{place}: this is not JSON ({error})") from error
     keys = set(row) if isinstance(row, dict) else set()
     if len(keys & {"prompt", "infill"}) != 1 or keys - {"prompt", "infill", "length"}:
-        found = f"keys {', '.join(map(repr, row)) or '(none)'}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        found = (
+            f"keys {', '.join(map(repr, row)) or '(none)'}"
+            if isinstance(row, dict)
+            else f"a {type(row).__name__}"
+        )
         raise ValueError(
             f'{place}: give {{"prompt": TEXT}}, also with "length": N, or {{"infill": TEXT}}; found {found}'
         )
-    for key, kind, name in (("prompt", str, "text"), ("infill", str, "text"), ("length", int, "a whole number")):
+    for key, kind, name in (
+        ("prompt", str, "text"),
+        ("infill", str, "text"),
+        ("length", int, "a whole number"),
+    ):
         if key in row and type(row[key]) is not kind:
             raise ValueError(f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}')
     return row
 
 
-def encode(request: Request, tokenizer: Tokenizer, length: int | None, block_size: int) -> list[int | None]:
+def encode(
+    request: Request, tokenizer: Tokenizer, length: int | None, block_size: int
+) -> list[int | None]:
     """The tokens of a sample, None where they are to be generated. length: of prompts that have none of their own."""
     if request.kind == "infill":
         return encode_infill(request, tokenizer, length, block_size)
     prompt = tokenizer.encode(request.text)
-    name, total = ("--length", length or block_size) if request.length is None else ("length", request.length)
+    name, total = (
+        ("--length", length or block_size) if request.length is None else ("length", request.length)
+    )
     if not len(prompt) < total <= block_size:
         raise ValueError(
             f"{request.place}: the prompt has {len(prompt)} tokens and {name} is {total}: the length must exceed the "
@@ -202,10 +237,14 @@ def encode(request: Request, tokenizer: Tokenizer, length: int | None, block_siz
     return prompt + [None] * (total - len(prompt))
 
 
-def encode_infill(request: Request, tokenizer: Tokenizer, length: int | None, block_size: int) -> list[int | None]:
+def encode_infill(
+    request: Request, tokenizer: Tokenizer, length: int | None, block_size: int
+) -> list[int | None]:
     if length is not None or request.length is not None:
         name = "--length" if request.length is None else '"length"'
-        raise ValueError(f"{request.place}: an infill is as long as its text and its masks; leave out {name}")
+        raise ValueError(
+            f"{request.place}: an infill is as long as its text and its masks; leave out {name}"
+        )
     tokens = []
     for number, part in enumerate(re.split(r"(\[MASK\b[^\]]*\]?)", request.text)):
         if number % 2 == 0:  # text and masks take turns
@@ -214,9 +253,13 @@ def encode_infill(request: Request, tokenizer: Tokenizer, length: int | None, bl
             # one more than fits is enough to be refused, whatever the number is
             tokens += [None] * min(int(mask[1]), block_size + 1)
         else:
-            raise ValueError(f"{request.place}: {part[:40]!r} is no mask; write [MASK:n] for n tokens, n at least 1")
+            raise ValueError(
+                f"{request.place}: {part[:40]!r} is no mask; write [MASK:n] for n tokens, n at least 1"
+            )
     if None not in tokens:
-        raise ValueError(f"{request.place}: there is no mask; write [MASK:n] where n tokens are to be generated")
+        raise ValueError(
+            f"{request.place}: there is no mask; write [MASK:n] where n tokens are to be generated"
+        )
     if len(tokens) > block_size:
         raise ValueError(
             f"{request.place}: text and masks together exceed the model's block size, {block_size} tokens; shorten them"
@@ -224,7 +267,9 @@ def encode_infill(request: Request, tokenizer: Tokenizer, length: int | None, bl
     return tokens
 
 
-def check_model(a: Arguments, loaded: checkpoint.Loaded, requests: list[Request], contexts: list[list]) -> None:
+def check_model(
+    a: Arguments, loaded: checkpoint.Loaded, requests: list[Request], contexts: list[list]
+) -> None:
     """ValueError if the model cannot do what is asked for."""
     config = loaded.model.config
     modes.check_model(a, config)
@@ -250,19 +295,35 @@ def records(parts: list[Generation], requests: list[Request], tokenizer: Tokeniz
     rows, samples = rows_of(parts), []
     for number, (tokens, step, log_probs) in enumerate(rows):
         index = number * len(requests) // len(rows)
-        record = {"text": tokenizer.decode(tokens), "prompt_index": index, requests[index].kind: requests[index].text}
-        record |= {"length": len(tokens), "tokens": tokens, "step": step, "log_probs": [round(p, 6) for p in log_probs]}
+        record = {
+            "text": tokenizer.decode(tokens),
+            "prompt_index": index,
+            requests[index].kind: requests[index].text,
+        }
+        record |= {
+            "length": len(tokens),
+            "tokens": tokens,
+            "step": step,
+            "log_probs": [round(p, 6) for p in log_probs],
+        }
         samples.append(record)
     return samples
 
 
-def report(a: Arguments, samples: list[dict], tokenizer: Tokenizer, cost: dict, settings: dict) -> None:
+def report(
+    a: Arguments, samples: list[dict], tokenizer: Tokenizer, cost: dict, settings: dict
+) -> None:
     """Write the files that are asked for, then print every sample."""
     if a.jsonl:
-        lines = "".join(to_json(record | cost | {"settings": settings}) + "\n" for record in samples)
+        lines = "".join(
+            to_json(record | cost | {"settings": settings}) + "\n" for record in samples
+        )
         checkpoint.write_atomically(a.jsonl, lambda file: file.write(lines.encode()))
     if a.html:
-        shown = [page.PageSample(tokenizer.pieces(s["tokens"]), s["step"], s["log_probs"]) for s in samples]
+        shown = [
+            page.PageSample(tokenizer.pieces(s["tokens"]), s["step"], s["log_probs"])
+            for s in samples
+        ]
         known = {name: value for name, value in settings.items() if value is not None}
         document = page.render(shown, known | cost)
         checkpoint.write_atomically(a.html, lambda file: file.write(document.encode()))

@@ -47,7 +47,9 @@ from objectives import (
     token_nll,
 )
 from orders import OrderConfig, orders_at, philox_bits
-from runtime.processes import Processes, autocast, pick_dtype, processes, run_script
+from runtime.command_line import run_script
+from runtime.devices import autocast, pick_dtype
+from runtime.processes import Processes, processes
 from training import config as configuration
 from training import memory_plan as budget
 from training.config import Config
@@ -84,7 +86,9 @@ def plot(arguments: list[str]) -> int:
     """`--plot RUN [RUN ...]`: draw runs against each other."""
     import tyro
 
-    a = tyro.cli(PlotArguments, args=arguments, prog="train.py", description="Draw runs against each other.")
+    a = tyro.cli(
+        PlotArguments, args=arguments, prog="train.py", description="Draw runs against each other."
+    )
     if not a.plot:
         raise ValueError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
     plot_runs(list(a.plot), a.plot_out, a.plot_x)
@@ -110,11 +114,23 @@ def train(config: Config, procs: Processes) -> int:
     return finish(config, procs, progress, saved, say)
 
 
-def train_steps(config: Config, procs: Processes, state: State, data, held_out, stop: StopRequest, log: Log, saver):
+def train_steps(
+    config: Config,
+    procs: Processes,
+    state: State,
+    data,
+    held_out,
+    stop: StopRequest,
+    log: Log,
+    saver,
+):
     """Train until the last step, or until asked to stop. Returns the last checkpoint's path; None if not written."""
     progress, saved = state.progress, None
     model, results = replicate(state.model, procs), Results()
-    with contextlib.closing(Batches(data, config, procs, progress.step)) as batches, contextlib.closing(saver):
+    with (
+        contextlib.closing(Batches(data, config, procs, progress.step)) as batches,
+        contextlib.closing(saver),
+    ):
         while progress.step < config.train.steps and not stop.agreed:
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)
@@ -132,7 +148,9 @@ def train_steps(config: Config, procs: Processes, state: State, data, held_out, 
                 report(results.ready(wait=True), config, progress, log)
                 saver.wait()  # if the best one could not be written, the one before it is the best again
             best_before = progress.best
-            better = evaluating and evaluate(state.model, state.ema, held_out, config, procs, progress, log)
+            better = evaluating and evaluate(
+                state.model, state.ema, held_out, config, procs, progress, log
+            )
             if better or saving:
                 saved = saver.save(state, best_before)
                 log.restart_clock()
@@ -153,7 +171,9 @@ def report(results, config: Config, progress: Progress, log: Log) -> None:
 # ---- one step: nothing in it waits for the device --------------------------------------------------------------------
 
 
-def train_step(step: int, model, optimizer, batches: Batches, config: Config, procs: Processes) -> tuple:
+def train_step(
+    step: int, model, optimizer, batches: Batches, config: Config, procs: Processes
+) -> tuple:
     """Gradients of the global batch of `step`, clipped. Returns (loss, gradient norm), 0-dimensional tensors on the
     device, the same on every process.
 
@@ -162,7 +182,9 @@ def train_step(step: int, model, optimizer, batches: Batches, config: Config, pr
     """
     t, device = config.train, procs.device
     if config.model.dropout:  # dropout, too, follows from the step alone
-        torch.manual_seed(int(philox_bits(config.seed, step, range(procs.rank, procs.rank + 1), 1)[0, 0]))
+        torch.manual_seed(
+            int(philox_bits(config.seed, step, range(procs.rank, procs.rank + 1), 1)[0, 0])
+        )
     set_learning_rates(optimizer, learning_rates(step, config))
     micro_steps = batches.micro_steps
     total = torch.zeros((), device=device)
@@ -230,7 +252,11 @@ class Batches:
             self.ahead = place, self.thread.submit(self.make, *place)
         batch = self.ahead[1].result()
         after = (step, micro + 1) if micro + 1 < self.micro_steps else (step + 1, 0)
-        self.ahead = (after, self.thread.submit(self.make, *after)) if after[0] < self.config.train.steps else None
+        self.ahead = (
+            (after, self.thread.submit(self.make, *after))
+            if after[0] < self.config.train.steps
+            else None
+        )
         device = self.procs.device
         move_to = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
         return Batch(move_to(batch.tokens), map_tensors(move_to, batch.which))
@@ -316,13 +342,17 @@ class StopRequest:
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(model, ema: EMA, held_out: TokenDataset, config: Config, procs, progress: Progress, log: Log) -> bool:
+def evaluate(
+    model, ema: EMA, held_out: TokenDataset, config: Config, procs, progress: Progress, log: Log
+) -> bool:
     """Validation losses of the averaged and of the last weights. Returns whether the averaged ones are at their best
     under the run's own order distribution."""
     kinds = ["l2r"] if config.model.attention == "causal" else ["random"]
     if config.model.target != "none":
         kinds.append("random")
-    goal = config.stage(config.train.steps)[0].kind  # a schedule is judged by where it leads, from the first step on
+    goal = config.stage(config.train.steps)[
+        0
+    ].kind  # a schedule is judged by where it leads, from the first step on
     if goal.startswith("fixed"):
         kinds.append("fixed")
     model.eval()
@@ -339,16 +369,24 @@ def evaluate(model, ema: EMA, held_out: TokenDataset, config: Config, procs, pro
     return better
 
 
-def validation(model, held_out: TokenDataset, kind: str, config: Config, procs: Processes) -> tuple[float, list]:
+def validation(
+    model, held_out: TokenDataset, kind: str, config: Config, procs: Processes
+) -> tuple[float, list]:
     """Mean nats per token of the first eval.sequences blocks, each under one order that never changes, and the curve of
     these losses by step: at most CURVE_POINTS means over equal parts of the order (see metrics.py)."""
-    order_config = config.stage(config.train.steps)[0] if kind == "fixed" else OrderConfig(kind=kind)
+    order_config = (
+        config.stage(config.train.steps)[0] if kind == "fixed" else OrderConfig(kind=kind)
+    )
     count, size = min(config.eval.sequences, held_out.num_blocks), config.train.micro_batch_size
     share, total = procs.share(count), 0.0
-    sums = torch.zeros(2, min(CURVE_POINTS, config.model.block_size), dtype=torch.float64)  # of losses, and how many
+    sums = torch.zeros(
+        2, min(CURVE_POINTS, config.model.block_size), dtype=torch.float64
+    )  # of losses, and how many
     largest = math.ceil(count / procs.world_size)
     for first in range(share.start, share.start + largest, size):
-        rows = range(first, min(first + size, share.stop)) or range(1)  # a pass too many: sharded ones are common work
+        rows = range(first, min(first + size, share.stop)) or range(
+            1
+        )  # a pass too many: sharded ones are common work
         tokens = held_out.blocks(list(rows)).to(procs.device)
         with autocast(procs.device, pick_dtype(config.train.dtype, procs.device)):
             nll = token_nll(model, tokens, order_config, config.seed, 0, rows, count).cpu()
@@ -361,7 +399,9 @@ def validation(model, held_out: TokenDataset, kind: str, config: Config, procs: 
     return sum(totals) / count, [x / n if n else None for x, n in zip(losses, counts, strict=True)]
 
 
-def by_step(nll: torch.Tensor, orders: OrderConfig, config: Config, rows: range, total: int, points: int):
+def by_step(
+    nll: torch.Tensor, orders: OrderConfig, config: Config, rows: range, total: int, points: int
+):
     """Sums of the losses by the share of the sequence that is known, and their numbers: (2, points), float64.
 
     nll: (B, T), what `token_nll` gave for the sequences `rows`. The step of a token is the number of known tokens. An
@@ -390,7 +430,11 @@ def open_data(config: Config, procs: Processes) -> tuple[TokenDataset, TokenData
     """The training split and, if there are evaluations, the validation split, checked against the configuration."""
     size, verify = config.model.block_size, config.data.verify
     data = TokenDataset(config.data.folder, "train", size, verify=verify)
-    held_out = TokenDataset(config.data.folder, "val", size, verify=verify) if config.eval.interval else None
+    held_out = (
+        TokenDataset(config.data.folder, "val", size, verify=verify)
+        if config.eval.interval
+        else None
+    )
     check_fits(config, data, procs)
     return data, held_out
 
@@ -399,7 +443,9 @@ def already_finished(config: Config, procs: Processes, progress: Progress, say) 
     folder = config.run_folder
     if procs.main and not (folder / "loss.png").exists():
         plot_losses(folder)
-    say(f"{folder} is finished at step {progress.step}; give more --train.steps to go on, or another --name")
+    say(
+        f"{folder} is finished at step {progress.step}; give more --train.steps to go on, or another --name"
+    )
     return 0
 
 
@@ -407,10 +453,19 @@ def introduce(config: Config, data: TokenDataset, model: AOGPT, procs: Processes
     """Write the run's configuration and say what is about to be trained, on how much."""
     folder, t, size = config.run_folder, config.train, config.model.block_size
     if procs.main:
-        checkpoint.write_atomically(folder / "config.toml", lambda f: f.write(configuration.to_toml(config).encode()))
+        checkpoint.write_atomically(
+            folder / "config.toml", lambda f: f.write(configuration.to_toml(config).encode())
+        )
     counts = model.num_params()
-    say(f"parameters: {sum(counts.values()):,} (" + ", ".join(f"{k} {v:,}" for k, v in counts.items()) + ")")
-    say(f"{data.num_blocks:,} blocks of {size} tokens, {t.batch_size * size:,} tokens a step, ", end="")
+    say(
+        f"parameters: {sum(counts.values()):,} ("
+        + ", ".join(f"{k} {v:,}" for k, v in counts.items())
+        + ")"
+    )
+    say(
+        f"{data.num_blocks:,} blocks of {size} tokens, {t.batch_size * size:,} tokens a step, ",
+        end="",
+    )
     say(f"{t.steps * t.batch_size / data.num_blocks:.2f} epochs; run folder {folder}")
     if config.data.random_length_prob:
         say(f"{config.data.random_length_prob:.2%} of the steps at a random length below that")
@@ -421,9 +476,13 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
     if procs.main:
         plot_losses(config.run_folder)
     if saved is None:
-        raise CheckpointError("the last checkpoint could not be written (see above); free some space and start again")
+        raise CheckpointError(
+            "the last checkpoint could not be written (see above); free some space and start again"
+        )
     if progress.step < config.train.steps:
-        say(f"stopped at step {progress.step} and saved {saved}; the same command goes on from there")
+        say(
+            f"stopped at step {progress.step} and saved {saved}; the same command goes on from there"
+        )
     else:
         say(f"finished {progress.step} steps; next: python sample.py {config.run_folder}")
     return 0
@@ -461,7 +520,9 @@ def compiled(model: AOGPT, config: Config, procs: Processes):
         yield
         return
     if procs.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise ValueError("train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile")
+        raise ValueError(
+            "train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile"
+        )
     compile_model(model)
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield

@@ -43,7 +43,9 @@ class PerToken(nn.Module):
         targets = F.pad(order, (0, 1))  # the last token has no target: any will do
         x = _trunk(model, x, targets)
         logits = model.logits(x)[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), ordered.flatten(), reduction="none").view_as(order)
+        return F.cross_entropy(logits.flatten(0, 1), ordered.flatten(), reduction="none").view_as(
+            order
+        )
 
 
 @torch.no_grad()
@@ -71,7 +73,9 @@ def decode_cached(
         targets = items.targets_of(fresh, size)
         state.reveal(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
         state.token_forwards += int((fresh + size)[active].sum())
-        cached = torch.where(active, known + 1, cached)  # the first copy of the last known token is its true input
+        cached = torch.where(
+            active, known + 1, cached
+        )  # the first copy of the last known token is its true input
         known = known + size
     return state.result()
 
@@ -102,7 +106,9 @@ def decode_uncached(
             items = _Items(state, nothing, known[active], int((known + size)[active].max()), active)
             hidden = _item_hidden(model, items)
             targets = items.targets_of(known[active], size[active])
-            state.reveal(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
+            state.reveal(
+                model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator
+            )
         known = known + size
     return state.result()
 
@@ -110,7 +116,9 @@ def decode_uncached(
 def _check(model: AOGPT) -> None:
     c = model.config
     if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
-        raise ValueError("the baselines are of AO-GPT: a decoder with model.target = 'adaln' and an attended start")
+        raise ValueError(
+            "the baselines are of AO-GPT: a decoder with model.target = 'adaln' and an attended start"
+        )
 
 
 def _check_plan(model: AOGPT, plan: Plan) -> None:
@@ -133,15 +141,21 @@ class _State:
     def __init__(self, model: AOGPT, plan: Plan):
         self.plan, self.order = plan, plan.order.to(model.wte.weight.device)
         self.tokens = torch.zeros_like(self.order)
-        self.log_probs = torch.zeros(self.order.shape, device=self.order.device, dtype=model.wte.weight.dtype)
+        self.log_probs = torch.zeros(
+            self.order.shape, device=self.order.device, dtype=model.wte.weight.dtype
+        )
         self.token_forwards = 0
 
-    def reveal(self, logits: Tensor, known: Tensor, size: Tensor, choice: TokenChoice, generator) -> None:
+    def reveal(
+        self, logits: Tensor, known: Tensor, size: Tensor, choice: TokenChoice, generator
+    ) -> None:
         """Draw the tokens of this step from their logits (N, V), rows one after the other."""
         logits = at_least_float32(logits)
         drawn = draw(logits, choice, generator)
         index = torch.arange(self.order.shape[1])
-        revealed = ((index >= known[:, None]) & (index < (known + size)[:, None])).to(self.order.device)
+        revealed = ((index >= known[:, None]) & (index < (known + size)[:, None])).to(
+            self.order.device
+        )
         self.tokens[revealed] = drawn
         log_probs = logits.log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
         self.log_probs[revealed] = log_probs.to(self.log_probs.dtype)
@@ -167,7 +181,9 @@ class _Items:
     a copy of input `known` with target order[i], which sees the inputs before it and itself, no other copy.
     """
 
-    def __init__(self, state: _State, cached: Tensor, known: Tensor, width: int, rows: Tensor | None = None):
+    def __init__(
+        self, state: _State, cached: Tensor, known: Tensor, width: int, rows: Tensor | None = None
+    ):
         device = state.order.device
         tokens, order = state.tokens, state.order
         if rows is not None:
@@ -218,7 +234,11 @@ def _item_hidden(model: AOGPT, items: _Items, cache: GrowingCache | None = None)
 
 
 def _trunk(
-    model: AOGPT, x: Tensor, targets: Tensor, mask: Tensor | None = None, cache: GrowingCache | None = None
+    model: AOGPT,
+    x: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    cache: GrowingCache | None = None,
 ) -> Tensor:
     """Blocks and final norm, adaLN and all, on embedded tokens (B, W, D) with targets (B, W); causal without a mask."""
     condition = F.silu(model.wtpe(targets))

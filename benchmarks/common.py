@@ -16,12 +16,15 @@ import torch
 
 from checkpoints.store import write_atomically
 from model import AOGPT, ModelConfig
-from runtime.processes import check_output, to_json
+from runtime.files import check_output, to_json
 
 SizeName = Literal["tiny", "bench", "small", "medium"]
 GPT2 = {"vocab_size": 50304, "block_size": 1024}  # 50257 ids, padded
 SIZES = {  # the model, and how many of its ids are tokens
-    "tiny": (ModelConfig(vocab_size=512, block_size=128, n_layer=2, n_head=2, n_embd=64, cond_dim=16), 500),
+    "tiny": (
+        ModelConfig(vocab_size=512, block_size=128, n_layer=2, n_head=2, n_embd=64, cond_dim=16),
+        500,
+    ),
     "bench": (ModelConfig(**GPT2, n_layer=6, n_head=6, n_embd=384), 50257),
     "small": (ModelConfig(**GPT2, n_layer=12, n_head=12, n_embd=768), 50257),
     "medium": (ModelConfig(**GPT2, n_layer=24, n_head=16, n_embd=1024), 50257),
@@ -53,7 +56,12 @@ def random_model(config: ModelConfig, seed: int, device: torch.device) -> AOGPT:
 def machine(device: torch.device) -> dict:
     """What the figures depend on besides the library versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {"device": device.type, "name": name, "threads": torch.get_num_threads(), "platform": platform.platform()}
+    return {
+        "device": device.type,
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
 
 
 def cpu_name() -> str:
@@ -80,17 +88,23 @@ class Rates:
     bandwidth: float
 
 
-def measure_rates(config: ModelConfig, items: int, dtype: torch.dtype, device: torch.device) -> Rates:
+def measure_rates(
+    config: ModelConfig, items: int, dtype: torch.dtype, device: torch.device
+) -> Rates:
     """Time the product of `items` hidden states (at most 4096) with an MLP's first matrix, and the sum of a tensor
     larger than any cache."""
     rows, D = min(items, 4096), config.n_embd
-    x, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, D), (D, 4 * D)))
+    x, weight = (
+        torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, D), (D, 4 * D))
+    )
     product = fastest(lambda: x @ weight, device)
     data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
     return Rates(2 * rows * D * 4 * D / product, BANDWIDTH_BYTES / fastest(data.sum, device))
 
 
-def fastest(function: Callable, device: torch.device, rounds: int = 5, seconds: float = 0.05) -> float:
+def fastest(
+    function: Callable, device: torch.device, rounds: int = 5, seconds: float = 0.05
+) -> float:
     """Seconds of one call in the best of some rounds, each of which lasts about `seconds`."""
 
     def timed(calls: int) -> float:
@@ -117,7 +131,9 @@ def publish(a, title: str, result: dict, report: str, plot: Callable[[], bytes])
     """Print the report; write the files that --json, --markdown and --plot name."""
     print(report)
     if a.json:
-        write_atomically(a.json, lambda file: file.write(to_json(result, indent=2).encode() + b"\n"))
+        write_atomically(
+            a.json, lambda file: file.write(to_json(result, indent=2).encode() + b"\n")
+        )
     if a.markdown:
         heading = f"# {title}\n\n    {result['command']}\n\n"
         write_atomically(a.markdown, lambda file: file.write((heading + report).encode()))

@@ -36,7 +36,8 @@ from benchmarks.common import (
 )
 from checkpoints import store as checkpoint
 from model import AOGPT, ModelConfig
-from runtime.processes import pick_device, pick_dtype, versions
+from runtime.devices import pick_device, pick_dtype
+from runtime.reports import versions
 from sampling.engine import Engine, Generation, Plan, TokenChoice, group_sizes, mdm_plan
 
 System = Literal["ours", "baseline", "no-cache", "encoder"]
@@ -116,7 +117,9 @@ def decode(arguments: Annotated[DecodeArguments, tyro.conf.arg(name="")]) -> Non
 
 def check_arguments(a: DecodeArguments) -> None:
     """Raise ValueError for settings that no system could run."""
-    check_settings(a, {"batch_size": 1, "length": 1, "repeats": 1, "slow_calls": 0, "seed": 0, "threads": 1})
+    check_settings(
+        a, {"batch_size": 1, "length": 1, "repeats": 1, "slow_calls": 0, "seed": 0, "threads": 1}
+    )
     if not a.steps or min(a.steps) < 1:
         raise ValueError(f"--steps is {a.steps}; give numbers of at least 1")
     if a.logit_scale != "auto" and not 0 < a.logit_scale < math.inf:
@@ -138,12 +141,18 @@ class DecodeBench:
         loaded = {"ours": self.model.to(dtype)}
         scales = {"ours": 1.0 if a.run and a.logit_scale == "auto" else a.logit_scale}
         if "encoder" in a.systems:
-            self.encoder = random_model(encoder_config(self.model.config, self.vocab_size), a.seed, device).to(dtype)
+            self.encoder = random_model(
+                encoder_config(self.model.config, self.vocab_size), a.seed, device
+            ).to(dtype)
             loaded["encoder"], scales["encoder"] = self.encoder, a.logit_scale
         self.models = {}
         for name, model in loaded.items():
             scale, entropy = scale_logits(model, scales[name], self.vocab_size, a.length, a.seed)
-            self.models[name] = {"parameters": model.num_params(), "logit_scale": scale, "entropy": entropy}
+            self.models[name] = {
+                "parameters": model.num_params(),
+                "logit_scale": scale,
+                "entropy": entropy,
+            }
 
     def rows(self, steps: int, rates: Rates) -> list[dict]:
         """Time every system under one plan, in turn; a row of the table for each."""
@@ -154,11 +163,15 @@ class DecodeBench:
         timings = {system: [] for system in systems}
         for _ in range(a.repeats):
             for system in systems:
-                timings[system].append(self.time(system, plan, self.sampled_calls(system, plan, a.slow_calls)))
+                timings[system].append(
+                    self.time(system, plan, self.sampled_calls(system, plan, a.slow_calls))
+                )
                 seconds = timings[system][-1].seconds
                 print(f"{steps} steps, {system}: {seconds:.3g} s", file=sys.stderr, flush=True)
         floor = floor_of(self.model.config, plan, self.vocab_size, self.dtype.itemsize, rates)
-        rows = [summary(system, steps, timings[system], a.batch_size * a.length) for system in systems]
+        rows = [
+            summary(system, steps, timings[system], a.batch_size * a.length) for system in systems
+        ]
         ours = next((row["seconds"] for row in rows if row["system"] == "ours"), None)
         for row in rows:
             row["times_ours"] = None if ours is None else row["seconds"] / ours
@@ -185,7 +198,9 @@ class DecodeBench:
             forwards = plan.order.shape[1] * int(group_sizes(plan).count_nonzero())
         return Timing(fixed + (seconds - fixed) * total / len(calls), total, forwards, len(calls))
 
-    def stopwatch(self, system: System, plan: Plan, calls: Collection[int] | None) -> tuple[float, Generation]:
+    def stopwatch(
+        self, system: System, plan: Plan, calls: Collection[int] | None
+    ) -> tuple[float, Generation]:
         synchronize(self.device)
         started = time.perf_counter()
         done = self.run(system, plan, calls)
@@ -196,9 +211,13 @@ class DecodeBench:
         """Decode a plan with one system; of SAMPLED systems only some calls, if `calls` says which."""
         common = {"choice": self.choice, "vocab_size": self.vocab_size}
         if system == "baseline":
-            return decode_cached(self.model, plan, generator=seeded(self.a.seed, self.device), **common)
+            return decode_cached(
+                self.model, plan, generator=seeded(self.a.seed, self.device), **common
+            )
         if system == "no-cache":
-            return decode_uncached(self.model, plan, generator=seeded(self.a.seed, self.device), calls=calls, **common)
+            return decode_uncached(
+                self.model, plan, generator=seeded(self.a.seed, self.device), calls=calls, **common
+            )
         generator = seeded(self.a.seed)
         if system == "ours":
             return self.engine(self.model).generate(plan, generator=generator)
@@ -210,7 +229,9 @@ class DecodeBench:
     @functools.cache  # noqa: B019
     def engine(self, model: AOGPT) -> Engine:
         """Caches, packed weights and compiled steps are made once, as for a long series of samples."""
-        return Engine(model, self.a.batch_size, self.a.length, self.choice, self.vocab_size, self.a.compile)
+        return Engine(
+            model, self.a.batch_size, self.a.length, self.choice, self.vocab_size, self.a.compile
+        )
 
 
 @dataclass(frozen=True)
@@ -254,7 +275,11 @@ def row_groups(plan: Plan) -> Tensor:
 
 def model_calls(system: System, plan: Plan) -> int:
     """Forward passes: the baselines go through the plan's steps, decode.generate through each row's own."""
-    return len(plan.step.unique()) if system in ("baseline", "no-cache") else group_sizes(plan).shape[1]
+    return (
+        len(plan.step.unique())
+        if system in ("baseline", "no-cache")
+        else group_sizes(plan).shape[1]
+    )
 
 
 def only_calls(plan: Plan, calls: Collection[int]) -> Plan:
@@ -280,9 +305,13 @@ def load_decoder(a: DecodeArguments, device: torch.device) -> tuple[AOGPT, int]:
     loaded = checkpoint.load(a.run, device=device)
     c = loaded.model.config
     if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
-        raise ValueError(f"{a.run} is not AO-GPT: give a decoder with model.target = 'adaln' and an attended start")
+        raise ValueError(
+            f"{a.run} is not AO-GPT: give a decoder with model.target = 'adaln' and an attended start"
+        )
     if c.tied_head and a.logit_scale != "auto":
-        raise ValueError(f"the head of {a.run} shares the token table and cannot be scaled; leave out --logit-scale")
+        raise ValueError(
+            f"the head of {a.run} shares the token table and cannot be scaled; leave out --logit-scale"
+        )
     return loaded.model, loaded.vocab_size
 
 
@@ -290,12 +319,19 @@ def encoder_config(config: ModelConfig, vocab_size: int) -> ModelConfig:
     """An encoder of the decoder's size, with [MASK] after the tokens."""
     rows = max(config.vocab_size, vocab_size + 1)
     return dataclasses.replace(
-        config, attention="full", target="none", mask_token=vocab_size, vocab_size=rows, tied_head=False
+        config,
+        attention="full",
+        target="none",
+        mask_token=vocab_size,
+        vocab_size=rows,
+        tied_head=False,
     )
 
 
 @torch.no_grad()
-def scale_logits(model: AOGPT, scale: float | str, vocab_size: int, length: int, seed: int) -> tuple[float, float]:
+def scale_logits(
+    model: AOGPT, scale: float | str, vocab_size: int, length: int, seed: int
+) -> tuple[float, float]:
     """Multiply the head's weights so that sampling has realistic work: freshly initialised logits are nearly flat.
 
     scale: the factor, or "auto" for one that gives ENTROPY, or as near as the vocabulary allows.
@@ -307,7 +343,11 @@ def scale_logits(model: AOGPT, scale: float | str, vocab_size: int, length: int,
         low, high = 0.0, 1000.0
         for _ in range(30):
             scale = (low + high) / 2
-            low, high = (scale, high) if mean_entropy(model, hidden, scale, vocab_size) > ENTROPY else (low, scale)
+            low, high = (
+                (scale, high)
+                if mean_entropy(model, hidden, scale, vocab_size) > ENTROPY
+                else (low, scale)
+            )
     model.head.weight.mul_(scale)
     return scale, mean_entropy(model, hidden, 1.0, vocab_size)
 
@@ -349,7 +389,11 @@ def floor_of(config: ModelConfig, plan: Plan, vocab_size: int, itemsize: int, ra
     pairs = fresh * cached + fresh * (fresh + 1) // 2 + sizes * (known + 1)
     block_weights, head_weights = 12 * L * D**2, D * vocab_size
     bytes_ = itemsize * (block_weights + head_weights + 2 * L * D * cached.sum(dim=0).double())
-    flops = (2 * block_weights * (fresh + sizes) + 2 * head_weights * sizes + 4 * L * D * pairs).sum(dim=0).double()
+    flops = (
+        (2 * block_weights * (fresh + sizes) + 2 * head_weights * sizes + 4 * L * D * pairs)
+        .sum(dim=0)
+        .double()
+    )
     seconds = torch.maximum(bytes_ / rates.bandwidth, flops / rates.flops)
     return {
         "floor_seconds": float(seconds.sum()),
@@ -381,12 +425,30 @@ def facts(result: dict) -> list[str]:
 
 def markdown_table(rows: list[dict]) -> list[str]:
     """The rows as a table that reads well as plain text too; ratios first."""
-    titles = ["system", "steps", "x ours", "x floor", "model calls", "token-forwards", "ms/call", "tokens/s"]
+    titles = [
+        "system",
+        "steps",
+        "x ours",
+        "x floor",
+        "model calls",
+        "token-forwards",
+        "ms/call",
+        "tokens/s",
+    ]
     lines = [[*titles, "seconds (min - max)", "measured calls"]]
     for r in rows:
-        ours, floor = (f"{r[key]:.2f}" if r.get(key) else "" for key in ("times_ours", "times_floor"))
+        ours, floor = (
+            f"{r[key]:.2f}" if r.get(key) else "" for key in ("times_ours", "times_floor")
+        )
         lines.append(
-            [r["system"], str(r["steps"]), ours, floor, f"{r['model_calls']:,}", f"{r['token_forwards']:,}"]
+            [
+                r["system"],
+                str(r["steps"]),
+                ours,
+                floor,
+                f"{r['model_calls']:,}",
+                f"{r['token_forwards']:,}",
+            ]
             + [short(r["ms_per_call"]), short(r["tokens_per_second"])]
             + [f"{short(r['seconds'])} ({short(r['seconds_min'])} - {short(r['seconds_max'])})"]
             + [f"{r['measured_calls']} of {r['model_calls']}" if r["extrapolated"] else "all"]
@@ -395,13 +457,17 @@ def markdown_table(rows: list[dict]) -> list[str]:
 
 
 def notes(result: dict) -> list[str]:
-    lines = ["x ours: seconds relative to `ours` at the same steps. x floor: seconds of `ours` relative to the floor."]
+    lines = [
+        "x ours: seconds relative to `ours` at the same steps. x floor: seconds of `ours` relative to the floor."
+    ]
     ours = [row for row in result["rows"] if row["system"] == "ours"]
     if ours:
         floors = (f"{short(row['floor_seconds'])} s at {row['steps']} steps" for row in ours)
         lines.append(f"Floor of `ours`, from the rates above: {', '.join(floors)}.")
     if any(row["extrapolated"] for row in result["rows"]):
-        lines.append("Extrapolated: where the last column says so, a part of the calls was timed and scaled to all.")
+        lines.append(
+            "Extrapolated: where the last column says so, a part of the calls was timed and scaled to all."
+        )
     if result["machine"]["device"] == "cpu":
         lines.append("On a CPU only the ratios mean something.")
     return [line for part in lines for line in (part, "")][:-1]

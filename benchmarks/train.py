@@ -38,7 +38,8 @@ from checkpoints.store import EMA
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
-from runtime.processes import autocast, peak_flops, pick_device, pick_dtype, versions
+from runtime.devices import autocast, peak_flops, pick_device, pick_dtype
+from runtime.reports import versions
 from training.config import Config, OptimConfig
 from training.optimizers import make_optimizer
 
@@ -107,14 +108,17 @@ def train(arguments: Annotated[TrainArguments, tyro.conf.arg(name="")]) -> None:
     peak = peak_flops(device, dtype)
     result = {
         "command": command(),
-        "settings": dataclasses.asdict(a) | {"length": length, "dtype": str(dtype).removeprefix("torch.")},
+        "settings": dataclasses.asdict(a)
+        | {"length": length, "dtype": str(dtype).removeprefix("torch.")},
         "machine": machine(device),
         "versions": versions(),
         "peak_flops": peak,
         "matrix_product_flops": rates.flops,
         "rows": summaries(systems, steps, a.batch_size * length, peak, rates.flops),
     }
-    report = "\n".join([*facts(result), "", *markdown_table(result["rows"]), "", *notes(result), ""])
+    report = "\n".join(
+        [*facts(result), "", *markdown_table(result["rows"]), "", *notes(result), ""]
+    )
     publish(a, "Training speed", result, report, lambda: plot_parts(result))
 
 
@@ -124,7 +128,9 @@ def check_arguments(a: TrainArguments) -> None:
     check_settings(a, lowest)
     block_size = SIZES[a.size][0].block_size
     if a.length is not None and a.length > block_size:
-        raise ValueError(f"--length {a.length} exceeds the block size of {a.size}, {block_size}; lower it")
+        raise ValueError(
+            f"--length {a.length} exceeds the block size of {a.size}, {block_size}; lower it"
+        )
     if a.profile is not None and a.profile.is_file():
         raise ValueError(f"--profile {a.profile} is a file; name a folder")
     compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -142,7 +148,9 @@ def check_arguments(a: TrainArguments) -> None:
 class Trainee:
     """A system with its own weights, average and optimizer, as in training."""
 
-    def __init__(self, name: System, a: TrainArguments, length: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, name: System, a: TrainArguments, length: int, device: torch.device, dtype: torch.dtype
+    ):
         self.name, self.a, self.length, self.device, self.dtype = name, a, length, device, dtype
         shape, self.vocab_size = SIZES[a.size]
         config = train_config(name, shape, a.optimizer)
@@ -194,7 +202,9 @@ class Trainee:
             return state + torch.cuda.max_memory_allocated(self.device) - before
         with profiler(self.device, profile_memory=True) as found:
             self.step(*batch, lambda: None)
-        changes = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [
+            event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"
+        ]
         changes.sort(key=lambda event: event.start_ns())
         return state + max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
 
@@ -209,14 +219,20 @@ class Trainee:
             elif isinstance(state, dict):
                 states += state.values()
         parameters = sum(p.nbytes for p in self.model.parameters())
-        return sum(found.values()) + parameters + sum(average.nbytes for average in self.ema.weights.values())
+        return (
+            sum(found.values())
+            + parameters
+            + sum(average.nbytes for average in self.ema.weights.values())
+        )
 
 
 def train_config(name: System, shape: ModelConfig, optimizer: str) -> Config:
     """A run's configuration for a system; rates and decays are the defaults."""
     optim = OptimConfig(kind=optimizer)
     if name.startswith("gpt"):
-        return Config(model=dataclasses.replace(shape, target="none"), order=OrderConfig("l2r"), optim=optim)
+        return Config(
+            model=dataclasses.replace(shape, target="none"), order=OrderConfig("l2r"), optim=optim
+        )
     return Config(model=shape, order=OrderConfig("mixture"), optim=optim)
 
 
@@ -289,7 +305,9 @@ def timed(system: Trainee, step: int) -> Step:
     return done
 
 
-def summaries(systems: list[Trainee], steps: dict, tokens: int, peak: float | None, product: float) -> list[dict]:
+def summaries(
+    systems: list[Trainee], steps: dict, tokens: int, peak: float | None, product: float
+) -> list[dict]:
     """A row for each system; `tokens` in a step, `peak` and `product`: operations per second."""
     warmup = systems[0].a.warmup
     timings = {name: taken[warmup:] for name, taken in steps.items()}
@@ -301,10 +319,16 @@ def summaries(systems: list[Trainee], steps: dict, tokens: int, peak: float | No
         row["mfu"] = flops / row["seconds"] / peak if peak else None
         row["share_of_matrix_product"] = flops / row["seconds"] / product
         for base in (name for name in BASES if name in timings):
-            turns = [mine.seconds / other.seconds for mine, other in zip(own, timings[base], strict=True)]
+            turns = [
+                mine.seconds / other.seconds for mine, other in zip(own, timings[base], strict=True)
+            ]
             middle = statistics.median(step.seconds for step in timings[base])
             key = f"times_{base.replace('-', '_')}"
-            row |= {key: row["seconds"] / middle, f"{key}_min": min(turns), f"{key}_max": max(turns)}
+            row |= {
+                key: row["seconds"] / middle,
+                f"{key}_min": min(turns),
+                f"{key}_max": max(turns),
+            }
         rows.append(row)
     return rows
 
@@ -317,7 +341,10 @@ def summary(system: Trainee, steps: list[Step], tokens: int) -> dict:
         "seconds": median,
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
-        **{f"{phase}_seconds": statistics.median(getattr(step, phase) for step in steps) for phase in PHASES},
+        **{
+            f"{phase}_seconds": statistics.median(getattr(step, phase) for step in steps)
+            for phase in PHASES
+        },
         "all_steps": [dataclasses.asdict(step) for step in steps],
         "tokens_per_second": tokens / median,
         "parameters": sum(p.numel() for p in system.model.parameters()),
@@ -345,7 +372,9 @@ def profile(system: Trainee, folder: Path, step: int) -> None:
             torch.cuda.synchronize(system.device)
     found.export_chrome_trace(str(folder / f"{system.name}.json"))
     by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    text = found.key_averages().table(sort_by=by, row_limit=TOP_OPERATIONS, max_name_column_width=80)
+    text = found.key_averages().table(
+        sort_by=by, row_limit=TOP_OPERATIONS, max_name_column_width=80
+    )
     (folder / f"{system.name}.txt").write_text(text)
 
 
@@ -368,16 +397,37 @@ def markdown_table(rows: list[dict]) -> list[str]:
     """The rows as a table; ratios first."""
     bases = {base: f"times_{base.replace('-', '_')}" for base in BASES}
     bases = {base: key for base, key in bases.items() if key in rows[0]}
-    titles = ["system", *(f"x {base} (min - max)" for base in bases), *PHASES, "step ms (min - max)", "tokens/s", "MFU"]
+    titles = [
+        "system",
+        *(f"x {base} (min - max)" for base in bases),
+        *PHASES,
+        "step ms (min - max)",
+        "tokens/s",
+        "MFU",
+    ]
     lines = [[*titles, "of product", "state MB", "peak MB"]]
     for r in rows:
-        ratios = (f"{r[key]:.3f} ({r[f'{key}_min']:.3f} - {r[f'{key}_max']:.3f})" for key in bases.values())
+        ratios = (
+            f"{r[key]:.3f} ({r[f'{key}_min']:.3f} - {r[f'{key}_max']:.3f})"
+            for key in bases.values()
+        )
         parts = (f"{r[f'{phase}_seconds'] / r['seconds']:.1%}" for phase in PHASES)
         ms, low, high = (short(1000 * r[key]) for key in ("seconds", "seconds_min", "seconds_max"))
         mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
         lines.append(
-            [r["system"], *ratios, *parts, f"{ms} ({low} - {high})", short(r["tokens_per_second"]), mfu]
-            + [f"{r['share_of_matrix_product']:.1%}", f"{r['state_bytes'] / 1e6:,.0f}", f"{r['peak_bytes'] / 1e6:,.0f}"]
+            [
+                r["system"],
+                *ratios,
+                *parts,
+                f"{ms} ({low} - {high})",
+                short(r["tokens_per_second"]),
+                mfu,
+            ]
+            + [
+                f"{r['share_of_matrix_product']:.1%}",
+                f"{r['state_bytes'] / 1e6:,.0f}",
+                f"{r['peak_bytes'] / 1e6:,.0f}",
+            ]
         )
     return table(lines)
 
@@ -409,7 +459,9 @@ def plot_parts(result: dict) -> bytes:
         widths = [1000 * row[f"{phase}_seconds"] for row in rows]
         axes.barh(names, widths, left=left, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    title = f"{result['machine']['name']}, size {s['size']}, {s['batch_size']} x {s['length']} tokens"
+    title = (
+        f"{result['machine']['name']}, size {s['size']}, {s['batch_size']} x {s['length']} tokens"
+    )
     axes.set(xlabel="milliseconds", title=title)
     axes.invert_yaxis()
     axes.legend()

@@ -23,7 +23,11 @@ def layout(state: dict) -> str:
     """The layout of a state dict: "AO-GPT", "sigma-GPT", "GPT-2", "RADD" or "SEDD"; ValueError if it is another."""
     names = [re.sub(PREFIXES, "", str(name)) for name in state]
     if "vocab_embed.embedding" in names:
-        return "SEDD" if any(name.startswith("sigma_map.") or "adaLN" in name for name in names) else "RADD"
+        return (
+            "SEDD"
+            if any(name.startswith("sigma_map.") or "adaLN" in name for name in names)
+            else "RADD"
+        )
     if any(name.startswith("transformer.") and ".adaLN" in name for name in names):
         return "AO-GPT"
     if any(name.startswith(("transformer.wtpe.", "transformer.wnonee.")) for name in names):
@@ -33,7 +37,9 @@ def layout(state: dict) -> str:
     raise ValueError(f"it holds {_list(sorted(map(repr, names)))}: none of the known layouts")
 
 
-def translate(state: dict[str, Tensor], config: dict | None) -> tuple[ModelConfig, dict[str, Tensor]]:
+def translate(
+    state: dict[str, Tensor], config: dict | None
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """A released state dict as our model: its configuration, and its tensors under the names of model.py's parameters.
 
     GPT-2 has no start token: its model scores x[0] from a zero [None], and only steps >= 1 (left to right) are GPT-2's.
@@ -68,11 +74,15 @@ def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str,
         state = _without_tied_head(state)
     names = [name for name in gpt_names(kind, _blocks(state)) if name in state]
     if len(shadow_params) != len(names):
-        raise ValueError(f"ema_model holds {len(shadow_params)} tensors for {len(names)} parameters")
+        raise ValueError(
+            f"ema_model holds {len(shadow_params)} tensors for {len(names)} parameters"
+        )
     for name, average in zip(names, shadow_params, strict=True):
         if not isinstance(average, Tensor) or average.shape != state[name].shape:
             shape = tuple(getattr(average, "shape", ()))
-            raise ValueError(f"{name} is {tuple(state[name].shape)} in model, but {shape} in ema_model")
+            raise ValueError(
+                f"{name} is {tuple(state[name].shape)} in model, but {shape} in ema_model"
+            )
     return dict(zip(names, shadow_params, strict=True))
 
 
@@ -108,7 +118,10 @@ def gpt_names(kind: str, n_layer: int) -> dict[str, str]:
     modules = {"transformer.wte": "wte", "transformer.wpe": "wpe", "transformer.wtpe": "wtpe"}
     modules |= {"transformer.wnonee": "start"}
     for i in range(n_layer):
-        modules |= {f"transformer.h.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in GPT_BLOCK.items()}
+        modules |= {
+            f"transformer.h.{i}.{theirs}": f"blocks.{i}.{ours}"
+            for theirs, ours in GPT_BLOCK.items()
+        }
     final = "transformer.final_layer." if kind == "AO-GPT" else "transformer."
     modules |= {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
     return _with_kinds(modules) | {"transformer.wnonee.weight": "start"}
@@ -118,14 +131,20 @@ def diffusion_names(n_layer: int) -> dict[str, str]:
     """Every name in RADD and SEDD -> ours."""
     modules = {"sigma_map.mlp.0": "noise.fc", "sigma_map.mlp.2": "noise.proj"}
     for i in range(n_layer):
-        modules |= {f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in DIFFUSION_BLOCK.items()}
+        modules |= {
+            f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in DIFFUSION_BLOCK.items()
+        }
     modules |= {"output_layer.norm_final": "norm_f", "output_layer.linear": "head"}
     modules |= {"output_layer.adaLN_modulation": "adaln_f"}
     return _with_kinds(modules) | {"vocab_embed.embedding": "wte.weight"}
 
 
 def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
-    return {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in modules.items() for kind in ("weight", "bias")}
+    return {
+        f"{theirs}.{kind}": f"{ours}.{kind}"
+        for theirs, ours in modules.items()
+        for kind in ("weight", "bias")
+    }
 
 
 # ---- layouts: (state, config) -> (ModelConfig, state, names) ---------------------------------------------------------
@@ -154,7 +173,11 @@ def _sigma_gpt(state: dict, args: dict):
         tied_head=True,
         head_bias=False,
     )
-    return config, _start_as_vector(_without_tied_head(state)), gpt_names("sigma-GPT", config.n_layer)
+    return (
+        config,
+        _start_as_vector(_without_tied_head(state)),
+        gpt_names("sigma-GPT", config.n_layer),
+    )
 
 
 def _gpt2(state: dict, settings: dict):
@@ -163,7 +186,9 @@ def _gpt2(state: dict, settings: dict):
     fixed |= {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     _require(settings, fixed)
     if settings.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise ValueError(f"its activation_function is {settings['activation_function']!r}; known is 'gelu_new'")
+        raise ValueError(
+            f"its activation_function is {settings['activation_function']!r}; known is 'gelu_new'"
+        )
     config = ModelConfig(
         **_sizes(settings, "vocab_size", "n_layer", "n_head", "n_embd", block_size="n_positions"),
         target="none",
@@ -174,7 +199,10 @@ def _gpt2(state: dict, settings: dict):
         tied_head=True,
         head_bias=False,
     )
-    state = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): tensor for name, tensor in state.items()}
+    state = {
+        re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): tensor
+        for name, tensor in state.items()
+    }
     for name, tensor in list(state.items()):
         if re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", name):
             del state[name]
@@ -193,7 +221,9 @@ def _radd(state: dict, settings: dict, **sedd):
         raise ValueError("there is no config.json beside it that gives `tokens` and `model`")
     shape = {"length": 1024} | shape
     config = ModelConfig(
-        **_sizes(shape, block_size="length", n_layer="n_blocks", n_head="n_heads", n_embd="hidden_size"),
+        **_sizes(
+            shape, block_size="length", n_layer="n_blocks", n_head="n_heads", n_embd="hidden_size"
+        ),
         vocab_size=settings["tokens"] + 1,
         mask_token=settings["tokens"],
         attention="full",
@@ -211,13 +241,21 @@ def _radd(state: dict, settings: dict, **sedd):
         head_dim = config.n_embd // config.n_head
         expected = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
         # a release in half precision rounds them by up to 2^-8
-        if frequency.shape != expected.shape or not torch.allclose(frequency.float(), expected, rtol=5e-3, atol=1e-7):
+        if frequency.shape != expected.shape or not torch.allclose(
+            frequency.float(), expected, rtol=5e-3, atol=1e-7
+        ):
             raise ValueError("rotary_emb.inv_freq is not that of rotary positions with base 10000")
     return config, state, diffusion_names(config.n_layer)
 
 
 def _sedd(state: dict, settings: dict):
-    result = _radd(state, settings, noise=True, norm_bias=False, cond_dim=_width(state, "sigma_map.mlp.2.weight"))
+    result = _radd(
+        state,
+        settings,
+        noise=True,
+        norm_bias=False,
+        cond_dim=_width(state, "sigma_map.mlp.2.weight"),
+    )
     _require(settings.get("graph") or {}, {"type": "absorb"})
     _require(settings["model"], {"scale_by_sigma": True})
     return result
@@ -242,7 +280,9 @@ def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str
     for theirs, tensor in state.items():
         expected = shapes[names[theirs]]
         if tuple(tensor.shape) != expected:
-            raise ValueError(f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not {expected} as it should be")
+            raise ValueError(
+                f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not {expected} as it should be"
+            )
         if not tensor.is_floating_point():
             raise ValueError(f"{theirs} holds {tensor.dtype}, not floating-point numbers")
     return {names[theirs]: tensor for theirs, tensor in state.items()}
@@ -261,14 +301,20 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
     head = state.pop("lm_head.weight", None)
     table = state.get("transformer.wte.weight")
     if head is not None and table is not None and not torch.equal(head, table):
-        raise ValueError("lm_head.weight and transformer.wte.weight differ, though the layout shares them")
+        raise ValueError(
+            "lm_head.weight and transformer.wte.weight differ, though the layout shares them"
+        )
     return state
 
 
 def _start_as_vector(state: dict) -> dict[str, Tensor]:
     """With the one row of transformer.wnonee, the learned [None], as a vector."""
     row = state.get("transformer.wnonee.weight")
-    return state | {"transformer.wnonee.weight": row[0]} if row is not None and row.shape[:1] == (1,) else state
+    return (
+        state | {"transformer.wnonee.weight": row[0]}
+        if row is not None and row.shape[:1] == (1,)
+        else state
+    )
 
 
 def _blocks(state: dict) -> int:
@@ -287,8 +333,12 @@ def _sizes(config: dict, *names: str, **renamed: str) -> dict[str, int]:
     theirs = {name: name for name in names} | renamed
     wrong = [name for name in theirs.values() if type(config.get(name)) is not int]
     if wrong:
-        found = ", ".join(f"{name} = {config[name]!r}" if name in config else f"no {name}" for name in wrong)
-        raise ValueError(f"its configuration (model_args, or config.json beside it) gives {found}: numbers are needed")
+        found = ", ".join(
+            f"{name} = {config[name]!r}" if name in config else f"no {name}" for name in wrong
+        )
+        raise ValueError(
+            f"its configuration (model_args, or config.json beside it) gives {found}: numbers are needed"
+        )
     return {ours: config[name] for ours, name in theirs.items()}
 
 

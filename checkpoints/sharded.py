@@ -24,7 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from checkpoints.store import CheckpointError, kept, sync_folder
@@ -39,10 +43,16 @@ class Writer:
     def __init__(self, procs: Processes, timeout: float):
         """timeout: seconds that the processes wait for one another."""
         self.procs, self.pending = procs, None
-        limit = datetime.timedelta(seconds=timeout)  # else torch lets no process end for half an hour
-        self.group = dist.new_group(backend="gloo", timeout=limit)  # its own: training's messages may come between
+        limit = datetime.timedelta(
+            seconds=timeout
+        )  # else torch lets no process end for half an hour
+        self.group = dist.new_group(
+            backend="gloo", timeout=limit
+        )  # its own: training's messages may come between
 
-    def start(self, path: Path, state: dict, tensors: dict[str, Tensor], done: Callable[[Path], None]) -> None:
+    def start(
+        self, path: Path, state: dict, tensors: dict[str, Tensor], done: Callable[[Path], None]
+    ) -> None:
         """Copy the tensors and begin to write them. `wait` must have ended the one before.
 
         state: what is no tensor. done: called by the main process, in `poll` or `wait`, when `path` is complete.
@@ -53,7 +63,9 @@ class Writer:
         # Blocking copies in memory of its own: the tensors change with the next step.
         stager = DefaultStager(StagingOptions(False, False, False, False))
         writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-        future = dcp.async_save(tensors, storage_writer=writer, async_stager=stager, process_group=self.group)
+        future = dcp.async_save(
+            tensors, storage_writer=writer, async_stager=stager, process_group=self.group
+        )
         self.pending = future, stager, temporary, path, done
 
     def _begin(self, temporary: Path, path: Path, state: dict) -> None:
@@ -70,7 +82,10 @@ class Writer:
         if self.procs.main:
             try:
                 work(temporary, path, *arguments)
-            except (OSError, RuntimeError) as error:  # torch reports a failing write as RuntimeError
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # torch reports a failing write as RuntimeError
                 shutil.rmtree(temporary, ignore_errors=True)
                 reason = failure(path, error)
         if reason := self.procs.gather(reason)[0]:
@@ -91,11 +106,16 @@ class Writer:
             future.result()
             if self.procs.main:  # it has heard from all others
                 sync_folder(temporary)
-                shutil.rmtree(path, ignore_errors=True)  # what a run that went back to an older step had left
+                shutil.rmtree(
+                    path, ignore_errors=True
+                )  # what a run that went back to an older step had left
                 os.rename(temporary, path)
                 sync_folder(path.parent)
                 done(path)
-        except (Exception, CheckpointException) as error:  # the latter: what went wrong on any process
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # the latter: what went wrong on any process
             if lost_process(error):
                 raise
             if self.procs.main:  # make room
@@ -127,7 +147,9 @@ def read(path: Path, targets: dict[str, Tensor], alone: bool = False) -> None:
             raise CheckpointError(f"{path} lacks {name}: a file of it is missing or damaged")
         if names[name][0] != tensor.shape:
             found = tuple(names[name][0])
-            raise CheckpointError(f"{name} is {found} in {path}, {tuple(tensor.shape)} in the model")
+            raise CheckpointError(
+                f"{name} is {found} in {path}, {tuple(tensor.shape)} in the model"
+            )
     try:
         with warnings.catch_warnings():  # that this process reads alone
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -140,7 +162,11 @@ def read(path: Path, targets: dict[str, Tensor], alone: bool = False) -> None:
 
 def read_all(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors below a prefix, in full, without it in their names."""
-    tensors = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in shapes(path).items() if n.startswith(prefix)}
+    tensors = {
+        n: torch.empty(shape, dtype=dtype)
+        for n, (shape, dtype) in shapes(path).items()
+        if n.startswith(prefix)
+    }
     read(path, tensors, alone=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
@@ -154,7 +180,9 @@ def shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
         found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors has a class of its own for files that are damaged
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
-    parts = {name: sum(math.prod(chunk.sizes) for chunk in entry.chunks) for name, entry in found.items()}
+    parts = {
+        name: sum(math.prod(chunk.sizes) for chunk in entry.chunks) for name, entry in found.items()
+    }
     if damaged := [name for name, entry in found.items() if parts[name] != math.prod(entry.size)]:
         raise CheckpointError(
             f"{path} has too few or too many parts of {len(damaged)} tensors, e.g. {damaged[0]}: a file is missing, or "

@@ -33,11 +33,18 @@ import tyro
 
 from checkpoints import released
 from model import AOGPT, ModelConfig
+from runtime.files import sync_folder, write_atomically
 from training import optimizers as optim
 
 FORMAT = "aogpt-checkpoint-2"
 EXPORT_FORMAT = "aogpt-export-1"
-FACTS = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`, kept in an export
+FACTS = (
+    "step",
+    "weights",
+    "tokenizer",
+    "vocab_size",
+    "scored_from",
+)  # of `Loaded`, kept in an export
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the released "
     "weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with model.safetensors or "
@@ -70,7 +77,10 @@ class EMA:
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
         share = (1 - decay) * finite
         self.updates += finite
-        ours, theirs = list(map(local, self.weights.values())), [local(p.detach()) for p in model.parameters()]
+        ours, theirs = (
+            list(map(local, self.weights.values())),
+            [local(p.detach()) for p in model.parameters()],
+        )
         torch._foreach_lerp_(ours, theirs, [share.to(ours[0].dtype)] * len(ours))
 
     @contextlib.contextmanager
@@ -95,10 +105,14 @@ def copy_parameters(model: torch.nn.Module, weights: dict[str, torch.Tensor]) ->
     parameters = dict(model.named_parameters())
     if parameters.keys() != weights.keys():
         odd = sorted(parameters.keys() ^ weights.keys())
-        raise CheckpointError(f"the weights do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
+        raise CheckpointError(
+            f"the weights do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
+        )
     for name, p in parameters.items():
         if p.shape != weights[name].shape:
-            raise CheckpointError(f"{name} is {tuple(weights[name].shape)} in the file, {tuple(p.shape)} in the model")
+            raise CheckpointError(
+                f"{name} is {tuple(weights[name].shape)} in the file, {tuple(p.shape)} in the model"
+            )
         p.copy_(weights[name])
 
 
@@ -110,10 +124,22 @@ def initialise(model: AOGPT, source: AOGPT) -> None:
     the identity (shift 0, scale 0, gate 1), and other target-position tables start at 0, so that at first the model
     computes exactly what the source does (a two-stream decoder takes the weights, but asks a query stream instead).
     """
-    for name in ("attention", "n_head", "position", "norm", "norm_bias", "qk_norm", "gelu", "tied_head", "start"):
+    for name in (
+        "attention",
+        "n_head",
+        "position",
+        "norm",
+        "norm_bias",
+        "qk_norm",
+        "gelu",
+        "tied_head",
+        "start",
+    ):
         theirs, ours = getattr(source.config, name), getattr(model.config, name)
         if theirs != ours:
-            raise CheckpointError(f"cannot start from these weights: set model.{name} = {theirs!r} (it is {ours!r})")
+            raise CheckpointError(
+                f"cannot start from these weights: set model.{name} = {theirs!r} (it is {ours!r})"
+            )
     weights, own = dict(source.named_parameters()), dict(model.named_parameters())
     for name, weight in weights.items():
         if name not in own or own[name].shape != weight.shape:
@@ -124,7 +150,9 @@ def initialise(model: AOGPT, source: AOGPT) -> None:
             )
         own[name].copy_(weight)
     for name, weight in own.items():
-        if name not in weights and ("adaln" in name or name.endswith("wtpe.weight") and model.config.target != "adaln"):
+        if name not in weights and (
+            "adaln" in name or name.endswith("wtpe.weight") and model.config.target != "adaln"
+        ):
             weight.zero_()
             if name.endswith("adaln.bias"):
                 width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
@@ -132,30 +160,6 @@ def initialise(model: AOGPT, source: AOGPT) -> None:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def write_atomically(path: Path, write) -> None:
-    """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or leave no trace."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save(run_folder: Path, state: dict, keep: int, best: bool) -> Path:
@@ -195,7 +199,9 @@ def prune(run_folder: Path, step: int, keep: int) -> None:
         if not old.is_dir():
             old.unlink(missing_ok=True)
         elif old.resolve() != best:
-            rubbish = old.with_name(f".{old.name}.tmp")  # a folder that is half removed must not pass for a checkpoint
+            rubbish = old.with_name(
+                f".{old.name}.tmp"
+            )  # a folder that is half removed must not pass for a checkpoint
             shutil.rmtree(rubbish, ignore_errors=True)
             os.rename(old, rubbish)
             shutil.rmtree(rubbish, ignore_errors=True)
@@ -217,7 +223,10 @@ def mark_best(source: Path, run_folder: Path) -> None:
         if source.is_dir():
             raise
         shutil.copyfile(source, temporary)
-    for path in (target, other):  # a folder where a link was: the run has been copied by what follows links
+    for path in (
+        target,
+        other,
+    ):  # a folder where a link was: the run has been copied by what follows links
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
     os.replace(temporary, target)
@@ -225,7 +234,9 @@ def mark_best(source: Path, run_folder: Path) -> None:
     other.unlink(missing_ok=True)
 
 
-def training_state(step: int, model: AOGPT, ema: EMA, optimizer, config: dict, data_meta: dict, best: dict) -> dict:
+def training_state(
+    step: int, model: AOGPT, ema: EMA, optimizer, config: dict, data_meta: dict, best: dict
+) -> dict:
     """Everything that a run needs to go on exactly: data, orders and learning rate follow from the step."""
     return {
         "format": FORMAT,
@@ -245,10 +256,16 @@ def split_state(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
     """A training state as what a sharded checkpoint holds: what is no tensor, and the tensors by name."""
     tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     tensors |= {f"ema.{name}": tensor for name, tensor in state["ema"]["weights"].items()}
-    tensors |= {f"optimizer.{n}.{key}": t for n, values in state["optimizer"].items() for key, t in values.items()}
+    tensors |= {
+        f"optimizer.{n}.{key}": t
+        for n, values in state["optimizer"].items()
+        for key, t in values.items()
+    }
     plain = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
     plain["ema"] = {key: value for key, value in state["ema"].items() if key != "weights"}
-    return plain | {"shapes": {name: list(tensor.shape) for name, tensor in tensors.items()}}, tensors
+    return plain | {
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()}
+    }, tensors
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -292,12 +309,16 @@ def read_file(path: Path, verify: bool = False) -> dict:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
             return safetensors.torch.load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=magic.startswith(b"PK"))
+        state = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=magic.startswith(b"PK")
+        )
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint {path}") from None
-    except Exception as error:  # torch raises many kinds for files that are truncated, foreign or unsafe
+    except (
+        Exception
+    ) as error:  # torch raises many kinds for files that are truncated, foreign or unsafe
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: {_why_unreadable(error)}; {SUPPORTED}"
         ) from error
@@ -321,13 +342,21 @@ def read(path: Path, verify: bool = False) -> dict:
     state = read_file(path / "state.pt" if sharded else path, verify)
     if state.get("format") != FORMAT:
         found = state["format"] if "format" in state else f"keys {sorted(map(str, state))[:6]}"
-        raise CheckpointError(f"{path} holds {found}; supported are checkpoints that train.py wrote ({FORMAT})")
-    if missing := [key for key in (*STATE_KEYS, *TENSOR_KEYS["" if sharded else ".pt"]) if key not in state]:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}; it was not written by this train.py")
+        raise CheckpointError(
+            f"{path} holds {found}; supported are checkpoints that train.py wrote ({FORMAT})"
+        )
+    if missing := [
+        key for key in (*STATE_KEYS, *TENSOR_KEYS["" if sharded else ".pt"]) if key not in state
+    ]:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing)}; it was not written by this train.py"
+        )
     if sharded:
         found = {name: list(shape) for name, (shape, _) in _sharded().shapes(path).items()}
         if damaged := [name for name, shape in state["shapes"].items() if found.get(name) != shape]:
-            raise CheckpointError(f"{path} lacks parts of {len(damaged)} tensors, e.g. {damaged[0]}: a file is missing")
+            raise CheckpointError(
+                f"{path} lacks parts of {len(damaged)} tensors, e.g. {damaged[0]}: a file is missing"
+            )
     return state
 
 
@@ -403,7 +432,11 @@ def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu")
         file = weights_file(path) if path.is_dir() else path
         contents = read_file(file)
     try:
-        settings = {} if "model" in contents or file.is_dir() else _read_json(file.with_name("config.json"))
+        settings = (
+            {}
+            if "model" in contents or file.is_dir()
+            else _read_json(file.with_name("config.json"))
+        )
         if contents.get("format") == FORMAT:
             config, tensors, facts = _trained(file, contents, weights)
         elif settings.get("format") == EXPORT_FORMAT:
@@ -426,12 +459,18 @@ def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device=
 
 def weights_file(folder: Path) -> Path:
     """The file of weights in a folder that is not that of a run."""
-    files = [path for name in ("model.safetensors", "pytorch_model.bin") if (path := folder / name).is_file()]
+    files = [
+        path
+        for name in ("model.safetensors", "pytorch_model.bin")
+        if (path := folder / name).is_file()
+    ]
     files = files[:1] or sorted(folder.glob("*.pt"))
     if len(files) == 1:
         return files[0]
     if files:
-        raise CheckpointError(f"{folder} holds {', '.join(path.name for path in files)}; give the path of one of them")
+        raise CheckpointError(
+            f"{folder} holds {', '.join(path.name for path in files)}; give the path of one of them"
+        )
     raise CheckpointError(
         f"{folder} holds no checkpoints/step_*.pt (has its run trained?), model.safetensors or pytorch_model.bin; "
         f"{SUPPORTED}"
@@ -450,15 +489,23 @@ def download(repo: str) -> Path:
     try:
         import huggingface_hub
 
-        for name in ("model.safetensors", "pytorch_model.bin", "*.pt"):  # whichever the repo has first
-            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json", name]))
+        for name in (
+            "model.safetensors",
+            "pytorch_model.bin",
+            "*.pt",
+        ):  # whichever the repo has first
+            folder = Path(
+                huggingface_hub.snapshot_download(repo, allow_patterns=["config.json", name])
+            )
             if any(folder.glob(name)):
                 break
     except ImportError as error:
         raise CheckpointError(
             f"there is no {repo} here; Hugging Face repos need: pip install huggingface_hub"
         ) from error
-    except Exception as error:  # no network, no such repo, no access: the library has a class for each
+    except (
+        Exception
+    ) as error:  # no network, no such repo, no access: the library has a class for each
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"there is no {repo} here, and it could not be had from Hugging Face: {type(error).__name__}: {reason}"
@@ -479,7 +526,9 @@ def _trained(path: Path, state: dict, weights: str) -> tuple[ModelConfig, dict, 
 def _exported(tensors: dict, settings: dict, weights: str) -> tuple[ModelConfig, dict, dict]:
     facts = {name: settings[name] for name in FACTS} | {"system": settings.get("system")}
     if weights == "raw" and facts["weights"] != "raw":
-        raise CheckpointError(f"it holds the {facts['weights']} weights only; convert its source with --weights raw")
+        raise CheckpointError(
+            f"it holds the {facts['weights']} weights only; convert its source with --weights raw"
+        )
     return ModelConfig(**settings["model"]), tensors, facts
 
 
@@ -487,12 +536,18 @@ def _released(contents: dict, settings: dict, weights: str) -> tuple[ModelConfig
     """AO-GPT and sigma-GPT come as a dict around two state dicts, the others as a state dict beside a config.json."""
     state, average = contents, None
     if isinstance(contents.get("model"), dict):
-        state, settings, average = contents["model"], contents.get("model_args"), contents.get("ema_model")
+        state, settings, average = (
+            contents["model"],
+            contents.get("model_args"),
+            contents.get("ema_model"),
+        )
     config, tensors = released.translate(state, settings)
     used = "raw"
     if weights == "ema" and average is not None:
         used = "ema"
-        config, tensors = released.translate(released.averaged(state, average["shadow_params"]), settings)
+        config, tensors = released.translate(
+            released.averaged(state, average["shadow_params"]), settings
+        )
     facts = {"step": int(contents.get("iter_num", 0)), "weights": used, "tokenizer": "gpt2"}
     facts["vocab_size"] = min(50257, config.mask_token or config.vocab_size)
     system = released.layout(state)
@@ -526,7 +581,9 @@ def convert(
         weights: The averaged weights, where the source has them, or the last ones.
     """
     if os.path.lexists(destination):
-        raise CheckpointError(f"{destination} exists already; give a folder that does not, or remove it")
+        raise CheckpointError(
+            f"{destination} exists already; give a folder that does not, or remove it"
+        )
     loaded = load(source, weights)
     facts = {name: getattr(loaded, name) for name in FACTS}
     settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)} | facts

@@ -87,7 +87,9 @@ def _text(files: Files) -> dict[str, Corpus]:
 def _openwebtext(files: Files) -> dict[str, Corpus]:
     split = files.split or "train"
     if not files.source:
-        rows = partial(_download, "openwebtext", lambda: hub_rows(OPENWEBTEXT, None, "train", streaming=False))
+        rows = partial(
+            _download, "openwebtext", lambda: hub_rows(OPENWEBTEXT, None, "train", streaming=False)
+        )
         description = [{"dataset": OPENWEBTEXT}]
         return {split: HubRows(rows, description, files.field, OPENWEBTEXT, OPENWEBTEXT_DOCUMENTS)}
     _one_kind(files.source, ())
@@ -98,7 +100,9 @@ def _download(name: str, get: Callable[[], Iterable[dict] | None]) -> Iterable[d
     """What `get` returns; ValueError that says how to do without the network where it fails."""
     try:
         return get()
-    except Exception as error:  # no network, a moved repository, a full disk, a changed layout: one remedy for all
+    except (
+        Exception
+    ) as error:  # no network, a moved repository, a full disk, a changed layout: one remedy for all
         if isinstance(error, ValueError) and isinstance(error.__cause__, ImportError):
             raise
         raise ValueError(
@@ -133,7 +137,11 @@ def _kind(path: Path, lines: tuple[str, ...]) -> str:
         return "jsonl"
     if suffixes and lines and suffixes[-1].startswith(lines):
         return "lines"
-    also = f", and text files with a row a line: {', '.join(lines)}" if lines else "; its rows are not single lines"
+    also = (
+        f", and text files with a row a line: {', '.join(lines)}"
+        if lines
+        else "; its rows are not single lines"
+    )
     raise ValueError(
         f"{path}: unknown kind of file; known here are .parquet and .jsonl{also} "
         "(each but .parquet also followed by .gz or .xz)"
@@ -196,7 +204,9 @@ class EvaluationSet:
                 lambda path: self._local([path], files.field),
                 url,
             )
-        rows = partial(hub_rows, self.repository, self.config, HUB_SPLITS[files.split], streaming=True)
+        rows = partial(
+            hub_rows, self.repository, self.config, HUB_SPLITS[files.split], streaming=True
+        )
         description = [{"dataset": self.repository, "config": self.config}]
         return HubRows(partial(_download, self.name, rows), description, files.field, self.name)
 
@@ -244,9 +254,13 @@ class EvaluationRows(Corpus):
     def notes(self) -> list[str]:
         published, notes = self.of.rows[self.split], []
         if self.rows != published:
-            notes.append(f"{self.rows:,} rows, where the published {self.split} split has {published:,}")
+            notes.append(
+                f"{self.rows:,} rows, where the published {self.split} split has {published:,}"
+            )
         if self.foreign:
-            notes.append(f"the text holds {self.of.foreign}, which the raw form of the published tables does not")
+            notes.append(
+                f"the text holds {self.of.foreign}, which the raw form of the published tables does not"
+            )
         return notes
 
 
@@ -266,8 +280,18 @@ def _wikitext(name: str, config: str, rows: dict[str, int], split: str) -> Evalu
 
 EVALUATION_SETS = (
     # the published evaluation scores the training split of WikiText-2
-    _wikitext("wikitext2", "wikitext-2-raw-v1", {"train": 36_718, "val": 3_760, "test": 4_358}, split="train"),
-    _wikitext("wikitext103", "wikitext-103-raw-v1", {"train": 1_801_350, "val": 3_760, "test": 4_358}, split="test"),
+    _wikitext(
+        "wikitext2",
+        "wikitext-2-raw-v1",
+        {"train": 36_718, "val": 3_760, "test": 4_358},
+        split="train",
+    ),
+    _wikitext(
+        "wikitext103",
+        "wikitext-103-raw-v1",
+        {"train": 1_801_350, "val": 3_760, "test": 4_358},
+        split="test",
+    ),
     EvaluationSet(
         "ptb",
         {"train": 42_068, "val": 3_370, "test": 3_761},
@@ -289,7 +313,11 @@ EVALUATION_SETS = (
         "lm1b",
         repository="billion-word-benchmark/lm1b",
         config="plain_text",
-        lines=(".txt", ".heldout-", ".en-"),  # news.en.heldout-00000-of-00050, news.en-00001-of-00100
+        lines=(
+            ".txt",
+            ".heldout-",
+            ".en-",
+        ),  # news.en.heldout-00000-of-00050, news.en-00001-of-00100
         row=str.strip,
     ),
 )

@@ -17,7 +17,9 @@ BATCH_PIECES = 8192
 WINDOW = 3  # batches per worker that may wait: enough to keep all workers busy, few enough to bound memory
 
 RoutedPiece = tuple[str, str, bool]  # split, text, whether the document ends here
-Encoded = dict[str, tuple[np.ndarray, np.ndarray]]  # per split: ids, places in them after which a document is complete
+Encoded = dict[
+    str, tuple[np.ndarray, np.ndarray]
+]  # per split: ids, places in them after which a document is complete
 
 
 def batches(pieces: Iterable[RoutedPiece]) -> Iterator[list[RoutedPiece]]:
@@ -51,7 +53,10 @@ def encode_batch(tokenizer_name: str, detokeniser: str | None, batch: list[Route
             arrays[split].append(eot)
             sizes[split] += 1
             ends[split].append(sizes[split])
-    return {split: (np.concatenate(parts), np.array(ends[split], np.int64)) for split, parts in arrays.items()}
+    return {
+        split: (np.concatenate(parts), np.array(ends[split], np.int64))
+        for split, parts in arrays.items()
+    }
 
 
 def encode_all(
@@ -59,7 +64,9 @@ def encode_all(
 ) -> Iterator[Encoded]:
     """`encode_batch` of every batch, in order, on `workers` processes."""
     head = list(itertools.islice(todo, 2 * workers))
-    if workers == 1 or len(head) < 2 * workers:  # little text is done before the workers would have started
+    if (
+        workers == 1 or len(head) < 2 * workers
+    ):  # little text is done before the workers would have started
         for batch in itertools.chain(head, todo):
             yield encode_batch(tokenizer_name, detokeniser, batch)
         return
@@ -72,7 +79,9 @@ def encode_all(
     try:
         pending, started = collections.deque(), False
         for batch in itertools.chain(head, todo):
-            if not started:  # workers inherit the mask: no Ctrl-C strikes one that is still importing
+            if (
+                not started
+            ):  # workers inherit the mask: no Ctrl-C strikes one that is still importing
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             pending.append(pool.submit(encode_batch, tokenizer_name, detokeniser, batch))
             if not started:
@@ -93,7 +102,9 @@ def encode_all(
 def _start_worker() -> None:
     import threading
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent ends the workers
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes: the parent ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

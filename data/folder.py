@@ -32,7 +32,9 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     if not names:
         return False
     strangers = sorted(name for name in names if name != "meta.json" and not name.endswith(".bin"))
-    if strangers or "meta.json" not in names:  # never replace a folder that holds anything of the user's
+    if (
+        strangers or "meta.json" not in names
+    ):  # never replace a folder that holds anything of the user's
         raise ValueError(
             f"{target} is not empty and holds more or other things than a prepared dataset "
             f"({', '.join(strangers[:3]) or 'no meta.json'}); choose another --out"
@@ -57,9 +59,15 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
 
 
 def _differences(found: dict, wanted: dict) -> list[str]:
-    before = {"protocol": "full"} | found.get("settings", {})  # what there was before there were others
+    before = {"protocol": "full"} | found.get(
+        "settings", {}
+    )  # what there was before there were others
     now = wanted["settings"]
-    different = [f"{key} was {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
+    different = [
+        f"{key} was {before.get(key)!r}, now {now[key]!r}"
+        for key in now
+        if before.get(key) != now[key]
+    ]
     if found.get("source") != wanted["source"]:
         different.append("the source has changed")
     return different
@@ -88,7 +96,9 @@ def clear_leftovers(target: Path) -> None:
             prefix = f".{target.name}.{kind}-"
             if not path.name.startswith(prefix) or not _is_dead(path.name.removeprefix(prefix)):
                 continue
-            if kind == "old" and not target.exists():  # killed between the two moves of move_into_place
+            if (
+                kind == "old" and not target.exists()
+            ):  # killed between the two moves of move_into_place
                 path.rename(target)
             else:
                 shutil.rmtree(path, ignore_errors=True)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # torch makes the tensors at the end, nothing else: prepare.py and its workers do without
+if (
+    TYPE_CHECKING
+):  # torch makes the tensors at the end, nothing else: prepare.py and its workers do without
     import torch
 
 FORMAT = 1
@@ -38,7 +40,9 @@ def random_bits(seed: int, index: int, count: int, stream: int) -> np.ndarray:
     """`count` uint64 numbers, a pure function of the arguments: raw Philox output, the same in every numpy version."""
     words = 2**64 - 1
     key = np.array([seed & words, index & words], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=np.array([0, 0, 0, stream], dtype=np.uint64)).random_raw(count)
+    return np.random.Philox(
+        key=key, counter=np.array([0, 0, 0, stream], dtype=np.uint64)
+    ).random_raw(count)
 
 
 def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
@@ -53,7 +57,10 @@ def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) 
     lengths = np.full(len(steps), block_size, dtype=np.int64)
     if random_prob == 0 or not len(steps):
         return lengths
-    first, last = steps.start // 512, (steps.stop - 1) // 512  # in chunks: the numbers of many steps come at once
+    first, last = (
+        steps.start // 512,
+        (steps.stop - 1) // 512,
+    )  # in chunks: the numbers of many steps come at once
     chunks = [random_bits(seed, chunk, 2 * 512, LENGTH_STREAM) for chunk in range(first, last + 1)]
     bits = np.concatenate(chunks).reshape(-1, 2)[steps.start - first * 512 :][: len(steps)]
     coin, uniform = ((bits >> np.uint64(11)) * 2.0**-53).T
@@ -132,8 +139,13 @@ def _check_keys(meta, path: Path) -> None:
             "prepare the dataset again"
         )
     entries = meta["splits"].values() if isinstance(meta["splits"], dict) else [None]
-    if not all(isinstance(entry, dict) and {"file", "tokens", "sha256"} <= entry.keys() for entry in entries):
-        raise ValueError(f"{path}: every split needs file, tokens and sha256; prepare the dataset again")
+    if not all(
+        isinstance(entry, dict) and {"file", "tokens", "sha256"} <= entry.keys()
+        for entry in entries
+    ):
+        raise ValueError(
+            f"{path}: every split needs file, tokens and sha256; prepare the dataset again"
+        )
 
 
 def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
@@ -143,11 +155,15 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
     """
     folder = Path(folder)
     if split not in meta["splits"]:
-        raise ValueError(f"{folder} has no split {split!r}; its splits are {', '.join(map(repr, meta['splits']))}")
+        raise ValueError(
+            f"{folder} has no split {split!r}; its splits are {', '.join(map(repr, meta['splits']))}"
+        )
     entry = meta["splits"][split]
     path = folder / entry["file"]
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing although meta.json lists it; prepare the dataset again")
+        raise FileNotFoundError(
+            f"{path} is missing although meta.json lists it; prepare the dataset again"
+        )
     size, expected = path.stat().st_size, entry["tokens"] * DTYPES[meta["dtype"]].itemsize
     if size != expected:
         raise ValueError(
@@ -206,7 +222,9 @@ class TokenDataset:
                 f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text"
             )
         self.num_blocks = count // block_size
-        self._rows = self.tokens[: self.num_blocks * block_size].reshape(self.num_blocks, block_size)
+        self._rows = self.tokens[: self.num_blocks * block_size].reshape(
+            self.num_blocks, block_size
+        )
         self._shuffles: dict[tuple[int, int], np.ndarray] = {}
 
     def blocks(self, indices) -> torch.LongTensor:
@@ -224,7 +242,9 @@ class TokenDataset:
         """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T: for what must drop nothing."""
         import torch
 
-        return torch.from_numpy(self.tokens[self.num_blocks * self.block_size :].astype(np.int64))[None]
+        return torch.from_numpy(self.tokens[self.num_blocks * self.block_size :].astype(np.int64))[
+            None
+        ]
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
         """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step` -> LongTensor (B, T).
@@ -233,11 +253,15 @@ class TokenDataset:
         shuffle_e[g % num_blocks] of epoch e = g // num_blocks.
         """
         if step < 0 or (len(rows) and not (0 <= min(rows) and max(rows) < global_batch)):
-            raise ValueError(f"step {step} and rows {rows} must not be negative, and rows stay below {global_batch=}")
+            raise ValueError(
+                f"step {step} and rows {rows} must not be negative, and rows stay below {global_batch=}"
+            )
         sequence = step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)
         indices = np.empty_like(places)
-        for epoch in np.unique(epochs):  # two where the batch straddles an epoch, more if it outgrows the dataset
+        for epoch in np.unique(
+            epochs
+        ):  # two where the batch straddles an epoch, more if it outgrows the dataset
             here = epochs == epoch
             indices[here] = self._shuffle(seed, int(epoch))[places[here]]
         return self.blocks(indices)
@@ -246,10 +270,14 @@ class TokenDataset:
         """The order of the blocks in an epoch, int64 (num_blocks,)."""
         key = (seed, epoch)
         if key not in self._shuffles:
-            if len(self._shuffles) >= 2:  # a batch moves from one epoch to the next: older ones are not needed again
+            if (
+                len(self._shuffles) >= 2
+            ):  # a batch moves from one epoch to the next: older ones are not needed again
                 self._shuffles.pop(next(iter(self._shuffles)))
             # a sort of raw bits: Generator.permutation may change with numpy's version
-            self._shuffles[key] = np.argsort(random_bits(seed, epoch, self.num_blocks, SHUFFLE_STREAM), kind="stable")
+            self._shuffles[key] = np.argsort(
+                random_bits(seed, epoch, self.num_blocks, SHUFFLE_STREAM), kind="stable"
+            )
         return self._shuffles[key]
 
 
@@ -262,9 +290,13 @@ def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
     """
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.size < 2:
-        raise ValueError(f"entropies of pairs need a flat array of at least 2 tokens, got shape {ids.shape}")
+        raise ValueError(
+            f"entropies of pairs need a flat array of at least 2 tokens, got shape {ids.shape}"
+        )
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}")
+        raise ValueError(
+            f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}"
+        )
     pairs = ids[:-1].astype(np.int64)
     pairs *= vocab_size
     pairs += ids[1:]

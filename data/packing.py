@@ -114,7 +114,10 @@ class SplitFile:
 
     def _pack(self) -> tuple[int, str]:
         ends = np.memmap(self._ends_path, dtype=np.uint64, mode="r")
-        ranges = ((start * self._itemsize, stop * self._itemsize) for start, stop in kept(ends, self.block_size))
+        ranges = (
+            (start * self._itemsize, stop * self._itemsize)
+            for start, stop in kept(ends, self.block_size)
+        )
         size, sha256 = compact(self.path, ranges)
         del ends
         self._ends_path.unlink()

@@ -81,18 +81,26 @@ class Prepare:
     """text: files of the validation split."""
     test: Annotated[tuple[Path, ...], _option("FILE ...", "no test split")] = ()
     """text: files of the test split."""
-    tokenizer: Annotated[str | None, _option("gpt2|bytes", "bytes for pydocs, gpt2 for the others")] = None
+    tokenizer: Annotated[
+        str | None, _option("gpt2|bytes", "bytes for pydocs, gpt2 for the others")
+    ] = None
     """GPT-2's byte-pair encoding, or bytes as they are."""
     field: Annotated[str | None, _option("KEY", "sentence for ptb, text for the others")] = None
     """What holds the text in a row of a .jsonl or .parquet file."""
-    split: Annotated[str | None, _option("train|val|test", "wikitext2: train, other evaluation sets: test")] = None
+    split: Annotated[
+        str | None, _option("train|val|test", "wikitext2: train, other evaluation sets: test")
+    ] = None
     """Evaluation sets: the split to download, or which --source is. Others: write all documents to this split."""
-    protocol: Annotated[str | None, _option("sedd|full", "sedd for the evaluation sets, full for the others")] = None
+    protocol: Annotated[
+        str | None, _option("sedd|full", "sedd for the evaluation sets, full for the others")
+    ] = None
     """sedd: rows in 8 shards and groups of 1,000, cut into blocks, the rest of every group dropped; as published.
     full: documents end to end, nothing dropped."""
     block_size: Annotated[int | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
     """sedd: tokens of a block; a model of another block size needs the dataset prepared again."""
-    val_fraction: Annotated[float | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for text and pydocs")] = None
+    val_fraction: Annotated[
+        float | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for text and pydocs")
+    ] = None
     """Share of the documents that becomes the validation split.
     One out of every 1/SHARE in a row, drawn from the seed; of a single document, its end."""
     seed: Annotated[int, _option("N", "0")] = 0
@@ -117,7 +125,10 @@ def main() -> None:
             conf.FlagCreatePairsOff,
         ),
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler's way to say stop is as good as Ctrl-C
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a scheduler's way to say stop is as good as Ctrl-C
         signal.signal(number, _interrupt)
     try:
         prepare(args)
@@ -149,7 +160,9 @@ def prepare(args: Prepare) -> Path:
     settings = _settings(args, dataset)
     get_tokenizer(settings["tokenizer"])  # before files are read, which can take long
     split, field = settings["split"], settings["field"]
-    corpora = dataset.corpora(Files(list(args.source), list(args.val), list(args.test), field, split))
+    corpora = dataset.corpora(
+        Files(list(args.source), list(args.val), list(args.test), field, split)
+    )
     meta = _meta(target.name, settings, dataset, corpora)
     clear_leftovers(target)
     if is_finished(target, meta, args.overwrite):
@@ -203,7 +216,11 @@ def _meta(name: str, settings: dict, dataset: Dataset, corpora: dict[str, Corpus
         "split": settings["split"],
         "splits": {},
         "notes": [],
-        "source": [{"split": split, **part} for split, corpus in corpora.items() for part in corpus.describe()],
+        "source": [
+            {"split": split, **part}
+            for split, corpus in corpora.items()
+            for part in corpus.describe()
+        ],
         "settings": settings,
         "versions": _versions(tokenizer.name, corpora),
     }
@@ -215,7 +232,9 @@ def _meta(name: str, settings: dict, dataset: Dataset, corpora: dict[str, Corpus
 
 def _dataset(name: str) -> Dataset:
     if name not in DATASETS:
-        raise ValueError(f"unknown dataset {name!r}: {_near(name, DATASETS)}the datasets are {', '.join(DATASETS)}")
+        raise ValueError(
+            f"unknown dataset {name!r}: {_near(name, DATASETS)}the datasets are {', '.join(DATASETS)}"
+        )
     return DATASETS[name]
 
 
@@ -229,12 +248,18 @@ def _check_options(args: Prepare, dataset: Dataset) -> None:
         raise ValueError(f"{args.name} needs files to read: --source FILE ...")
     _check_splits(args, dataset)
     if args.protocol is not None and args.protocol not in PROTOCOLS:
-        raise ValueError(f"unknown protocol {args.protocol!r}: {_near(args.protocol, PROTOCOLS)}it is sedd or full")
+        raise ValueError(
+            f"unknown protocol {args.protocol!r}: {_near(args.protocol, PROTOCOLS)}it is sedd or full"
+        )
     if args.block_size is not None and (args.protocol or dataset.protocol) != "sedd":
         raise ValueError(
             "--block-size is for --protocol sedd; a dataset of the protocol full can be read in blocks of any size"
         )
-    for option, value in (("--workers", args.workers), ("--limit", args.limit), ("--block-size", args.block_size)):
+    for option, value in (
+        ("--workers", args.workers),
+        ("--limit", args.limit),
+        ("--block-size", args.block_size),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{option} must be at least 1, not {value}")
     given = collections.Counter(path.resolve() for path in (*args.source, *args.val, *args.test))
@@ -256,9 +281,13 @@ def _check_splits(args: Prepare, dataset: Dataset) -> None:
         )
     if args.split is not None and args.split not in dataset.splits:
         near = _near(args.split, dataset.splits)
-        raise ValueError(f"{args.name} has no split {args.split!r}: {near}its splits are {', '.join(dataset.splits)}")
+        raise ValueError(
+            f"{args.name} has no split {args.split!r}: {near}its splits are {', '.join(dataset.splits)}"
+        )
     if args.split and (args.val or args.test or args.val_fraction is not None):
-        raise ValueError("--split writes all documents to one split: give it without --val, --test and --val-fraction")
+        raise ValueError(
+            "--split writes all documents to one split: give it without --val, --test and --val-fraction"
+        )
     if args.val and args.val_fraction is not None:
         raise ValueError("give --val or --val-fraction, not both")
     if args.val_fraction is not None and not 0 < args.val_fraction <= 0.5:
@@ -285,14 +314,19 @@ def _versions(tokenizer: str, corpora: dict[str, Corpus]) -> dict[str, str]:
     if tokenizer == "gpt2":
         packages.append("tiktoken")
     packages += sorted({package for corpus in corpora.values() for package in corpus.packages})
-    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # which document goes where
 
 
-def route(corpora: dict[str, Corpus], fraction: float | None, seed: int, limit: int | None) -> Iterator[RoutedPiece]:
+def route(
+    corpora: dict[str, Corpus], fraction: float | None, seed: int, limit: int | None
+) -> Iterator[RoutedPiece]:
     """Every piece with its split, in reading order. With a `fraction`, validation comes out of "train".
 
     The `limit` is on the documents of the first split: those of --source.
@@ -314,7 +348,9 @@ def _limited(corpus: Corpus, limit: int | None) -> Iterator[Piece]:
             break
 
 
-def _split_documents(corpus: Corpus, fraction: float, seed: int, limit: int | None) -> Iterator[RoutedPiece]:
+def _split_documents(
+    corpus: Corpus, fraction: float, seed: int, limit: int | None
+) -> Iterator[RoutedPiece]:
     """One validation document in every group of 1 / fraction in a row; both splits get at least one document.
 
     The place in the group is drawn from (seed, number of the group), so a document's split depends on nothing that
@@ -342,7 +378,9 @@ def _chosen(seed: int, group: int, group_size: float) -> int:
     return first + int(random_bits(seed, group, 1, SPLIT_STREAM)[0]) % (last - first)
 
 
-def _split_one_document(corpus: Corpus, fraction: float, limit: int | None) -> Iterator[RoutedPiece]:
+def _split_one_document(
+    corpus: Corpus, fraction: float, limit: int | None
+) -> Iterator[RoutedPiece]:
     """The end of the only document is validation: the given share of its characters, cut at a space if possible."""
     characters = sum(len(text) for text, _ in _limited(corpus, limit))
     boundary = characters - max(1, round(characters * fraction))
@@ -365,7 +403,9 @@ def _split_one_document(corpus: Corpus, fraction: float, limit: int | None) -> I
 # files
 
 
-def _write_splits(folder: Path, corpora: dict[str, Corpus], meta: dict, workers: int | None) -> dict[str, dict]:
+def _write_splits(
+    folder: Path, corpora: dict[str, Corpus], meta: dict, workers: int | None
+) -> dict[str, dict]:
     """Writes the token files into `folder`; returns their entries for meta.json."""
     settings, files = meta["settings"], {}
     workers = _worker_count(workers, meta["tokenizer"])
@@ -389,7 +429,9 @@ def _progress_bar(unit: str):
     # a log file needs a line now and then, a terminal a bar that moves
     interval = 0.2 if sys.stderr.isatty() else 30
     unit = unit if unit == "B" else f" {unit}"
-    return tqdm(desc="tokenising", unit=unit, unit_scale=True, mininterval=interval, file=sys.stderr)
+    return tqdm(
+        desc="tokenising", unit=unit, unit_scale=True, mininterval=interval, file=sys.stderr
+    )
 
 
 def _update(bar, corpora: dict[str, Corpus], tokens: int) -> None:
@@ -407,19 +449,25 @@ def _report(target: Path, meta: dict) -> None:
             f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents  "
             f"{entry['tokens'] * size / 1e6:>10,.1f} MB{dropped}"
         )
-    print(f"in {_shown(target)}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
+    print(
+        f"in {_shown(target)}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}"
+    )
     print(f"protocol {meta['protocol']}: {meta['packing']}")
     for note in meta["notes"]:
         print(f"not comparable with the published tables: {note}")
     if meta["protocol"] == "sedd" or settings["split"] is not None:
         named = (
-            settings["dataset"] if target == Path(__file__).resolve().parent / settings["dataset"] else _shown(target)
+            settings["dataset"]
+            if target == Path(__file__).resolve().parent / settings["dataset"]
+            else _shown(target)
         )
         print(f"next: python eval_ppl.py RUN --datasets {named}")
         return
     config = "quickstart" if meta["tokenizer"] == "bytes" else "own_text"
     config = "aogpt_small" if settings["dataset"] == "openwebtext" else config
-    print(f"next: python train.py configs/{config}.toml --name {target.name} --data.folder {_shown(target)}")
+    print(
+        f"next: python train.py configs/{config}.toml --name {target.name} --data.folder {_shown(target)}"
+    )
 
 
 def _shown(path: Path) -> str:

@@ -126,10 +126,14 @@ def _lines(path: Path, stream) -> Iterator[str]:
         while line := lines.readline(MAX_WORD_BYTES):
             number += 1
             if "\0" in line or len(line) == MAX_WORD_BYTES:
-                raise ValueError(f"{path}, line {number}: this is not text, a line a document; is it the right file?")
+                raise ValueError(
+                    f"{path}, line {number}: this is not text, a line a document; is it the right file?"
+                )
             yield line
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error.reason}, not far after line {number}); is it text?") from error
+        raise ValueError(
+            f"{path}: not UTF-8 ({error.reason}, not far after line {number}); is it text?"
+        ) from error
     if number == 0:
         raise ValueError(f"{path} is empty; leave it out")
 
@@ -169,10 +173,15 @@ def _opened(path: Path):
 
     packing = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
     try:
-        with open(path, "rb") as raw, packing(raw) if packing else contextlib.nullcontext(raw) as unpacked:
+        with (
+            open(path, "rb") as raw,
+            packing(raw) if packing else contextlib.nullcontext(raw) as unpacked,
+        ):
             yield raw, unpacked
     except EOFError as error:
-        raise ValueError(f"{path}: the compressed file ends too early; it is incomplete, get it again") from error
+        raise ValueError(
+            f"{path}: the compressed file ends too early; it is incomplete, get it again"
+        ) from error
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
 
@@ -203,7 +212,9 @@ def _decoded(decoder, chunk: bytes, path: Path, offset: int, final: bool = False
     try:
         return decoder.decode(chunk, final)
     except UnicodeDecodeError as error:
-        where = offset - len(error.object) + error.start  # error.object begins with what the decoder held back
+        where = (
+            offset - len(error.object) + error.start
+        )  # error.object begins with what the decoder held back
         raise ValueError(
             f"{path}: not UTF-8 ({error.reason} at byte {where:,}); convert it first, e.g. iconv -f latin1 -t utf-8"
         ) from error
@@ -272,7 +283,16 @@ class PythonDocs(Corpus):
     module. About 2 MB; differs between Python versions, not between machines with the same one."""
 
     MIN_CHARACTERS = 200  # modules with one line of documentation are all alike
-    LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "__pycache__"}
+    LEFT_OUT = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "lib2to3",
+        "pydoc_data",
+        "__pycache__",
+    }
 
     def describe(self) -> list[dict]:
         return [{"documentation": "Python " + ".".join(map(str, sys.version_info[:3]))}]
@@ -317,7 +337,10 @@ def _docstrings(path: Path) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in old modules
             tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and files for other versions, which some distributions ship
+    except (
+        SyntaxError,
+        ValueError,
+    ):  # templates and files for other versions, which some distributions ship
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
@@ -400,7 +423,9 @@ class HubRows(Corpus):
     def _next(self, rows: Iterator[dict]) -> dict | None:
         try:
             return next(rows, None)
-        except Exception as error:  # whatever pyarrow, json or the network raise: rows are read as they are needed
+        except (
+            Exception
+        ) as error:  # whatever pyarrow, json or the network raise: rows are read as they are needed
             raise ValueError(
                 f"reading {self.name} through the package datasets failed after row {self.position} ({cause(error)})"
             ) from error
@@ -427,7 +452,9 @@ def hub_rows(repository: str, config: str | None, split: str, streaming: bool) -
         # in folders CONFIG/SPLIT or, where it is not complete, CONFIG/partial-SPLIT
         files = {split: f"{config or '*'}/*{split}/*.parquet"}
         revision = "refs/convert/parquet"
-        return load(repository, data_files=files, split=split, revision=revision, streaming=streaming)
+        return load(
+            repository, data_files=files, split=split, revision=revision, streaming=streaming
+        )
 
 
 def local_rows(paths: list[Path]) -> Iterable[dict]:
@@ -443,7 +470,9 @@ def local_rows(paths: list[Path]) -> Iterable[dict]:
             if not paths:
                 return []
         # streaming: the files are here already, an Arrow copy of them would only take space
-        return datasets.load_dataset(kind, data_files=[str(path) for path in paths], split="train", streaming=True)
+        return datasets.load_dataset(
+            kind, data_files=[str(path) for path in paths], split="train", streaming=True
+        )
     except Exception as error:
         raise ValueError(
             f"the package datasets could not read {', '.join(map(str, paths))} ({cause(error)})"

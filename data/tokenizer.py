@@ -51,7 +51,9 @@ class Tokenizer:
         """
         decoder, pieces = codecs.getincrementaldecoder("utf-8")("replace"), []
         for token in self._checked(ids):
-            if token == self.eot and pieces:  # nothing goes on over the end of a text: its piece is its name alone
+            if (
+                token == self.eot and pieces
+            ):  # nothing goes on over the end of a text: its piece is its name alone
                 pieces[-1] += decoder.decode(b"", final=True)
             pieces.append(decoder.decode(self._bytes(token)))
         if pieces:
@@ -83,7 +85,9 @@ class BytesTokenizer(Tokenizer):
     eot = 256
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(_without_lone_surrogates(text).encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(_without_lone_surrogates(text).encode("utf-8"), dtype=np.uint8).astype(
+            np.uint16
+        )
 
     def _decode(self, ids: list[int]) -> str:
         documents, start = [], 0
@@ -112,8 +116,13 @@ class GPT2Tokenizer(Tokenizer):
         text = _without_lone_surrogates(text)
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # the regular expression runs out of stack in about a million spaces in a row
-            parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _cut_long_spaces(text)]
+        except (
+            ValueError
+        ):  # the regular expression runs out of stack in about a million spaces in a row
+            parts = [
+                self._encoding.encode_to_numpy(part, disallowed_special=())
+                for part in _cut_long_spaces(text)
+            ]
             return np.concatenate(parts)
 
     def _decode(self, ids: list[int]) -> str:
@@ -132,7 +141,9 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name not in TOKENIZERS:
         near = difflib.get_close_matches(str(name).lower(), TOKENIZERS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown tokenizer {name!r}: {hint}the tokenizers are {', '.join(map(repr, TOKENIZERS))}")
+        raise ValueError(
+            f"unknown tokenizer {name!r}: {hint}the tokenizers are {', '.join(map(repr, TOKENIZERS))}"
+        )
     return TOKENIZERS[name]()
 
 
@@ -147,7 +158,9 @@ def _load_r50k():
         ) from error
     try:
         return tiktoken.get_encoding("r50k_base")
-    except Exception as error:  # requests' errors, OSErrors, a hash that does not match: one remedy for all
+    except (
+        Exception
+    ) as error:  # requests' errors, OSErrors, a hash that does not match: one remedy for all
         raise ValueError(
             "tiktoken could not get r50k_base, the file of the gpt2 tokenizer "
             f"({type(error).__name__}: {_shorten(str(error))}). Without a network, set TIKTOKEN_CACHE_DIR "

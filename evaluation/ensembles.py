@@ -41,7 +41,9 @@ def _uniform(seed: int, number: int, rows: range, width: int) -> Tensor:
     return torch.from_numpy((philox_bits(seed, number, rows, width) >> np.uint64(11)) * 2.0**-53)
 
 
-def permute_context(order: Tensor, known: Tensor | int, seed: int, number: int, rows: range) -> Tensor:
+def permute_context(
+    order: Tensor, known: Tensor | int, seed: int, number: int, rows: range
+) -> Tensor:
     """The orders (B, T) with their first `known` positions in a uniformly random order, the others as they are.
 
     known: (B, 1) or a number. A pure function of (order, known, seed, number of the table, row).
@@ -54,11 +56,19 @@ def permute_context(order: Tensor, known: Tensor | int, seed: int, number: int, 
 def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """log of the mean probability of the first m members, for every m of `sizes`: (M, ...) -> (S, ...)."""
     logs = torch.stack([torch.logsumexp(log_probs[:m], dim=0) for m in sizes])
-    return logs - torch.tensor(sizes, dtype=logs.dtype, device=logs.device).log().view(-1, *[1] * (logs.dim() - 1))
+    return logs - torch.tensor(sizes, dtype=logs.dtype, device=logs.device).log().view(
+        -1, *[1] * (logs.dim() - 1)
+    )
 
 
 def cheap_gains(
-    model, tokens: Tensor, sizes: tuple[int, ...], seed: int, draw: int, rows: range, batch_size: int
+    model,
+    tokens: Tensor,
+    sizes: tuple[int, ...],
+    seed: int,
+    draw: int,
+    rows: range,
+    batch_size: int,
 ) -> Tensor:
     """Unbiased estimates of L_M - L_1 under uniform orders from one random context of each sequence.
 
@@ -71,8 +81,12 @@ def cheap_gains(
     """
     T, members = tokens.shape[1], max(sizes)
     order = orders_at(OrderConfig("random"), seed, table(draw, 1), rows, T)
-    known = (_uniform(seed, table(draw, 1), rows, T + 1)[:, :1] * T).long()  # the column that uniform orders leave
-    orders = [order] + [permute_context(order, known, seed, table(draw, 1, j), rows) for j in range(1, members)]
+    known = (
+        _uniform(seed, table(draw, 1), rows, T + 1)[:, :1] * T
+    ).long()  # the column that uniform orders leave
+    orders = [order] + [
+        permute_context(order, known, seed, table(draw, 1, j), rows) for j in range(1, members)
+    ]
     work = (torch.cat(orders), known.repeat(members, 1), torch.arange(len(rows)).repeat(members))
     log_probs = []
     for part in zip(*(x.split(batch_size) for x in work), strict=True):
@@ -85,7 +99,13 @@ def cheap_gains(
 
 
 def direct_nll(
-    model, tokens: Tensor, orders: OrderConfig, sizes: tuple[int, ...], seed: int, draw: int, rows: range
+    model,
+    tokens: Tensor,
+    orders: OrderConfig,
+    sizes: tuple[int, ...],
+    seed: int,
+    draw: int,
+    rows: range,
 ) -> Tensor:
     """-log of the ensembles' probability of every token along one order of each sequence: one draw, unbiased.
 
@@ -100,10 +120,14 @@ def direct_nll(
     log_probs = original.expand(max(sizes), *original.shape).clone()
     for step in range(2, T):
         for member in range(1, max(sizes)):
-            permuted = permute_context(order, step, seed, table(draw, 2 + step, member), rows).to(tokens.device)
+            permuted = permute_context(order, step, seed, table(draw, 2 + step, member), rows).to(
+                tokens.device
+            )
             log_probs[member, :, step] = model.token_log_probs(tokens, permuted)[:, step].double()
     nll = -ensemble_log_probs(log_probs, sizes)
-    return torch.empty_like(nll).scatter_(2, order.to(nll.device).expand_as(nll), nll).permute(1, 2, 0)
+    return (
+        torch.empty_like(nll).scatter_(2, order.to(nll.device).expand_as(nll), nll).permute(1, 2, 0)
+    )
 
 
 def passes(method: str, size: int, length: int) -> int:

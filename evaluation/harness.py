@@ -31,7 +31,8 @@ from checkpoints import store as checkpoint
 from data.tokenizer import get_tokenizer
 from model import HEAD_CHUNK_ELEMENTS, log_linear_noise
 from orders import OrderConfig, orders_at, philox_bits
-from runtime.processes import Processes, autocast, pick_device, pick_dtype
+from runtime.devices import autocast, pick_device, pick_dtype
+from runtime.processes import Processes
 from sampling.engine import generate
 from sampling.plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan
 from sampling.token_choice import TokenChoice
@@ -96,11 +97,17 @@ class Settings:
                 raise ValueError(f"{name} is {value!r}; give a whole number from 1")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed!r}; give an integer from 0 to 2**63 - 1")
-        for name, known in (("order", (None, "l2r", "random")), ("mode", (None, *get_args(Mode))), ("dtype", DTYPES)):
+        for name, known in (
+            ("order", (None, "l2r", "random")),
+            ("mode", (None, *get_args(Mode))),
+            ("dtype", DTYPES),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
         if self.steps and self.mode in ("l2r", "random", "adaptive"):
-            raise ValueError(f"mode {self.mode!r} has no steps; leave them out, or take mode mdm or even")
+            raise ValueError(
+                f"mode {self.mode!r} has no steps; leave them out, or take mode mdm or even"
+            )
 
 
 @register_model("aogpt")
@@ -140,15 +147,31 @@ class HarnessModel(TemplateLM):
     Raises ValueError for what the model cannot do, or if lm_eval is not installed.
     """
 
-    def __init__(self, run, processes: Processes | None = None, max_batch_size: int | None = None, **settings):
+    def __init__(
+        self, run, processes: Processes | None = None, max_batch_size: int | None = None, **settings
+    ):
         require_lm_eval()
         super().__init__()
         a = Settings(**settings)
         self.procs = processes or Processes(0, 1, pick_device(a.device))
-        self._rank, self._world_size, self._device = self.procs.rank, self.procs.world_size, self.procs.device
-        self.loaded = run if isinstance(run, checkpoint.Loaded) else checkpoint.load(str(run), a.weights, self.device)
-        self.model, self.tokenizer = self.loaded.model.to(self.device), get_tokenizer(self.loaded.tokenizer)
-        self.encoder, self.dtype = self.model.config.attention == "full", pick_dtype(a.dtype, self.device)
+        self._rank, self._world_size, self._device = (
+            self.procs.rank,
+            self.procs.world_size,
+            self.procs.device,
+        )
+        self.loaded = (
+            run
+            if isinstance(run, checkpoint.Loaded)
+            else checkpoint.load(str(run), a.weights, self.device)
+        )
+        self.model, self.tokenizer = (
+            self.loaded.model.to(self.device),
+            get_tokenizer(self.loaded.tokenizer),
+        )
+        self.encoder, self.dtype = (
+            self.model.config.attention == "full",
+            pick_dtype(a.dtype, self.device),
+        )
         order, mode = ("random", "mdm") if self.encoder else ("l2r", "l2r")
         self.settings = dataclasses.replace(a, order=a.order or order, mode=a.mode or mode)
         self._check()
@@ -156,9 +179,13 @@ class HarnessModel(TemplateLM):
     def _check(self) -> None:
         a, config = self.settings, self.model.config
         if self.encoder and a.order == "l2r":
-            raise ValueError("this model is an encoder and has no left-to-right likelihood; take order random")
+            raise ValueError(
+                "this model is an encoder and has no left-to-right likelihood; take order random"
+            )
         if not self.encoder and config.target == "none" and (a.order, a.mode) != ("l2r", "l2r"):
-            raise ValueError("this model is not told its target position; take order l2r and mode l2r")
+            raise ValueError(
+                "this model is not told its target position; take order l2r and mode l2r"
+            )
         ids = config.mask_token if self.encoder else config.vocab_size
         if not self.tokenizer.vocab_size == self.loaded.vocab_size <= ids:
             raise ValueError(
@@ -172,7 +199,9 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.tokenizer.eot
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs
+    ) -> list[int]:
         return self.tokenizer.encode(string)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -189,7 +218,11 @@ class HarnessModel(TemplateLM):
         """(log-likelihood, is_greedy) of each (context, continuation); split into tokens as the harness does it."""
         pairs = []
         for context, continuation in (request.args for request in requests):
-            tokens = self._encode_pair(context, continuation) if context else ([], self.tok_encode(continuation))
+            tokens = (
+                self._encode_pair(context, continuation)
+                if context
+                else ([], self.tok_encode(continuation))
+            )
             pairs.append(((context, continuation), *tokens))
         return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
 
@@ -200,23 +233,36 @@ class HarnessModel(TemplateLM):
         windows, counts = [], []
         for (text,) in (request.args for request in requests):
             width = self.model.config.block_size - 1
-            own = list(get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, width, context_len=1))
+            own = list(
+                get_rolling_token_windows(
+                    self.tok_encode(text), self.prefix_token_id, width, context_len=1
+                )
+            )
             windows += [(None, *make_disjoint_window(window)) for window in own]
             counts.append(len(own))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
         return [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests, disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """The same for (anything, context, continuation), tokens."""
         self._check_room(requests)
         block = self.model.config.block_size
         pairs = [((c or [self.prefix_token_id])[len(x) - block :], x) for _, c, x in requests]
         draws = 1 if self.settings.order == "l2r" else self.settings.num_orders
         # The longest first: if memory does not suffice, it shows at once.
-        passes = sorted((-len(c) - len(x), i, draw) for i, (c, x) in enumerate(pairs) if x for draw in range(draws))
+        passes = sorted(
+            (-len(c) - len(x), i, draw)
+            for i, (c, x) in enumerate(pairs)
+            if x
+            for draw in range(draws)
+        )
         values, greedy = [[] for _ in pairs], [True] * len(pairs)
         quiet = True if disable_tqdm or self.rank else None
-        with tqdm(total=len(passes), desc=self.settings.order, unit="pass", disable=quiet, leave=False) as bar:
+        with tqdm(
+            total=len(passes), desc=self.settings.order, unit="pass", disable=quiet, leave=False
+        ) as bar:
             for start in range(0, len(passes), self.settings.batch_size):
                 batch = passes[start : start + self.settings.batch_size]
                 scores = self.score([self.row(*pairs[i], draw) for _, i, draw in batch])
@@ -232,17 +278,27 @@ class HarnessModel(TemplateLM):
         for number, request in enumerate(requests):
             context, settings = request.args
             wanted = self._wanted(settings)
-            tokens = (self.tok_encode(context) or [self.eot_token_id])[wanted.length - self.model.config.block_size :]
-            copies[id(request)] += 1  # a request that is to be answered several times is there several times
+            tokens = (self.tok_encode(context) or [self.eot_token_id])[
+                wanted.length - self.model.config.block_size :
+            ]
+            copies[id(request)] += (
+                1  # a request that is to be answered several times is there several times
+            )
             groups[wanted].append((len(tokens), number, tokens, copies[id(request)]))
         texts = [""] * len(requests)
         quiet = True if disable_tqdm or self.rank else None
-        with tqdm(total=len(requests), desc=self.settings.mode, unit="text", disable=quiet, leave=False) as bar:
+        with tqdm(
+            total=len(requests), desc=self.settings.mode, unit="text", disable=quiet, leave=False
+        ) as bar:
             for wanted, group in groups.items():
                 group.sort(reverse=True)
                 for start in range(0, len(group), self.settings.batch_size):
-                    _, numbers, contexts, repeats = zip(*group[start : start + self.settings.batch_size], strict=True)
-                    for number, text in zip(numbers, self.complete(contexts, repeats, wanted), strict=True):
+                    _, numbers, contexts, repeats = zip(
+                        *group[start : start + self.settings.batch_size], strict=True
+                    )
+                    for number, text in zip(
+                        numbers, self.complete(contexts, repeats, wanted), strict=True
+                    ):
                         texts[number] = text
                     bar.update(len(numbers))
         return texts
@@ -251,12 +307,17 @@ class HarnessModel(TemplateLM):
 
     def _check_room(self, requests) -> None:
         """ValueError, with the longest, if there are continuations that leave no room for a token of context."""
-        block, lengths = self.model.config.block_size, [len(continuation) for *_, continuation in requests]
+        block, lengths = (
+            self.model.config.block_size,
+            [len(continuation) for *_, continuation in requests],
+        )
         if max(lengths, default=0) < block:
             return
         longest, many = lengths.index(max(lengths)), sum(length >= block for length in lengths)
         _, context, continuation = requests[longest]
-        end, start = (self.tokenizer.decode(part) for part in (context[-SHOWN:], continuation[:SHOWN]))
+        end, start = (
+            self.tokenizer.decode(part) for part in (context[-SHOWN:], continuation[:SHOWN])
+        )
         raise ValueError(
             f"{many} of {len(requests)} requests have no room: the model takes {block} tokens, one of context among "
             f"them, and request {longest + 1} has a continuation of {lengths[longest]} tokens, which begins {start!r} "
@@ -275,7 +336,9 @@ class HarnessModel(TemplateLM):
         order = torch.cat([positions[:c], c + order])
         if not self.encoder:
             return Row(tokens, order, c, 1.0)
-        u = (int(philox_bits(a.seed, key, range(1), n + 1)[0, 0]) >> 11) * 2.0**-53  # the column that orders leave out
+        u = (
+            int(philox_bits(a.seed, key, range(1), n + 1)[0, 0]) >> 11
+        ) * 2.0**-53  # the column that orders leave out
         k = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
         return Row(tokens, order, c + n - k, n / k)
 
@@ -286,27 +349,45 @@ class HarnessModel(TemplateLM):
         steps = torch.arange(int(length.max()))
         tokens = pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True)
         order = torch.stack([torch.cat([row.order, steps[len(row.order) :]]) for row in rows])
-        scored = (steps >= torch.tensor([row.first for row in rows])[:, None]) & (steps < length[:, None])
+        scored = (steps >= torch.tensor([row.first for row in rows])[:, None]) & (
+            steps < length[:, None]
+        )
         counts = scored.sum(dim=1).tolist()
         tokens, order, scored, length = (v.to(self.device) for v in (tokens, order, scored, length))
         with autocast(self.device, self.dtype):
             # Padding comes after all else in the order of a decoder, so that nothing sees it.
-            hidden = self._masked(tokens, order, scored, length) if self.encoder else self.model.hidden(tokens, order)
+            hidden = (
+                self._masked(tokens, order, scored, length)
+                if self.encoder
+                else self.model.hidden(tokens, order)
+            )
             log_probs, best = self._read(hidden[scored], tokens.gather(1, order)[scored])
-        parts = zip(rows, log_probs.double().cpu().split(counts), best.cpu().split(counts), strict=True)
+        parts = zip(
+            rows, log_probs.double().cpu().split(counts), best.cpu().split(counts), strict=True
+        )
         return [(row.weight * float(values.sum()), bool(hits.all())) for row, values, hits in parts]
 
     def _masked(self, tokens: Tensor, order: Tensor, scored: Tensor, length: Tensor) -> Tensor:
         """Hidden states (B, T, D) of an encoder in the steps of `order`, the scored ones masked, padding not seen."""
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
-        sigma = log_linear_noise(masked.sum(dim=1) / length.double()) if self.model.config.noise else None
+        sigma = (
+            log_linear_noise(masked.sum(dim=1) / length.double())
+            if self.model.config.noise
+            else None
+        )
         ragged = length if int(length.min()) < tokens.shape[1] else None
-        hidden = self.model.encoder_hidden(tokens.where(~masked, self.model.config.mask_token), sigma, ragged)
+        hidden = self.model.encoder_hidden(
+            tokens.where(~masked, self.model.config.mask_token), sigma, ragged
+        )
         return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
 
     def _read(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(N, D), (N,) -> log-probability of each target, whether no token is likelier; few logits alive at once."""
-        rows, log_probs, best = max(256, HEAD_CHUNK_ELEMENTS // self.model.config.vocab_size), [], []
+        rows, log_probs, best = (
+            max(256, HEAD_CHUNK_ELEMENTS // self.model.config.vocab_size),
+            [],
+            [],
+        )
         for x, target in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = self.model.logits(x)
             logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -325,7 +406,10 @@ class HarnessModel(TemplateLM):
         sampled, length = settings.pop("do_sample"), settings.pop("max_gen_toks")
         until = tuple(stop for stop in settings.pop("until") if stop)
         temperature = float(settings.pop("temperature", 1.0))
-        top_p, top_k = settings.pop("top_p", None), settings.pop("top_k", None)  # 0 and -1 mean "all" elsewhere
+        top_p, top_k = (
+            settings.pop("top_p", None),
+            settings.pop("top_k", None),
+        )  # 0 and -1 mean "all" elsewhere
         if settings:
             raise ValueError(
                 f"generation setting {', '.join(settings)} is not supported: until, max_gen_toks, do_sample, "
@@ -337,28 +421,56 @@ class HarnessModel(TemplateLM):
                 f"give gen_kwargs max_gen_toks=N, N from 1 to {block - 1}"
             )
         temperature = temperature if sampled else 0.0
-        choice = TokenChoice(temperature, 1.0 if top_p is None else top_p, top_k if top_k and top_k > 0 else None)
+        choice = TokenChoice(
+            temperature, 1.0 if top_p is None else top_p, top_k if top_k and top_k > 0 else None
+        )
         return Wanted(choice, length, until)
 
     def complete(self, contexts: list[list[int]], repeats: list[int], wanted: Wanted) -> list[str]:
         """The text after each context, a function of (seed, context, repeat) alone."""
         generators, uniforms = [], []
         for context, repeat in zip(contexts, repeats, strict=True):
-            generators.append(torch.Generator().manual_seed(digest(context, [self.settings.seed, repeat]) % 2**63))
-            uniforms.append(torch.rand(wanted.length, generator=generators[-1], dtype=torch.float64))
+            generators.append(
+                torch.Generator().manual_seed(digest(context, [self.settings.seed, repeat]) % 2**63)
+            )
+            uniforms.append(
+                torch.rand(wanted.length, generator=generators[-1], dtype=torch.float64)
+            )
         tokens, texts = [[] for _ in contexts], [""] * len(contexts)
         waiting, done = range(len(contexts)), 0
         while waiting:
             # Left to right, later tokens do not change earlier ones: a row that has stopped need not go on.
-            end = min(wanted.length, max(FIRST_LOOK, 2 * done)) if self.settings.mode == "l2r" else wanted.length
+            end = (
+                min(wanted.length, max(FIRST_LOOK, 2 * done))
+                if self.settings.mode == "l2r"
+                else wanted.length
+            )
             known = [contexts[i] + tokens[i] for i in waiting]
-            plan = stacked([self._plan(len(k), end - done, generators[i]) for i, k in zip(waiting, known, strict=True)])
-            drawn = [torch.cat([torch.zeros(len(contexts[i])).double(), uniforms[i][:end]]) for i in waiting]
-            given = pad_sequence([torch.tensor(k + [0] * (end - done)) for k in known], batch_first=True)
+            plan = stacked(
+                [
+                    self._plan(len(k), end - done, generators[i])
+                    for i, k in zip(waiting, known, strict=True)
+                ]
+            )
+            drawn = [
+                torch.cat([torch.zeros(len(contexts[i])).double(), uniforms[i][:end]])
+                for i in waiting
+            ]
+            given = pad_sequence(
+                [torch.tensor(k + [0] * (end - done)) for k in known], batch_first=True
+            )
             options = {"choice": wanted.choice, "vocab_size": self.loaded.vocab_size}
-            got = generate(self._generator, plan, given, uniforms=pad_sequence(drawn, batch_first=True), **options)
+            got = generate(
+                self._generator,
+                plan,
+                given,
+                uniforms=pad_sequence(drawn, batch_first=True),
+                **options,
+            )
             unfinished = []
-            for i, row, length in zip(waiting, got.tokens.tolist(), got.length.tolist(), strict=True):
+            for i, row, length in zip(
+                waiting, got.tokens.tolist(), got.length.tolist(), strict=True
+            ):
                 tokens[i] = row[len(contexts[i]) : length]
                 texts[i], stopped = self._cut(tokens[i], wanted.until)
                 unfinished += [] if stopped or end == wanted.length else [i]
@@ -395,7 +507,9 @@ def stacked(plans: list[Plan]) -> Plan:
     """One plan of plans of one row each, which may differ in length."""
     length = torch.cat([plan.length for plan in plans])
     positions = torch.arange(int(length.max()))
-    order = torch.stack([torch.cat([plan.order[0], positions[len(plan.order[0]) :]]) for plan in plans])
+    order = torch.stack(
+        [torch.cat([plan.order[0], positions[len(plan.order[0]) :]]) for plan in plans]
+    )
     step = pad_sequence([plan.step[0] for plan in plans], batch_first=True)
     return Plan(order, step, length, plans[0].reveal)
 

@@ -64,7 +64,10 @@ class Judge:
         raise NotImplementedError
 
     def score(
-        self, samples: Sequence[Sequence[int]], batch_size: int, progress: Callable[[int], None] | None = None
+        self,
+        samples: Sequence[Sequence[int]],
+        batch_size: int,
+        progress: Callable[[int], None] | None = None,
     ) -> list[tuple[float, int]]:
         """Of each sample of the judge's ids: the sum of -log p over the tokens that are scored, and how many they are.
 
@@ -106,9 +109,19 @@ class Judge:
     def describe(self) -> dict:
         """What a reported number depends on."""
         names = ("name", "source", "tokenizer", "parameters", "context")
-        facts = {name: getattr(self, name) for name in names} | {"dtype": str(self.dtype).removeprefix("torch.")}
-        scored = "every token" if self.start else "tokens 2 to n of a window, given those before (no start token)"
-        return facts | {"start_token": self.start, "scored": scored, "longer": "windows that do not overlap"}
+        facts = {name: getattr(self, name) for name in names} | {
+            "dtype": str(self.dtype).removeprefix("torch.")
+        }
+        scored = (
+            "every token"
+            if self.start
+            else "tokens 2 to n of a window, given those before (no start token)"
+        )
+        return facts | {
+            "start_token": self.start,
+            "scored": scored,
+            "longer": "windows that do not overlap",
+        }
 
 
 def load_judge(name: str, dtype: torch.dtype, device: torch.device) -> Judge:
@@ -145,7 +158,9 @@ def _settings(folder: Path) -> dict:
 class OurJudge(Judge):
     """A decoder of this project, scored left to right."""
 
-    def __init__(self, name: str, loaded: checkpoint.Loaded, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, name: str, loaded: checkpoint.Loaded, dtype: torch.dtype, device: torch.device
+    ):
         config = loaded.model.config
         if config.attention == "full":
             raise ValueError(
@@ -154,8 +169,16 @@ class OurJudge(Judge):
             )
         self.model = loaded.model.to(dtype)
         self.name, self.source, self.tokenizer = name, loaded.describe(), loaded.tokenizer
-        self.context, self.start, self.vocab_size = config.block_size, loaded.scored_from == 0, config.vocab_size
-        self.parameters, self.dtype, self.device = sum(loaded.model.num_params().values()), dtype, device
+        self.context, self.start, self.vocab_size = (
+            config.block_size,
+            loaded.scored_from == 0,
+            config.vocab_size,
+        )
+        self.parameters, self.dtype, self.device = (
+            sum(loaded.model.num_params().values()),
+            dtype,
+            device,
+        )
 
     def encode(self, text: str) -> list[int]:
         tokenizer = get_tokenizer(self.tokenizer)
@@ -187,11 +210,23 @@ class TransformersJudge(Judge):
             raise ValueError(f"--judge {name}: there is no such file or folder")
         safe = {"trust_remote_code": False}
         # the small files first: they tell what is wrong before anything large is fetched
-        config = _loaded(name, "config.json", lambda: transformers.AutoConfig.from_pretrained(name, **safe))
-        tokenizer = _loaded(name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name, **safe))
-        self.name, self._tokenizer, self.libraries = name, tokenizer, {"transformers": transformers.__version__}
-        if not self.encode(PROBE):  # transformers makes an empty tokenizer where there is no file of one
-            raise ValueError(f"--judge {name} has no tokenizer: save the files of its tokenizer beside the model")
+        config = _loaded(
+            name, "config.json", lambda: transformers.AutoConfig.from_pretrained(name, **safe)
+        )
+        tokenizer = _loaded(
+            name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name, **safe)
+        )
+        self.name, self._tokenizer, self.libraries = (
+            name,
+            tokenizer,
+            {"transformers": transformers.__version__},
+        )
+        if not self.encode(
+            PROBE
+        ):  # transformers makes an empty tokenizer where there is no file of one
+            raise ValueError(
+                f"--judge {name} has no tokenizer: save the files of its tokenizer beside the model"
+            )
         options = safe | {"use_safetensors": True, "dtype": dtype, "output_loading_info": True}
         make = transformers.AutoModelForCausalLM.from_pretrained
         model, info = _loaded(name, "model", lambda: make(name, **options))
@@ -215,11 +250,18 @@ class TransformersJudge(Judge):
         # some tokenizers put a start token in front by themselves: that is how their models were trained
         self._bos = self._tokenizer.bos_token_id
         self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [self._bos]
-        limits = (getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "n_ctx"))
+        limits = (
+            getattr(config, key, None)
+            for key in ("max_position_embeddings", "n_positions", "n_ctx")
+        )
         context = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
         self.context = context - 1 if context and self.start else context
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        self.parameters, self.dtype, self.device = sum(p.numel() for p in self.model.parameters()), dtype, device
+        self.parameters, self.dtype, self.device = (
+            sum(p.numel() for p in self.model.parameters()),
+            dtype,
+            device,
+        )
         self._same = {}
 
     def encode(self, text: str) -> list[int]:
@@ -246,12 +288,16 @@ class TransformersJudge(Judge):
         logits, targets = self._logits(tokens)[:, :-1], tokens[:, 1:]
         # one row at a time: float32 copies of all logits would take several times their memory
         pairs = zip(logits, targets, strict=True)
-        nll = torch.stack([F.cross_entropy(row.float(), target, reduction="none") for row, target in pairs])
+        nll = torch.stack(
+            [F.cross_entropy(row.float(), target, reduction="none") for row, target in pairs]
+        )
         return nll if self.start else F.pad(nll, (1, 0))
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Padding stands at the end, where no earlier token of a causal model sees it."""
-        return self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        return self.model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
+        ).logits
 
     @torch.inference_mode()
     def _is_causal(self) -> bool:
@@ -266,7 +312,9 @@ def _loaded(name: str, what: str, load):
     """load(), its many kinds of errors as a ValueError."""
     try:
         return load()
-    except Exception as error:  # no network, no such id, no access, a file that is missing or of another kind
+    except (
+        Exception
+    ) as error:  # no network, no such id, no access, a file that is missing or of another kind
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(
             f"--judge {name}: its {what} could not be had: {type(error).__name__}: {reason}. Give a run or "
@@ -328,7 +376,9 @@ def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[st
         error = math.sqrt(squares * N / (N - 1)) / tokens
     reach = t_quantile(N - 1) * error
     logs = {"perplexity": mean, "perplexity_low": mean - reach, "perplexity_high": mean + reach}
-    return {"nll": mean, "standard_error": error} | {name: exp(value) for name, value in logs.items()}
+    return {"nll": mean, "standard_error": error} | {
+        name: exp(value) for name, value in logs.items()
+    }
 
 
 def exp(value: float) -> float:

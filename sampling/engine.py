@@ -19,9 +19,25 @@ from torch import Tensor, nn
 
 import model as model_module
 from model import AOGPT, MLP, Feed, KVCache, log_linear_noise, ragged
-from runtime.processes import available_memory
-from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
-from sampling.token_choice import ACCEPTED, CORRECTED, TokenChoice, choose_tokens, draw, fresh_uniforms, probabilities
+from runtime.devices import available_memory
+from sampling.plans import (
+    Plan,
+    adaptive_plan,
+    group_sizes,
+    l2r_plan,
+    mdm_plan,
+    random_plan,
+    speculative_plan,
+)
+from sampling.token_choice import (
+    ACCEPTED,
+    CORRECTED,
+    TokenChoice,
+    choose_tokens,
+    draw,
+    fresh_uniforms,
+    probabilities,
+)
 
 __all__ = [
     "Engine",
@@ -39,7 +55,9 @@ __all__ = [
     "speculative_plan",
 ]
 
-CPU_CHUNK_ELEMENTS = 2**19  # logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
+CPU_CHUNK_ELEMENTS = (
+    2**19
+)  # logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
 
 
 @dataclass
@@ -119,9 +137,13 @@ def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
     if B == 0:
         raise ValueError("the plan holds no samples; plan at least one")
     if T > model.config.block_size:
-        raise ValueError(f"samples of {T} tokens, but the model was built for up to {model.config.block_size}")
+        raise ValueError(
+            f"samples of {T} tokens, but the model was built for up to {model.config.block_size}"
+        )
     if plan.draft and (model.config.attention == "full" or model.config.target == "none"):
-        raise ValueError("speculative decoding needs a decoder that is told its target position; use another plan")
+        raise ValueError(
+            "speculative decoding needs a decoder that is told its target position; use another plan"
+        )
     if tokens is None:
         if plan.given().any():
             raise ValueError("the plan has given positions: pass their tokens")
@@ -176,7 +198,12 @@ class Steps:
         """Of every step: items, items of the widest row, positions revealed, and positions that could be if the model
         chooses among all that are left."""
         candidates = (self.size > 0) * (plan.length - self.known) * (plan.reveal != "order")
-        columns = self.count.sum(dim=1), self.count.amax(dim=1), self.size.sum(dim=1), candidates.sum(dim=1)
+        columns = (
+            self.count.sum(dim=1),
+            self.count.amax(dim=1),
+            self.size.sum(dim=1),
+            candidates.sum(dim=1),
+        )
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -185,11 +212,23 @@ def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
     c, T, width = model.config, plan.order.shape[1], model.wte.weight.element_size()
     steps = Steps.of(plan, c.attention == "full")
     row_items = int(steps.count.max()) if steps.count.numel() else 0
-    revealed = plan.length.max() if plan.reveal != "order" else steps.size.max() if steps.size.numel() else 0
+    revealed = (
+        plan.length.max()
+        if plan.reveal != "order"
+        else steps.size.max()
+        if steps.size.numel()
+        else 0
+    )
     cache = 0 if c.attention == "full" else 2 * c.n_layer * batch_size * (T + 1) * c.n_embd * width
     tables = (6 * c.n_layer + 2) * c.n_embd * c.block_size * width if c.target == "adaln" else 0
-    packs = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear)) if _can_pack(model) else 0
-    items = batch_size * row_items * c.n_embd * width * 24  # residual, modulation, qkv, MLP and what they turn into
+    packs = (
+        sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
+        if _can_pack(model)
+        else 0
+    )
+    items = (
+        batch_size * row_items * c.n_embd * width * 24
+    )  # residual, modulation, qkv, MLP and what they turn into
     mask = batch_size * row_items * T * (2 + width)
     logits = min(batch_size * int(revealed), _head_rows(c)) * c.vocab_size * (width + 36)
     drafts = batch_size * (plan.draft + 1) * c.vocab_size * 48
@@ -201,8 +240,14 @@ def _check_memory(model: AOGPT, plan: Plan, batch_size: int, memory: int | None)
     needed = memory_needed(model, plan, batch_size)
     if free is None or needed <= free:
         return
-    fits = bisect.bisect_right(range(1, batch_size), free, key=lambda rows: memory_needed(model, plan, rows))
-    advice = f"a batch size of {fits} fits" if fits else "not even one sample fits: take shorter ones or more steps"
+    fits = bisect.bisect_right(
+        range(1, batch_size), free, key=lambda rows: memory_needed(model, plan, rows)
+    )
+    advice = (
+        f"a batch size of {fits} fits"
+        if fits
+        else "not even one sample fits: take shorter ones or more steps"
+    )
     raise ValueError(
         f"{batch_size} samples of {plan.order.shape[1]} tokens at once need about {needed / 2**30:.3g} GiB, but "
         f"{free / 2**30:.3g} GiB are free on {model.wte.weight.device}: {advice}"
@@ -240,7 +285,9 @@ class Shapes:
 
     def _find(self, need: tuple[int, ...]) -> tuple[int, ...] | None:
         for shape in self.made:
-            if all(n <= size for n, size in zip(need, shape, strict=True)) and max(shape) <= 4 * max(*need, 8):
+            if all(n <= size for n, size in zip(need, shape, strict=True)) and max(
+                shape
+            ) <= 4 * max(*need, 8):
                 return shape
         return None
 
@@ -261,13 +308,19 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, then: str = "none", variant: str = "") -> Tensor:
         """`then`: an activation that is applied to the output where it is computed."""
-        return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.packed, self.bias, then, [], variant)
+        return torch.ops.mkldnn._linear_pointwise(
+            x.to(self.weight.dtype), self.packed, self.bias, then, [], variant
+        )
 
 
 class PackedMLP(nn.Module):
     def __init__(self, mlp: MLP):
         super().__init__()
-        self.approximate, self.fc, self.proj = mlp.approximate, PackedLinear(mlp.fc), PackedLinear(mlp.proj)
+        self.approximate, self.fc, self.proj = (
+            mlp.approximate,
+            PackedLinear(mlp.fc),
+            PackedLinear(mlp.proj),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.fc(x, "gelu", self.approximate))
@@ -288,7 +341,11 @@ def packed(model: AOGPT) -> AOGPT:
 
 def _can_pack(model: AOGPT) -> bool:
     weight = model.wte.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
@@ -305,16 +362,39 @@ class Engine(nn.Module):
     """
 
     @torch.no_grad()
-    def __init__(self, model: AOGPT, batch_size: int, length: int, choice: TokenChoice, vocab_size=None, compile=False):
+    def __init__(
+        self,
+        model: AOGPT,
+        batch_size: int,
+        length: int,
+        choice: TokenChoice,
+        vocab_size=None,
+        compile=False,
+    ):
         super().__init__()
-        self.model, self.choice, self.vocab_size = model if compile else packed(model), choice, vocab_size
+        self.model, self.choice, self.vocab_size = (
+            model if compile else packed(model),
+            choice,
+            vocab_size,
+        )
         self.B, self.T, self.shapes = batch_size, length, Shapes() if compile else None
         self.encoder = model.config.attention == "full"
         device, dtype = model.wte.weight.device, model.wte.weight.dtype
-        shapes = {"order": torch.long, "tokens": torch.long, "log_probs": torch.float, "uniforms": torch.float64}
+        shapes = {
+            "order": torch.long,
+            "tokens": torch.long,
+            "log_probs": torch.float,
+            "uniforms": torch.float64,
+        }
         for name, kind in shapes.items():
-            self.register_buffer(name, torch.zeros(batch_size, length + 1, dtype=kind, device=device), persistent=False)
-        self.register_buffer("length", torch.zeros(batch_size, dtype=torch.long, device=device), persistent=False)
+            self.register_buffer(
+                name,
+                torch.zeros(batch_size, length + 1, dtype=kind, device=device),
+                persistent=False,
+            )
+        self.register_buffer(
+            "length", torch.zeros(batch_size, dtype=torch.long, device=device), persistent=False
+        )
         self.cache = None
         if not self.encoder:
             self.cache = KVCache(model.config, batch_size, length, device=device, dtype=dtype)
@@ -325,24 +405,42 @@ class Engine(nn.Module):
         self._pass = torch.compile(self.parallel_pass, **how) if compile else self.parallel_pass
 
     @torch.no_grad()
-    def generate(self, plan: Plan, tokens=None, *, generator=None, uniforms=None, progress=None) -> Generation:
+    def generate(
+        self, plan: Plan, tokens=None, *, generator=None, uniforms=None, progress=None
+    ) -> Generation:
         """As the function of that name, for plans of T positions, B samples at a time."""
         if plan.order.shape[1] != self.T:
-            raise ValueError(f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}")
+            raise ValueError(
+                f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
+            )
         return self.run(plan, *_check(self.model, plan, tokens, uniforms, generator), progress)
 
     @torch.no_grad()
     def run(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None) -> Generation:
         """`generate` without its checks."""
         if plan.draft and self.choice.noise != "float64":
-            raise ValueError(f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning there")
+            raise ValueError(
+                f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning there"
+            )
         batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
-        if self.shapes is not None and not plan.draft:  # of all batches at once: the fewest shapes that serve them
-            self.shapes.prepare([need for rows in batches for need in self._steps(plan[rows]).needs(plan[rows])])
-        parts = [self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches]
+        if (
+            self.shapes is not None and not plan.draft
+        ):  # of all batches at once: the fewest shapes that serve them
+            self.shapes.prepare(
+                [need for rows in batches for need in self._steps(plan[rows]).needs(plan[rows])]
+            )
+        parts = [
+            self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches
+        ]
         return Generation(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "step", "log_probs", "length")),
-            *(sum(getattr(part, name) for part in parts) for name in ("model_calls", "token_forwards")),
+            *(
+                torch.cat([getattr(part, name) for part in parts])
+                for name in ("tokens", "step", "log_probs", "length")
+            ),
+            *(
+                sum(getattr(part, name) for part in parts)
+                for name in ("model_calls", "token_forwards")
+            ),
         )
 
     def _batch(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress) -> Generation:
@@ -387,7 +485,9 @@ class Engine(nn.Module):
     def _follow(self, plan: Plan, progress) -> tuple[int, int]:
         """Take the steps of a plan whose group sizes are fixed; model calls and token-forwards."""
         steps = self._steps(plan)
-        active = (steps.size == 0).to(torch.uint8).argsort(dim=1, stable=True)  # rows that reveal something first
+        active = (
+            (steps.size == 0).to(torch.uint8).argsort(dim=1, stable=True)
+        )  # rows that reveal something first
         on_device = torch.stack([steps.cached, steps.known, steps.count, steps.size, active], dim=1)
         on_device = on_device.to(self.order.device)
         needs, reached = steps.needs(plan), (steps.cached + steps.count).amax(dim=1).tolist()
@@ -395,7 +495,11 @@ class Engine(nn.Module):
         shorter = bool((plan.length < self.T).any())
         for g, revealed in enumerate(steps.size.sum(dim=1).tolist()):
             rows = self.B if self.shapes else int((steps.size[g] > 0).sum())
-            host = {"rows": rows, "shorter": shorter, "cache_length": self._cache_length(reached[g])}
+            host = {
+                "rows": rows,
+                "shorter": shorter,
+                "cache_length": self._cache_length(reached[g]),
+            }
             self._compiled(self._step, *on_device[g], plan.reveal, shapes[g], **host)
             if progress is not None:
                 progress(revealed)
@@ -418,7 +522,9 @@ class Engine(nn.Module):
         with torch._dynamo.config.patch(recompile_limit=64):
             return function(*arguments, **keywords)
 
-    def step(self, cached, known, count, size, active, reveal, shape, *, rows, shorter, cache_length) -> None:
+    def step(
+        self, cached, known, count, size, active, reveal, shape, *, rows, shorter, cache_length
+    ) -> None:
         """One step of the loop: pure tensor code whose shapes are the host numbers alone.
 
         Args:
@@ -442,7 +548,9 @@ class Engine(nn.Module):
         """Feed a decoder `count` steps of each row from `cached` on; hidden states (N, D) and the item (B, T + 1) that
         holds the prediction of each step."""
         feed = Feed(cached, known, count, items, width, length)
-        x = self.model.parallel_hidden(self.tokens, self.order[:, : self.T], feed, self.cache, self.tables)
+        x = self.model.parallel_hidden(
+            self.tokens, self.order[:, : self.T], feed, self.cache, self.tables
+        )
         steps = torch.arange(self.T + 1, device=x.device)
         return x, ((count.cumsum(0) - count - cached)[:, None] + steps).clamp(0, items - 1)
 
@@ -453,10 +561,14 @@ class Engine(nn.Module):
         order = self.order[:, : self.T]
         inputs = torch.empty_like(ordered).scatter_(1, order, ordered)[active]
         sigma, lengths = None, self.length[active]
-        if self.model.config.noise:  # float64: bfloat16 would round a share near 1 to an infinite level
+        if (
+            self.model.config.noise
+        ):  # float64: bfloat16 would round a share near 1 to an infinite level
             sigma = log_linear_noise(1 - known[active].double() / lengths.clamp(min=1))
         x = self.model.encoder_hidden(inputs, sigma, lengths if shorter else None)
-        first = torch.zeros_like(known).scatter_(0, active, torch.arange(len(active), device=known.device) * self.T)
+        first = torch.zeros_like(known).scatter_(
+            0, active, torch.arange(len(active), device=known.device) * self.T
+        )
         return x.flatten(0, 1), first[:, None] + self.order
 
     def _reorder(self, x, item, known, size, reveal, candidates) -> Tensor:
@@ -464,7 +576,9 @@ class Engine(nn.Module):
         row, column, existing = ragged((size > 0) * (self.length - known), candidates)
         slot = torch.where(existing, known[row] + column, self.T)
         wanted = x[item[row, slot]]
-        score = torch.cat([self._score(part, reveal) for part in wanted.split(_head_rows(self.model.config))])
+        score = torch.cat(
+            [self._score(part, reveal) for part in wanted.split(_head_rows(self.model.config))]
+        )
         scores = torch.full_like(self.log_probs, -torch.inf)
         scores[row, slot] = score.to(scores.dtype)
         steps = torch.arange(self.T + 1, device=x.device)
@@ -481,9 +595,15 @@ class Engine(nn.Module):
 
     def _reveal(self, x, item, row, slot) -> None:
         """Draw the tokens of some steps from the hidden states of their items."""
-        for rows, slots in zip(*(v.split(_head_rows(self.model.config)) for v in (row, slot)), strict=True):
+        for rows, slots in zip(
+            *(v.split(_head_rows(self.model.config)) for v in (row, slot)), strict=True
+        ):
             logits = self._logits(x[item[rows, slots]])
-            few = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+            few = (
+                max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
+                if logits.device.type == "cpu"
+                else len(logits)
+            )
             for part, r, s in zip(*(v.split(few) for v in (logits, rows, slots)), strict=True):
                 self._write(r, s, choose_tokens(part, self._uniforms(r, s), self.choice), part)
 
@@ -500,7 +620,9 @@ class Engine(nn.Module):
     def _write(self, row, slot, drawn, logits) -> None:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         self.tokens[row, slot] = drawn
-        self.log_probs[row, slot] = logits.log_softmax(dim=-1).gather(1, drawn[:, None]).squeeze(1).float()
+        self.log_probs[row, slot] = (
+            logits.log_softmax(dim=-1).gather(1, drawn[:, None]).squeeze(1).float()
+        )
 
     # ---- self-speculative decoding -----------------------------------------------------------------------------------
 
@@ -510,10 +632,18 @@ class Engine(nn.Module):
         How many drafts a row accepts depends on the model, so every round waits once for the device.
         """
         known = (plan.exists() & (plan.step < 0)).sum(dim=1)
-        cached, rounds, calls, forwards, steps = torch.zeros_like(known), 0, 0, 0, torch.arange(self.T)
+        cached, rounds, calls, forwards, steps = (
+            torch.zeros_like(known),
+            0,
+            0,
+            0,
+            torch.arange(self.T),
+        )
         while (left := plan.length - known).any():
             size = left.clamp(max=plan.draft)
-            bonus = (left > plan.draft).long()  # after a full draft the verification predicts one step more
+            bonus = (
+                left > plan.draft
+            ).long()  # after a full draft the verification predicts one step more
             count = (size > 0) * (known - cached + size)
             verified = (size > 0) * (size - 1 + bonus)
             draft_probs = self._draft(cached, known, count, size)
@@ -553,13 +683,19 @@ class Engine(nn.Module):
         p = draft_probs[((size.cumsum(0) - size)[row] + column + 1).clamp(max=len(draft_probs) - 1)]
         p = p * drafted[:, None]  # a step that was not drafted is drawn from q itself
         token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
-        accept = fresh_uniforms(uniforms, ACCEPTED) * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
-        stop = verified.scatter_reduce(0, row, torch.where(accept & drafted, self.T, column), "amin")
+        accept = fresh_uniforms(uniforms, ACCEPTED) * p.gather(1, token).squeeze(1) < q.gather(
+            1, token
+        ).squeeze(1)
+        stop = verified.scatter_reduce(
+            0, row, torch.where(accept & drafted, self.T, column), "amin"
+        )
         self._write(row, slot, token.squeeze(1), logits)
         last = (verified.cumsum(0) - verified + stop).clamp(max=len(q) - 1)
         rest = (q[last] - p[last]).clamp(min=0)
         rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, q[last])  # p = q up to rounding
-        uniforms = torch.where(drafted[last], fresh_uniforms(uniforms[last], CORRECTED), uniforms[last])
+        uniforms = torch.where(
+            drafted[last], fresh_uniforms(uniforms[last], CORRECTED), uniforms[last]
+        )
         slot = torch.where(stop < verified, known + 1 + stop, self.T)
         self._write(torch.arange(self.B, device=x.device), slot, draw(rest, uniforms), logits[last])
         return (size.clamp(max=1) + stop + (stop < verified)).cpu()
@@ -568,7 +704,9 @@ class Engine(nn.Module):
         """One pass on host numbers; and the row and slot of the `size` steps of each row from `start` on."""
         ((items, width, _, _),) = self._shapes_of([(int(count.sum()), int(count.max()), 0, 0)])
         reached = self._cache_length(int((cached + count).max()))
-        cached, known, count, start, size = torch.stack([cached, known, count, start, size]).to(self.order.device)
+        cached, known, count, start, size = torch.stack([cached, known, count, start, size]).to(
+            self.order.device
+        )
         x, item = self._compiled(self._pass, cached, known, count, items, width, reached)
         row, column, _ = ragged(size, int(size.sum()))
         return x, item, row, start[row] + column

@@ -78,8 +78,16 @@ def with_steps(options, contexts: list[list[int | None]]):
 
 def check_model(options, config: ModelConfig) -> None:
     """ValueError if the model cannot generate so. options: `mode` and `group_size`, with defaults."""
-    if config.attention == "causal" and config.target == "none" and (options.mode != "l2r" or options.group_size > 1):
-        what = f"--group-size {options.group_size}" if options.mode == "l2r" else f"--mode {options.mode}"
+    if (
+        config.attention == "causal"
+        and config.target == "none"
+        and (options.mode != "l2r" or options.group_size > 1)
+    ):
+        what = (
+            f"--group-size {options.group_size}"
+            if options.mode == "l2r"
+            else f"--mode {options.mode}"
+        )
         raise ValueError(
             f"{what} needs a model that is told its target position; this one takes --mode l2r, group size 1"
         )
@@ -102,8 +110,12 @@ def draw(options, contexts: list[list[int | None]]) -> tuple[Plan, Tensor, Tenso
     options, generator = with_steps(options, contexts), torch.Generator().manual_seed(options.seed)
     length = torch.tensor([len(context) for context in contexts])
     tokens = pad_sequence([torch.tensor([t or 0 for t in c]) for c in contexts], batch_first=True)
-    given = pad_sequence([torch.tensor([t is not None for t in c]) for c in contexts], batch_first=True)
-    length, tokens, given = (v.repeat_interleave(options.num_samples, dim=0) for v in (length, tokens, given))
+    given = pad_sequence(
+        [torch.tensor([t is not None for t in c]) for c in contexts], batch_first=True
+    )
+    length, tokens, given = (
+        v.repeat_interleave(options.num_samples, dim=0) for v in (length, tokens, given)
+    )
     plan = make_plan(options, length, given, generator)
     return plan, tokens, torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
 
@@ -118,7 +130,9 @@ def make_plan(options, length: Tensor, given: Tensor, generator: torch.Generator
     B, a = len(length), options
     match a.mode:
         case "mdm" | "even":
-            return mdm_plan(B, length, a.steps, generator, given, even=a.mode == "even", schedule=a.schedule)
+            return mdm_plan(
+                B, length, a.steps, generator, given, even=a.mode == "even", schedule=a.schedule
+            )
         case "l2r":
             return l2r_plan(B, length, given, a.group_size)
         case "random":
@@ -126,7 +140,9 @@ def make_plan(options, length: Tensor, given: Tensor, generator: torch.Generator
         case "adaptive":
             return adaptive_plan(B, length, a.reveal_by, generator, given, a.group_size)
         case "speculative":
-            return speculative_plan(B, length, a.draft, generator if a.order == "random" else None, given)
+            return speculative_plan(
+                B, length, a.draft, generator if a.order == "random" else None, given
+            )
 
 
 def generate_shared(
@@ -160,11 +176,17 @@ def generate_shared(
 def _generate(*arguments, **options) -> Generation:
     try:
         return generate(*arguments, **options)
-    except ValueError as error:  # too little memory: the engine knows what would fit, but not the option's name
+    except (
+        ValueError
+    ) as error:  # too little memory: the engine knows what would fit, but not the option's name
         raise ValueError(str(error).replace("a batch size of ", "--batch-size ")) from error
 
 
 def rows_of(parts: list[Generation]) -> list[tuple[list[int], list[int], list[float]]]:
     """Tokens, steps and log-probabilities of each sample, as long as it is."""
-    rows = [row for p in parts for row in zip(p.tokens, p.step, p.log_probs, p.length.tolist(), strict=True)]
+    rows = [
+        row
+        for p in parts
+        for row in zip(p.tokens, p.step, p.log_probs, p.length.tolist(), strict=True)
+    ]
     return [tuple(v[:length].tolist() for v in values) for *values, length in rows]

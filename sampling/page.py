@@ -6,7 +6,7 @@ The page itself is page.html, a template: it holds everything, loads nothing, an
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime.processes import to_json
+from runtime.files import to_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -32,7 +32,9 @@ class PageSample:
                 "log-probabilities; give one of each per token"
             )
         if self.step and min(self.step) < -1:
-            raise ValueError(f"a sample has step {min(self.step)}; steps are 0 or more, or -1 for a given token")
+            raise ValueError(
+                f"a sample has step {min(self.step)}; steps are 0 or more, or -1 for a given token"
+            )
 
 
 def render(samples: list[PageSample], settings: dict) -> str:

@@ -51,26 +51,42 @@ class Plan:
 
     def __post_init__(self):
         if self.order.shape != self.step.shape or self.order.dim() != 2:
-            raise ValueError(f"order {tuple(self.order.shape)} and step {tuple(self.step.shape)} must both be (B, T)")
+            raise ValueError(
+                f"order {tuple(self.order.shape)} and step {tuple(self.step.shape)} must both be (B, T)"
+            )
         B, T = self.order.shape
         if self.length is None:
             self.length = torch.full((B,), T)
-        if self.length.shape != (B,) or B and not 0 <= int(self.length.min()) <= int(self.length.max()) <= T:
+        if (
+            self.length.shape != (B,)
+            or B
+            and not 0 <= int(self.length.min()) <= int(self.length.max()) <= T
+        ):
             raise ValueError(f"a plan's length must be {B} numbers from 0 to {T}, one a sample")
         positions = torch.arange(T, device=self.order.device)
         if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
             raise ValueError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
         if not torch.equal(self.order < self.length[:, None], self.exists()):
-            raise ValueError("a plan's order must name the positions that a sample has before those it does not have")
+            raise ValueError(
+                "a plan's order must name the positions that a sample has before those it does not have"
+            )
         if (self.step < -1).any() or (self.step.diff(dim=1) < 0)[self.exists()[:, 1:]].any():
-            raise ValueError("a plan's steps must be -1 (given) or more and must not fall along the order")
+            raise ValueError(
+                "a plan's steps must be -1 (given) or more and must not fall along the order"
+            )
         if self.reveal not in ("order", "confidence", "entropy"):
-            raise ValueError(f"a plan's reveal is {self.reveal!r}; it must be 'order', 'confidence' or 'entropy'")
+            raise ValueError(
+                f"a plan's reveal is {self.reveal!r}; it must be 'order', 'confidence' or 'entropy'"
+            )
         if self.draft and (self.draft < 2 or self.reveal != "order"):
-            raise ValueError(f"a draft of {self.draft} positions (reveal {self.reveal!r}): draft at least 2, in order")
+            raise ValueError(
+                f"a draft of {self.draft} positions (reveal {self.reveal!r}): draft at least 2, in order"
+            )
 
     def __getitem__(self, rows: slice) -> Plan:
-        return dataclasses.replace(self, order=self.order[rows], step=self.step[rows], length=self.length[rows])
+        return dataclasses.replace(
+            self, order=self.order[rows], step=self.step[rows], length=self.length[rows]
+        )
 
     def __len__(self) -> int:
         return len(self.order)
@@ -85,10 +101,14 @@ class Plan:
 
     def given(self) -> Tensor:
         """BoolTensor (B, T) in sequence order: the positions whose tokens come from the user."""
-        return torch.zeros_like(self.step, dtype=torch.bool).scatter_(1, self.order, (self.step < 0) & self.exists())
+        return torch.zeros_like(self.step, dtype=torch.bool).scatter_(
+            1, self.order, (self.step < 0) & self.exists()
+        )
 
 
-def l2r_plan(batch_size: int, length: int | Tensor, given: Tensor | None = None, group: int = 1) -> Plan:
+def l2r_plan(
+    batch_size: int, length: int | Tensor, given: Tensor | None = None, group: int = 1
+) -> Plan:
     """Left to right, `group` positions a step.
 
     Args, here and below:
@@ -100,7 +120,11 @@ def l2r_plan(batch_size: int, length: int | Tensor, given: Tensor | None = None,
 
 
 def random_plan(
-    batch_size: int, length: int | Tensor, generator: torch.Generator, given: Tensor | None = None, group: int = 1
+    batch_size: int,
+    length: int | Tensor,
+    generator: torch.Generator,
+    given: Tensor | None = None,
+    group: int = 1,
 ) -> Plan:
     """A uniformly random order, `group` positions a step. generator: a CPU generator, here and below."""
     rows = _Rows(batch_size, length, given)
@@ -130,7 +154,9 @@ def mdm_plan(
     if schedule not in ("linear", "cosine"):
         raise ValueError(f"the schedule is {schedule!r}; it must be 'linear' or 'cosine'")
     rows = _Rows(batch_size, length, given)
-    unmasked = rows.uniform(generator)  # the share of unmasked positions at which each position unmasks
+    unmasked = rows.uniform(
+        generator
+    )  # the share of unmasked positions at which each position unmasks
     order, index = rows.order_by(unmasked)
     if not even:
         step = (_elapsed(unmasked.gather(1, order), schedule) * steps).long()
@@ -183,7 +209,9 @@ def group_sizes(plan: Plan) -> Tensor:
     """
     revealed = plan.revealed()
     starts = (plan.step.diff(dim=1, prepend=torch.full_like(plan.step[:, :1], -1)) > 0) & revealed
-    index = starts.cumsum(dim=1) * revealed  # 1 for the first group, 0 for given and absent positions
+    index = (
+        starts.cumsum(dim=1) * revealed
+    )  # 1 for the first group, 0 for given and absent positions
     sizes = torch.zeros(len(index), int(index.max()) + 1 if index.numel() else 1, dtype=torch.long)
     return sizes.scatter_add_(1, index, torch.ones_like(index))[:, 1:]
 
@@ -199,14 +227,20 @@ class _Rows:
     def __init__(self, batch_size: int, length: int | Tensor, given: Tensor | None):
         length = torch.as_tensor(length).cpu()
         if length.shape not in ((), (batch_size,)) or length.numel() and int(length.min()) < 0:
-            raise ValueError(f"length must be a number >= 0, or {batch_size} of them, one a sample; it is {length}")
+            raise ValueError(
+                f"length must be a number >= 0, or {batch_size} of them, one a sample; it is {length}"
+            )
         self.length, self.B = length.expand(batch_size), batch_size
         self.T = int(length.max()) if length.numel() else 0
         if given is not None and given.shape != (self.B, self.T):
-            raise ValueError(f"given is {tuple(given.shape)}, but the samples are {(self.B, self.T)}")
+            raise ValueError(
+                f"given is {tuple(given.shape)}, but the samples are {(self.B, self.T)}"
+            )
         self.position = torch.arange(self.T).expand(self.B, self.T)
         exists = self.position < self.length[:, None]
-        self.given = exists & (torch.zeros(self.B, self.T, dtype=torch.bool) if given is None else given.cpu())
+        self.given = exists & (
+            torch.zeros(self.B, self.T, dtype=torch.bool) if given is None else given.cpu()
+        )
 
     def uniform(self, generator: torch.Generator) -> Tensor:
         return torch.rand(self.B, self.T, generator=generator, dtype=torch.float64)

@@ -36,13 +36,17 @@ class TokenChoice:
 
     def __post_init__(self):
         if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
+            raise ValueError(
+                f"temperature is {self.temperature}; give 0 (greedy) or a positive number"
+            )
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; give a number from 0 to 1")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; keep at least 1 token")
         if self.noise not in ("float64", "float32", "bfloat16"):
-            raise ValueError(f"noise is {self.noise!r}; it must be 'float64', 'float32' or 'bfloat16'")
+            raise ValueError(
+                f"noise is {self.noise!r}; it must be 'float64', 'float32' or 'bfloat16'"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -67,7 +71,9 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return logits.argmax(dim=-1)
     probs = _tempered(logits, choice)
     if choice.noise != "float64":
-        return _gumbel_argmax(_truncated(probs, choice.top_p), uniforms, getattr(torch, choice.noise))
+        return _gumbel_argmax(
+            _truncated(probs, choice.top_p), uniforms, getattr(torch, choice.noise)
+        )
     drawn, total = _invert(probs, uniforms)
     if choice.top_p == 1:
         return drawn
@@ -83,14 +89,18 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
 def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
     """The distribution that `choose_tokens` draws from: float64 (N, V), rows summing to 1."""
     if choice.greedy:
-        return torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits, dtype=torch.float64).scatter_(
+            1, logits.argmax(dim=-1, keepdim=True), 1.0
+        )
     probs = _truncated(_tempered(logits, choice), choice.top_p).double()
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
 def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     """Other uniform numbers (53 bits), a pure function of the bits of these and of `salt`, which broadcast."""
-    z = uniforms.view(torch.int64) * -7046029254386353131 + salt  # the golden ratio, then the mixes of splitmix64
+    z = (
+        uniforms.view(torch.int64) * -7046029254386353131 + salt
+    )  # the golden ratio, then the mixes of splitmix64
     z = (z ^ _shifted(z, 30)) * -4658895280553007687
     z = (z ^ _shifted(z, 27)) * -7723592293110705685
     return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
@@ -136,7 +146,11 @@ def _compare(relation, a: Tensor, b: Tensor, like: Tensor) -> Tensor:
 
 def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     """Mass (N, 1), float64, of the tokens more probable than `least` (N, 1)."""
-    return _compare(torch.gt, probs, least, probs).mul_(probs).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return (
+        _compare(torch.gt, probs, least, probs)
+        .mul_(probs)
+        .sum(dim=-1, keepdim=True, dtype=torch.float64)
+    )
 
 
 def _missing(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
@@ -162,7 +176,9 @@ def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor
     ranked, place = probs[ids].sort(descending=True, stable=True)
     cumulative = ranked.double().cumsum(dim=0)
     kept = torch.where(cumulative - ranked < wanted, ranked, 0)
-    return ids[draw(torch.empty_like(kept).scatter_(0, place, kept).unsqueeze(0), uniform.unsqueeze(0))[0]]
+    return ids[
+        draw(torch.empty_like(kept).scatter_(0, place, kept).unsqueeze(0), uniform.unsqueeze(0))[0]
+    ]
 
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
@@ -183,7 +199,11 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _truncated(probs: Tensor, top_p: float) -> Tensor:
-    return probs if top_p == 1 else _nucleus(probs, top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    return (
+        probs
+        if top_p == 1
+        else _nucleus(probs, top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    )
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +224,9 @@ def _look_up(cumulative: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
     if rounding put it there, so that nothing of weight 0 is ever taken. Some index where weights are not numbers."""
     last = cumulative[:, -1:]
     point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(cumulative, point, right=True).clamp(max=cumulative.shape[-1] - 1), point
+    return torch.searchsorted(cumulative, point, right=True).clamp(
+        max=cumulative.shape[-1] - 1
+    ), point
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,5 +235,7 @@ def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Ten
     bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]  # what torch.rand draws in these types
     noise = (fresh_uniforms(uniforms[:, None], salt) * 2**bits).floor() * 2.0**-bits
     noise = -(-noise.to(dtype).log()).log()
-    noise = noise.clamp(min=torch.finfo(dtype).min)  # a uniform of 0: not minus infinity, which means cut off
+    noise = noise.clamp(
+        min=torch.finfo(dtype).min
+    )  # a uniform of 0: not minus infinity, which means cut off
     return (weights.log().to(dtype) + noise).argmax(dim=-1)

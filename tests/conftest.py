@@ -13,19 +13,25 @@ from runs import ALONE, make_data, tiny_config
 import train
 from objectives import ObjectiveConfig
 from orders import OrderConfig
-from runtime.processes import run_script as run_main
+from runtime.command_line import run_script as run_main
 
 ROOT = Path(__file__).resolve().parent.parent
-torch.set_num_threads(1)  # tiny tensors: one thread is faster, and the processes that tests start share two cores
+torch.set_num_threads(
+    1
+)  # tiny tensors: one thread is faster, and the processes that tests start share two cores
 
 
 def run_script(*arguments, check=True, timeout=300, **environment):
     """Run a script of the project as a user would, from its root; returns the finished process with its text."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
     if check:
-        assert done.returncode == 0, f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, (
+            f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
     return done
 
 
@@ -58,7 +64,9 @@ SLOW = (
 def pytest_collection_modifyitems(items):
     """Two workers take file after file: the slow ones first, so that neither is left alone with one at the end."""
     places = {name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))  # stable: the order within files stays
+    items.sort(
+        key=lambda item: places.get(item.path.stem, len(places))
+    )  # stable: the order within files stays
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +94,9 @@ def run(data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(run, data):
     """A run of a model that is not told its target position."""
-    config = tiny_config(data, run.parent, "plain", steps=6, order=OrderConfig("l2r"), model__target="none")
+    config = tiny_config(
+        data, run.parent, "plain", steps=6, order=OrderConfig("l2r"), model__target="none"
+    )
     train.train(config, ALONE)
     return config.run_folder
 
@@ -96,7 +106,9 @@ def encoder(run, data):
     """A run of a model with full attention."""
     config = tiny_config(data, run.parent, "encoder", steps=6)
     model = replace(config.model, attention="full", target="none", mask_token=257)
-    config = replace(config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random"))
+    config = replace(
+        config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random")
+    )
     train.train(config, ALONE)
     return config.run_folder
 

@@ -32,7 +32,15 @@ class Job:
         name, value = self.mark.split("=")
         env = os.environ | {"OMP_NUM_THREADS": "1", name: value}
         self.output = self.path.with_name(f"{self.path.stem}.{value}.txt")
-        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *options, "train.py", str(self.path)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *launcher,
+            *options,
+            "train.py",
+            str(self.path),
+        ]
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
 
@@ -47,7 +55,9 @@ class Job:
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
                 environment = (path / "environ").read_text(errors="replace").split("\0")
                 if self.mark in environment:
-                    found[int(path.name)] = dict(entry.split("=", 1) for entry in environment if "=" in entry)
+                    found[int(path.name)] = dict(
+                        entry.split("=", 1) for entry in environment if "=" in entry
+                    )
         return found
 
     def workers(self):
@@ -57,7 +67,9 @@ class Job:
     def starts(self):
         """For every time that the run was started: the step that it went on from."""
         begun = re.findall(r"resumed from \S*step_(\d+)|parameters: \d", self.said)
-        return [int(before or 0) for before, now in zip(["", *begun], begun, strict=False) if not now]
+        return [
+            int(before or 0) for before, now in zip(["", *begun], begun, strict=False) if not now
+        ]
 
     def wait(self, seconds=300):
         """torchrun's exit status, once all its processes have ended."""
@@ -84,7 +96,9 @@ def two_nodes(number, settings="last_call_timeout=30"):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     place = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}")
-    options = TwoNodes((f"--nnodes={number}", "--nproc_per_node=1", *place, f"--rdzv_conf={settings}"))
+    options = TwoNodes(
+        (f"--nnodes={number}", "--nproc_per_node=1", *place, f"--rdzv_conf={settings}")
+    )
     options.port = port
     return options
 
@@ -109,7 +123,9 @@ def wait_for_moment(job, start, moment, rng):
         wait_for(lambda: list(folder.glob(".step_*.tmp")), job.process)
     else:
         every = config.eval.interval
-        step = step if moment == "step" else (step // every + 1) * every  # its line is written before its evaluation
+        step = (
+            step if moment == "step" else (step // every + 1) * every
+        )  # its line is written before its evaluation
         wait_for(lambda: last_step(config) >= step, job.process)
         time.sleep(rng.uniform(0, 0.03))
     return base
@@ -125,7 +141,14 @@ def kill(job, start, moment, rng):
     wait_for(lambda: len(job.starts()) > start + 1, job.process)
     back = time.monotonic() - killed
     again = job.starts()[start + 1]
-    return {"moment": moment, "rank": rank, "from": base, "reached": reached, "again": again, "seconds": back}
+    return {
+        "moment": moment,
+        "rank": rank,
+        "from": base,
+        "reached": reached,
+        "again": again,
+        "seconds": back,
+    }
 
 
 def whole(path):
@@ -140,7 +163,9 @@ def assert_same_state(config, reference):
     newest = checkpoint.find(config.run_folder)[-1]
     assert_same(whole(newest), whole(reference.run_folder / "checkpoints" / newest.name))
     step = checkpoint.step_of(newest)
-    ours, expected = ([line for line in metrics(c) if line["step"] <= step] for c in (config, reference))
+    ours, expected = (
+        [line for line in metrics(c) if line["step"] <= step] for c in (config, reference)
+    )
     assert ours == expected
     return step
 

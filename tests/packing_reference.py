@@ -14,7 +14,12 @@ from datasets import Dataset, disable_progress_bars
 
 
 def ptb(text):
-    text = text.replace(" 's", "'s").replace("s ' ", "s' ").replace(" n't", "n't").replace(" \n ", "\n")
+    text = (
+        text.replace(" 's", "'s")
+        .replace("s ' ", "s' ")
+        .replace(" n't", "n't")
+        .replace(" \n ", "\n")
+    )
     text = text.replace("\\/", "/")
     for _ in range(10):
         text = text.replace(" N ", " 1 ")
@@ -27,19 +32,28 @@ def lambada(text):
 
 def blocks(kind, source, rows, block_size):
     with open(source, encoding="utf-8") as file:
-        texts = [line.strip() if kind == "ptb" else json.loads(line)["text"] for line in file][:rows]
+        texts = [line.strip() if kind == "ptb" else json.loads(line)["text"] for line in file][
+            :rows
+        ]
     detokenise = {"ptb": ptb, "lambada": lambada}[kind]
 
     def tokenise(batch):
         encoding = tiktoken.get_encoding("r50k_base")
-        return {"ids": [encoding.encode_ordinary(detokenise(text)) + [encoding.eot_token] for text in batch["text"]]}
+        return {
+            "ids": [
+                encoding.encode_ordinary(detokenise(text)) + [encoding.eot_token]
+                for text in batch["text"]
+            ]
+        }
 
     def group(batch):
         ids = list(chain(*batch["ids"]))
         whole = len(ids) // block_size * block_size
         return {"ids": [ids[start : start + block_size] for start in range(0, whole, block_size)]}
 
-    data = Dataset.from_dict({"text": texts}).map(tokenise, batched=True, num_proc=8, remove_columns=["text"])
+    data = Dataset.from_dict({"text": texts}).map(
+        tokenise, batched=True, num_proc=8, remove_columns=["text"]
+    )
     return np.array(data.map(group, batched=True, num_proc=8)["ids"][:], dtype=np.int64)
 
 

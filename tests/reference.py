@@ -26,7 +26,10 @@ def log_probs(config, params, tokens, order, group=1):
 
     group: steps in a group of the two-stream decoder, whose step i is predicted from the groups before its own.
     """
-    rows = [_sequence(config, params, x, s, group) for x, s in zip(tokens.tolist(), order.tolist(), strict=True)]
+    rows = [
+        _sequence(config, params, x, s, group)
+        for x, s in zip(tokens.tolist(), order.tolist(), strict=True)
+    ]
     return torch.stack(rows)
 
 
@@ -56,7 +59,11 @@ def _sequence(config, params, tokens, order, group):
     if config.target == "two_stream":
         stream = _query_stream(config, params, stream, seen, order, group)
     else:
-        conditions = [params["wtpe.weight"][target] for target in order] if config.target == "adaln" else None
+        conditions = (
+            [params["wtpe.weight"][target] for target in order]
+            if config.target == "adaln"
+            else None
+        )
         for layer in range(config.n_layer):
             name = f"blocks.{layer}."
             if config.target in ("shared", "per_block"):
@@ -64,7 +71,10 @@ def _sequence(config, params, tokens, order, group):
                 stream = [x + table[target] for x, target in zip(stream, order, strict=True)]
             stream = _block(config, params, name, stream, conditions, seen)
     outputs = _outputs(config, params, stream, conditions if config.target == "adaln" else None)
-    result = [logits[tokens[t]] - logits.exp().sum().log() for logits, t in zip(outputs, order, strict=True)]
+    result = [
+        logits[tokens[t]] - logits.exp().sum().log()
+        for logits, t in zip(outputs, order, strict=True)
+    ]
     return torch.stack(result)
 
 
@@ -81,8 +91,14 @@ def _query_stream(config, params, content, seen, order, group):
         contents = _attention(config, params, name + "attn.", keys, seen)
         answers = _attention(config, params, name + "attn.", keys, seen_by_query, asking)
         plain = _modulation(config, params, name, None)
-        content = [_residual(config, params, name, x, a, plain) for x, a in zip(content, contents, strict=True)]
-        queries = [_residual(config, params, name, x, a, plain) for x, a in zip(queries, answers, strict=True)]
+        content = [
+            _residual(config, params, name, x, a, plain)
+            for x, a in zip(content, contents, strict=True)
+        ]
+        queries = [
+            _residual(config, params, name, x, a, plain)
+            for x, a in zip(queries, answers, strict=True)
+        ]
     return queries
 
 
@@ -150,7 +166,9 @@ def _attention(config, params, name, stream, seen, queries=None):
     width, heads = config.n_embd, config.n_head
     size = width // heads
     qkv = [_linear(config, params, name + "qkv.", x) for x in stream]
-    asking = qkv if queries is None else [_linear(config, params, name + "qkv.", x) for x in queries]
+    asking = (
+        qkv if queries is None else [_linear(config, params, name + "qkv.", x) for x in queries]
+    )
     outputs = []
     for i in range(len(stream)):
         by_head = []
@@ -237,7 +255,9 @@ def randomise(model, seed, scale=1.0):
 
 
 def random_tokens(vocab_size, batch_size, length, seed):
-    return torch.randint(vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def random_orders(batch_size, length, seed):
@@ -308,7 +328,11 @@ def compositions(total, parts):
     """All ways to write `total` as an ordered sum of `parts` non-negative integers."""
     if parts == 1:
         return [(total,)]
-    return [(first, *rest) for first in range(total + 1) for rest in compositions(total - first, parts - 1)]
+    return [
+        (first, *rest)
+        for first in range(total + 1)
+        for rest in compositions(total - first, parts - 1)
+    ]
 
 
 def exact_plans(free, given, steps, schedule="linear"):
@@ -334,7 +358,9 @@ def even_sizes(n, steps, schedule="linear"):
     steps = min(n, steps)
     if schedule == "linear":
         return tuple(-(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps))
-    unmasked = [round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps))) for i in range(steps + 1)]
+    unmasked = [
+        round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps))) for i in range(steps + 1)
+    ]
     return tuple(b - a for a, b in itertools.pairwise(unmasked))
 
 
@@ -401,7 +427,9 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
                 continue
             ranks = list(itertools.permutations(free))
             for ranked in ranks:  # equal to 7 digits: the same number, rounded differently
-                scores = torch.stack([_certainty(conditional[context, p], p, vocab_size, length, by) for p in ranked])
+                scores = torch.stack(
+                    [_certainty(conditional[context, p], p, vocab_size, length, by) for p in ranked]
+                )
                 best = (scores * 1e7).round().argsort(dim=0, descending=True, stable=True)[:group]
                 for chosen in itertools.permutations(range(len(free)), len(best)):
                     taken = weight / len(ranks) * (best == torch.tensor(chosen)[:, None]).all(dim=0)
@@ -417,7 +445,9 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
 def _certainty(conditional, target, vocab_size, length, by):
     """Of the distribution at `target` that each sequence belongs to: its highest probability, or minus its entropy."""
     probs = conditional.view((vocab_size,) * length)
-    certain = probs.amax(target, True) if by == "confidence" else (probs * probs.log()).sum(target, True)
+    certain = (
+        probs.amax(target, True) if by == "confidence" else (probs * probs.log()).sum(target, True)
+    )
     return certain.expand_as(probs).flatten()
 
 
@@ -482,7 +512,9 @@ def chi_square_p(observed, expected):
     cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
     statistic = sum((o - e) ** 2 / e for o, e in cells)
     half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+    return float(
+        torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64))
+    )
 
 
 def accept(counts, distribution):
@@ -495,7 +527,14 @@ def accept(counts, distribution):
 # ---- models, plans and samples ---------------------------------------------------------------------------------------
 
 TOKENS = 11
-TINY = {"vocab_size": TOKENS + 1, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12, "cond_dim": 5}
+TINY = {
+    "vocab_size": TOKENS + 1,
+    "block_size": 9,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_embd": 12,
+    "cond_dim": 5,
+}
 GPT2_BLOCKS = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
 DECODERS = {
     "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
@@ -506,7 +545,13 @@ DECODERS = {
     "two_stream": {"target": "two_stream"},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
-ROTARY_BLOCKS = {"position": "rotary", "norm": "layernorm", "qk_norm": False, "gelu": "tanh", "attn_bias": False}
+ROTARY_BLOCKS = {
+    "position": "rotary",
+    "norm": "layernorm",
+    "qk_norm": False,
+    "gelu": "tanh",
+    "attn_bias": False,
+}
 ENCODERS = {
     "RADD": ENCODER | ROTARY_BLOCKS,
     "SEDD": ENCODER | ROTARY_BLOCKS | {"norm_bias": False, "noise": True},
@@ -519,7 +564,11 @@ def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **s
     """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an encoder."""
     settings = TINY | SYSTEMS[system] | settings
     if tokens is not None:
-        settings |= {"vocab_size": tokens + 1, "mask_token": tokens} if system in ENCODERS else {"vocab_size": tokens}
+        settings |= (
+            {"vocab_size": tokens + 1, "mask_token": tokens}
+            if system in ENCODERS
+            else {"vocab_size": tokens}
+        )
     return randomise(AOGPT(ModelConfig(**settings)).to(dtype), seed, scale)
 
 
@@ -527,7 +576,9 @@ def enumerable_system(system, seed, length=4, tokens=3, **settings):
     """A float64 model of 4 positions and 3 tokens, 81 sequences, and its conditionals."""
     sizes = {"block_size": length, "n_head": 2, "n_embd": 8, "cond_dim": 4}
     model = make_system(system, seed, tokens=tokens, **sizes | settings)
-    return model, (encoder_conditionals if system in ENCODERS else conditionals)(model, tokens, length)
+    return model, (encoder_conditionals if system in ENCODERS else conditionals)(
+        model, tokens, length
+    )
 
 
 def seeded(seed):
@@ -554,17 +605,27 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
     if kind in ("confidence", "entropy", "any"):
         return adaptive_plan(*rows, {"any": "random"}.get(kind, kind), seeded(seed), given, number)
     if kind.startswith("speculative"):
-        return speculative_plan(*rows, number, seeded(seed) if kind.endswith("random") else None, given)
+        return speculative_plan(
+            *rows, number, seeded(seed) if kind.endswith("random") else None, given
+        )
     schedule = "cosine" if "cosine" in kind else "linear"
-    return mdm_plan(*rows, number, seeded(seed), given, even=kind.startswith("even"), schedule=schedule)
+    return mdm_plan(
+        *rows, number, seeded(seed), given, even=kind.startswith("even"), schedule=schedule
+    )
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position: token}."""
     kind, number = mode.split() if " " in mode else (mode, 1)
-    context, free, number = tuple(sorted(prompt)), [p for p in range(length) if p not in prompt], int(number)
+    context, free, number = (
+        tuple(sorted(prompt)),
+        [p for p in range(length) if p not in prompt],
+        int(number),
+    )
     schedule = "cosine" if "cosine" in kind else "linear"
-    size = 1 if kind.startswith("speculative") else number  # the exact joint of the order, whatever is drafted
+    size = (
+        1 if kind.startswith("speculative") else number
+    )  # the exact joint of the order, whatever is drafted
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
     if kind in ("confidence", "entropy"):
         expected = adaptive_distribution(conditional, vocab_size, length, kind, number, context)
@@ -576,7 +637,9 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
         sizes = even_sizes(len(free), number, schedule)
         expected = plan_distribution(conditional, fixed_plans(free, context, sizes), len(context))
     else:
-        expected = plan_distribution(conditional, exact_plans(free, context, number, schedule), len(context))
+        expected = plan_distribution(
+            conditional, exact_plans(free, context, number, schedule), len(context)
+        )
     sequences = all_sequences(vocab_size, length)
     for position, token in dict(prompt).items():
         expected = expected * (sequences[:, position] == token)
@@ -610,5 +673,7 @@ def uncached_log_probs(model, tokens, plan):
         for i in (i for i in range(length) if step[i] >= 0):
             start = i if plan.draft else step.index(step[i])
             single = torch.tensor([order_through(order[:start], order[i], length)])
-            result[b, order[i]] = model.token_log_probs(tokens[b : b + 1, :length], single)[0, start]
+            result[b, order[i]] = model.token_log_probs(tokens[b : b + 1, :length], single)[
+                0, start
+            ]
     return result

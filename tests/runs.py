@@ -9,7 +9,14 @@ from data.prepare import Prepare, prepare
 from model import ModelConfig
 from orders import OrderConfig
 from runtime.processes import Processes
-from training.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
+from training.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    OptimConfig,
+    TrainConfig,
+)
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 LENGTH = 16  # the block size of tiny_config
@@ -18,10 +25,24 @@ LENGTH = 16  # the block size of tiny_config
 def make_data(folder, words=4000, seed=0):
     """A prepared dataset of bytes: random English words, so that a small model has something to learn."""
     rng = random.Random(seed)
-    vocabulary = ["any", "order", "model", "token", "mask", "block", "step", "learn", "the", "of", "predict"]
+    vocabulary = [
+        "any",
+        "order",
+        "model",
+        "token",
+        "mask",
+        "block",
+        "step",
+        "learn",
+        "the",
+        "of",
+        "predict",
+    ]
     text = folder / "text.txt"
     text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
-    return prepare(Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=folder / "data"))
+    return prepare(
+        Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=folder / "data")
+    )
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):
@@ -30,11 +51,15 @@ def tiny_config(data, out, name="run", steps=40, **changes):
         name=name,
         out=str(out),
         seed=7,
-        model=ModelConfig(vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8, dropout=0.1),
+        model=ModelConfig(
+            vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8, dropout=0.1
+        ),
         order=OrderConfig("mixture", 0.25),
         data=DataConfig(str(data)),
         optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
-        train=TrainConfig(steps, batch_size=8, micro_batch_size=4, device="cpu", compile=False, log_interval=1),
+        train=TrainConfig(
+            steps, batch_size=8, micro_batch_size=4, device="cpu", compile=False, log_interval=1
+        ),
         eval=EvalConfig(interval=5, sequences=7),
         checkpoint=CheckpointConfig(interval=4, keep=2),
     )
@@ -46,6 +71,7 @@ def change(config, **changes):
     for key, value in changes.items():
         table, _, name = key.rpartition("__")
         config = replace(
-            config, **{table: replace(getattr(config, table), **{name: value})} if table else {name: value}
+            config,
+            **{table: replace(getattr(config, table), **{name: value})} if table else {name: value},
         )
     return config

@@ -17,12 +17,21 @@ from pathlib import Path
 import torch
 import tyro
 from conftest import torchrun
-from jobs import Job, assert_same_state, is_open, kill, last_step, random_moments, two_nodes, wait_for_moment
+from jobs import (
+    Job,
+    assert_same_state,
+    is_open,
+    kill,
+    last_step,
+    random_moments,
+    two_nodes,
+    wait_for_moment,
+)
 from runs import ALONE, change, make_data, tiny_config
 from test_train import assert_same_losses, wait_for, write_config
 
 import train
-from runtime.processes import versions
+from runtime.reports import versions
 
 STEPS = 150
 EXACT, CLOSE = "weights and losses bit for bit", "losses within 1e-5"
@@ -41,17 +50,28 @@ class Soak:
     """The undisturbed runs, and what has been seen so far."""
 
     def __init__(self, folder, arguments):
-        self.folder, self.arguments, self.rows, self.kills, self.jobs = folder, arguments, [], [], []
+        self.folder, self.arguments, self.rows, self.kills, self.jobs = (
+            folder,
+            arguments,
+            [],
+            [],
+            [],
+        )
         data = make_data(folder)
         ddp = tiny_config(data, folder / "undisturbed", "ddp", steps=STEPS, model__dropout=0.0)
-        self.undisturbed = {"ddp": ddp, "fsdp": change(ddp, name="fsdp", train__parallel="fsdp", model__dropout=0.1)}
+        self.undisturbed = {
+            "ddp": ddp,
+            "fsdp": change(ddp, name="fsdp", train__parallel="fsdp", model__dropout=0.1),
+        }
         for config in self.undisturbed.values():
             torchrun(2, "train.py", write_config(config))
         self.alone = change(ddp, name="alone")
         train.train(self.alone, ALONE)
 
     def config(self, parallel, name, timeout=60.0):
-        return change(self.undisturbed[parallel], out=str(self.folder / name), train__timeout=timeout)
+        return change(
+            self.undisturbed[parallel], out=str(self.folder / name), train__timeout=timeout
+        )
 
     def start(self, *arguments, **keywords):
         self.jobs.append(Job(*arguments, **keywords))
@@ -67,7 +87,13 @@ class Soak:
         except AssertionError as error:
             result = "NO: " + " ".join(str(error).split())[:200]
             print(error)
-        seconds = f"{min(backs):.1f} to {max(backs):.1f}" if len(backs) > 1 else f"{backs[0]:.1f}" if backs else ""
+        seconds = (
+            f"{min(backs):.1f} to {max(backs):.1f}"
+            if len(backs) > 1
+            else f"{backs[0]:.1f}"
+            if backs
+            else ""
+        )
         self.rows.append((case, config.train.parallel, len(backs), seconds, redone, result))
         print(" | ".join(map(str, self.rows[-1])), flush=True)
 
@@ -75,13 +101,27 @@ class Soak:
 def killed(soak, parallel):
     """Ranks are killed again and again; torchrun starts all again."""
     count, config = soak.arguments.kills, soak.config(parallel, "killed")
-    job, (rng, moments) = soak.start(config, f"--max-restarts={count}"), random_moments(soak.arguments.seed, count)
+    job, (rng, moments) = (
+        soak.start(config, f"--max-restarts={count}"),
+        random_moments(soak.arguments.seed, count),
+    )
     seen = [kill(job, n, moment, rng) for n, moment in enumerate(moments)]
     soak.kills += [(parallel, entry) for entry in seen]
     end = job.wait(600) == 0 and len(job.starts()) == count + 1
-    backs, redone = [entry["seconds"] for entry in seen], sum(entry["reached"] - entry["again"] for entry in seen)
+    backs, redone = (
+        [entry["seconds"] for entry in seen],
+        sum(entry["reached"] - entry["again"] for entry in seen),
+    )
     case = f"{count} times SIGKILL to a random one of 2 processes"
-    soak.write(case, config, end, backs, redone, EXACT, lambda: assert_same_state(config, soak.undisturbed[parallel]))
+    soak.write(
+        case,
+        config,
+        end,
+        backs,
+        redone,
+        EXACT,
+        lambda: assert_same_state(config, soak.undisturbed[parallel]),
+    )
 
 
 def hung(soak, parallel, moment):
@@ -97,31 +137,57 @@ def hung(soak, parallel, moment):
     back, redone = time.monotonic() - stopped, reached - job.starts()[1]
     case = f"SIGSTOP to one of 2 processes in a {moment}, train.timeout 15 s; noticed after {noticed:.1f} s"
     end = job.wait() == 0
-    soak.write(case, config, end, [back], redone, EXACT, lambda: assert_same_state(config, soak.undisturbed[parallel]))
+    soak.write(
+        case,
+        config,
+        end,
+        [back],
+        redone,
+        EXACT,
+        lambda: assert_same_state(config, soak.undisturbed[parallel]),
+    )
 
 
 def stopped(soak, parallel):
     """SIGTERM to one rank, then to torchrun; the same command goes on each time."""
-    config, (rng, _), backs = soak.config(parallel, "stopped"), random_moments(soak.arguments.seed, 1), []
+    config, (rng, _), backs = (
+        soak.config(parallel, "stopped"),
+        random_moments(soak.arguments.seed, 1),
+        [],
+    )
     end, job = True, soak.start(config)
     for receiver in ("rank", "torchrun"):
         wait_for_moment(job, 0, "step", rng)
         begun = time.monotonic()
         os.kill(job.workers()[1] if receiver == "rank" else job.process.pid, signal.SIGTERM)
         status = job.wait()
-        end &= f"stopped at step {last_step(config)} and saved" in job.said and (receiver == "torchrun" or status == 0)
+        end &= f"stopped at step {last_step(config)} and saved" in job.said and (
+            receiver == "torchrun" or status == 0
+        )
         job = soak.start(config)
         wait_for(lambda: job.starts(), job.process)  # noqa: B023
         backs.append(time.monotonic() - begun)
         end &= job.starts() == [last_step(config)]
     end &= job.wait() == 0
     case = "SIGTERM to one of 2 processes, then to torchrun; the same command again"
-    soak.write(case, config, end, backs, 0, EXACT, lambda: assert_same_state(config, soak.undisturbed[parallel]))
+    soak.write(
+        case,
+        config,
+        end,
+        backs,
+        0,
+        EXACT,
+        lambda: assert_same_state(config, soak.undisturbed[parallel]),
+    )
 
 
 def other_numbers(soak):
     """torchrun alone is killed: its processes end, too. Then 1, 4 and 2 processes."""
-    config, (rng, _), backs = soak.config("ddp", "numbers"), random_moments(soak.arguments.seed, 1), []
+    config, (rng, _), backs = (
+        soak.config("ddp", "numbers"),
+        random_moments(soak.arguments.seed, 1),
+        [],
+    )
     redone, end, job = 0, True, soak.start(config)
     for processes in (1, 4, 2):
         wait_for_moment(job, 0, "step", rng)
@@ -136,7 +202,15 @@ def other_numbers(soak):
         redone += max(reached, ended) - job.starts()[0]
     end &= job.wait() == 0
     case = "SIGKILL to torchrun of 2 processes, which end with it; again with 1, then 4, then 2 processes"
-    soak.write(case, config, end, backs, redone, CLOSE, lambda: assert_same_losses(config, soak.alone, 1e-5))
+    soak.write(
+        case,
+        config,
+        end,
+        backs,
+        redone,
+        CLOSE,
+        lambda: assert_same_losses(config, soak.alone, 1e-5),
+    )
 
 
 def nodes(soak, parallel, settings):
@@ -155,7 +229,15 @@ def nodes(soak, parallel, settings):
     backs, redone = [time.monotonic() - lost], reached - first.starts()[-1]
     end = first.wait() == 0
     case = f"one of two nodes is lost for good (SIGKILL to its torchrun and worker), {settings}"
-    soak.write(case, config, end, backs, redone, CLOSE, lambda: assert_same_losses(config, soak.alone, 1e-5))
+    soak.write(
+        case,
+        config,
+        end,
+        backs,
+        redone,
+        CLOSE,
+        lambda: assert_same_losses(config, soak.alone, 1e-5),
+    )
 
 
 def both_nodes(soak):
@@ -164,7 +246,9 @@ def both_nodes(soak):
     jobs = [soak.start(config, launcher=launcher) for _ in range(2)]
     end = [job.wait() for job in jobs] == [0, 0]
     case = "two nodes of one process each, undisturbed"
-    soak.write(case, config, end, [], 0, CLOSE, lambda: assert_same_losses(config, soak.alone, 1e-5))
+    soak.write(
+        case, config, end, [], 0, CLOSE, lambda: assert_same_losses(config, soak.alone, 1e-5)
+    )
 
 
 def report(soak, minutes):
@@ -193,7 +277,15 @@ def report(soak, minutes):
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for parallel, k in soak.kills:
-        cells = (parallel, k["moment"], k["rank"], k["from"], k["reached"], k["again"], f"{k['seconds']:.1f}")
+        cells = (
+            parallel,
+            k["moment"],
+            k["rank"],
+            k["from"],
+            k["reached"],
+            k["again"],
+            f"{k['seconds']:.1f}",
+        )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     a.out.write_text("\n".join(lines) + "\n")
     print(f"wrote {a.out}")

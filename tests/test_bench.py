@@ -29,7 +29,11 @@ from sampling.engine import Plan, TokenChoice, generate, l2r_plan, mdm_plan
 LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
 N, V = 4, 3  # positions and tokens of the enumerable model: 81 sequences
 SAMPLES = 10_000
-LENGTH, VOCAB, IDS = 12, 17, 15  # of the model whose log-probabilities are compared; ids from 15 on are padding
+LENGTH, VOCAB, IDS = (
+    12,
+    17,
+    15,
+)  # of the model whose log-probabilities are compared; ids from 15 on are padding
 PLAIN = TokenChoice()
 SAMPLERS = {"baseline": decode_cached, "no-cache": decode_uncached}
 
@@ -39,7 +43,14 @@ def seeded(seed):
 
 
 def tiny_model(dtype=torch.float32, seed=0, **settings):
-    config = {"vocab_size": VOCAB, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 24, "cond_dim": 6} | settings
+    config = {
+        "vocab_size": VOCAB,
+        "block_size": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 24,
+        "cond_dim": 6,
+    } | settings
     return randomise(AOGPT(ModelConfig(**config)).to(dtype), seed, scale=0.7)
 
 
@@ -58,13 +69,17 @@ def full_pass_log_probs(model, tokens, plan):
     result = torch.zeros(tokens.shape, dtype=torch.float64)
     for b, (order, step) in enumerate(zip(plan.order.tolist(), plan.step.tolist(), strict=True)):
         starts = [step.index(s) for s in step]
-        orders = torch.tensor([order_through(order[:m], p, len(order)) for m, p in zip(starts, order, strict=True)])
+        orders = torch.tensor(
+            [order_through(order[:m], p, len(order)) for m, p in zip(starts, order, strict=True)]
+        )
         rows = model.token_log_probs(tokens[b].expand(len(order), -1), orders)
         result[b, order] = rows[range(len(order)), starts].double()
     return result
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str
+)
 @pytest.mark.parametrize("mode", ["l2r", "exact 1", "exact 4", "exact 30", "even 4", "even 5"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_log_probs_are_those_of_the_models_full_pass(sampler, mode, dtype, tolerance):
@@ -75,7 +90,9 @@ def test_log_probs_are_those_of_the_models_full_pass(sampler, mode, dtype, toler
     assert got.log_probs.max() < 0
 
 
-@pytest.mark.parametrize("settings", [{"norm": "layernorm", "gelu": "tanh"}, {"qk_norm": False, "tied_head": True}])
+@pytest.mark.parametrize(
+    "settings", [{"norm": "layernorm", "gelu": "tanh"}, {"qk_norm": False, "tied_head": True}]
+)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_log_probs_with_other_layers(sampler, settings):
     model, plan = tiny_model(torch.float64, **settings), make_plan("exact 5", 4, LENGTH, seed=3)
@@ -89,19 +106,31 @@ def test_samples_follow_the_enumerated_distribution(sampler, mode):
     kind, steps = mode.split()
     model = tiny_model(torch.float64, vocab_size=V, block_size=N, n_layer=1, n_embd=8, cond_dim=4)
     plan = make_plan(mode, SAMPLES, N, seed=4)
-    plans = exact_plans(range(N), (), int(steps)) if kind == "exact" else fixed_plans(range(N), (), (2, 2))
+    plans = (
+        exact_plans(range(N), (), int(steps))
+        if kind == "exact"
+        else fixed_plans(range(N), (), (2, 2))
+    )
     expected = plan_distribution(conditionals(model, V, N), plans)
     got = SAMPLERS[sampler](model, plan, choice=PLAIN, vocab_size=V, generator=seeded(5)).tokens
     counts = (got * V ** torch.arange(N - 1, -1, -1)).sum(dim=1).bincount(minlength=V**N)
     assert chi_square_p(counts, SAMPLES * expected) > LEVEL
-    assert chi_square_p(counts, SAMPLES * expected.roll(1)) < 1e-20, "the test would accept anything"
+    assert chi_square_p(counts, SAMPLES * expected.roll(1)) < 1e-20, (
+        "the test would accept anything"
+    )
 
 
-@pytest.mark.parametrize("choice", [PLAIN, TokenChoice(0.6), TokenChoice(0.9, 0.8), TokenChoice(1.0, 1.0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [PLAIN, TokenChoice(0.6), TokenChoice(0.9, 0.8), TokenChoice(1.0, 1.0, 3)], ids=str
+)
 def test_tokens_are_drawn_from_the_truncated_distribution(choice):
     logits = torch.tensor([1.0, -0.5, 0.3, 2.0, 0.0, -3.0])
     weights = [math.exp(x / choice.temperature) for x in logits.tolist()]
-    ranked, mass, expected = sorted(range(6), key=lambda v: -weights[v]), 0.0, torch.zeros(6, dtype=torch.float64)
+    ranked, mass, expected = (
+        sorted(range(6), key=lambda v: -weights[v]),
+        0.0,
+        torch.zeros(6, dtype=torch.float64),
+    )
     for token in ranked[: choice.top_k]:
         if mass < choice.top_p * sum(weights):
             expected[token] = weights[token]
@@ -115,8 +144,12 @@ def test_only_tokens_are_drawn_and_zero_temperature_is_greedy(sampler):
     model, plan = tiny_model(), make_plan("exact 5", 6, LENGTH)
     got = SAMPLERS[sampler](model, plan, choice=PLAIN, vocab_size=IDS, generator=seeded(0))
     assert got.tokens.max() < IDS
-    greedy = SAMPLERS[sampler](model, plan, choice=TokenChoice(0), vocab_size=IDS, generator=seeded(0))
-    assert torch.equal(greedy.tokens, generate(model, plan, choice=TokenChoice(0), vocab_size=IDS).tokens)
+    greedy = SAMPLERS[sampler](
+        model, plan, choice=TokenChoice(0), vocab_size=IDS, generator=seeded(0)
+    )
+    assert torch.equal(
+        greedy.tokens, generate(model, plan, choice=TokenChoice(0), vocab_size=IDS).tokens
+    )
 
 
 @pytest.mark.parametrize("mode", ["l2r", "exact 4", "exact 30", "even 5"])
@@ -127,9 +160,17 @@ def test_the_baselines_count_their_work(mode):
     rows = [[size for size in row if size] for row in group_sizes(plan).tolist()]
     common = {"choice": PLAIN, "vocab_size": IDS, "generator": seeded(0)}
     cached, uncached = decode_cached(model, plan, **common), decode_uncached(model, plan, **common)
-    assert cached.token_forwards == sum(sum(sizes) + sum(size - 1 for size in sizes[:-1]) for sizes in rows)
-    assert uncached.token_forwards == sum(sum(sizes[: g + 1]) for sizes in rows for g in range(len(sizes)))
-    assert cached.model_calls == uncached.model_calls == len({s for row in plan.step.tolist() for s in row})
+    assert cached.token_forwards == sum(
+        sum(sizes) + sum(size - 1 for size in sizes[:-1]) for sizes in rows
+    )
+    assert uncached.token_forwards == sum(
+        sum(sizes[: g + 1]) for sizes in rows for g in range(len(sizes))
+    )
+    assert (
+        cached.model_calls
+        == uncached.model_calls
+        == len({s for row in plan.step.tolist() for s in row})
+    )
     assert torch.equal(cached.step, torch.zeros_like(plan.step).scatter(1, plan.order, plan.step))
 
 
@@ -158,7 +199,14 @@ def test_a_part_of_an_encoders_plan_has_the_same_calls(mode):
     assert whole.model_calls == model_calls("encoder", plan)
     assert whole.token_forwards == LENGTH * int(group_sizes(plan).count_nonzero())
     calls = [0, 2, whole.model_calls - 1]
-    got = generate(encoder, only_calls(plan, calls), tokens, generator=seeded(0), vocab_size=IDS, progress=part.append)
+    got = generate(
+        encoder,
+        only_calls(plan, calls),
+        tokens,
+        generator=seeded(0),
+        vocab_size=IDS,
+        progress=part.append,
+    )
     assert part == [revealed[call] for call in calls]
     assert got.token_forwards == LENGTH * int((group_sizes(plan)[:, calls] > 0).sum())
     assert generate(encoder, only_calls(plan, []), tokens, vocab_size=IDS).model_calls == 0
@@ -191,7 +239,9 @@ def test_logits_are_scaled_to_the_entropy_of_a_language_model():
         assert math.log(500) - 0.1 < flat < math.log(500)
         scale, entropy = bench.scale_logits(model, "auto", 500, 16, seed=0)
         assert scale > 1 and abs(entropy - bench.ENTROPY) < 0.01
-        assert bench.scale_logits(model, 1.0, 500, 16, seed=0) == (1.0, entropy), "the scaled weights have this entropy"
+        assert bench.scale_logits(model, 1.0, 500, 16, seed=0) == (1.0, entropy), (
+            "the scaled weights have this entropy"
+        )
 
 
 def test_the_floor_counts_bytes_and_operations():
@@ -201,17 +251,36 @@ def test_the_floor_counts_bytes_and_operations():
     blocks, head = 12 * 2 * 16**2, 50 * 16
     expected_bytes = [4 * (blocks + head), 4 * (blocks + head + 2 * 2 * 16 * 2)]
     # Pairs of an input and one it sees, per row: the two copies see themselves; 1 and 2 see 2 and 3 inputs.
-    expected_flops = [2 * (2 * 2 * blocks + 2 * 2 * head + 4 * 2 * 16 * 2), 2 * (2 * 2 * blocks + 2 * head + 128 * 5)]
+    expected_flops = [
+        2 * (2 * 2 * blocks + 2 * 2 * head + 4 * 2 * 16 * 2),
+        2 * (2 * 2 * blocks + 2 * head + 128 * 5),
+    ]
     slow_memory, slow_processor = Rates(1e30, 10.0), Rates(10.0, 1e30)
     floor = floor_of(c, plan, 50, 4, slow_memory)
-    assert floor["floor_bytes"] == sum(expected_bytes) and floor["floor_flops"] == sum(expected_flops)
+    assert floor["floor_bytes"] == sum(expected_bytes) and floor["floor_flops"] == sum(
+        expected_flops
+    )
     assert floor["floor_seconds"] == pytest.approx(sum(expected_bytes) / 10)
-    assert floor_of(c, plan, 50, 4, slow_processor)["floor_seconds"] == pytest.approx(sum(expected_flops) / 10)
+    assert floor_of(c, plan, 50, 4, slow_processor)["floor_seconds"] == pytest.approx(
+        sum(expected_flops) / 10
+    )
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------
 
-TINY = ["decode", "--size", "tiny", "--batch-size", 3, "--length", 32, "--device", "cpu", "--repeats", 2]
+TINY = [
+    "decode",
+    "--size",
+    "tiny",
+    "--batch-size",
+    3,
+    "--length",
+    32,
+    "--device",
+    "cpu",
+    "--repeats",
+    2,
+]
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +296,9 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(measured):
     folder, _ = measured
     result = json.loads((folder / "json").read_text())
     rows = {(row["system"], row["steps"]): row for row in result["rows"]}
-    assert set(rows) == {(s, k) for s in ("ours", "baseline", "no-cache", "encoder") for k in (4, 32)}
+    assert set(rows) == {
+        (s, k) for s in ("ours", "baseline", "no-cache", "encoder") for k in (4, 32)
+    }
     for (system, steps), row in rows.items():
         ours = rows["ours", steps]
         assert len(row["all_seconds"]) == 2
@@ -247,7 +318,9 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(measured):
             "encoder": row_wise,
         }.items():
             assert rows[system, steps]["model_calls"] == calls
-        assert rows["encoder", steps]["token_forwards"] == 32 * int(group_sizes(plan).count_nonzero())
+        assert rows["encoder", steps]["token_forwards"] == 32 * int(
+            group_sizes(plan).count_nonzero()
+        )
         assert 3 * 32 <= rows["ours", steps]["token_forwards"] <= 3 * (2 * 32 + steps)
         floor = rows["ours", steps]
         assert floor["floor_seconds"] > 0
@@ -264,7 +337,10 @@ def test_the_report_says_what_was_measured_on_what(measured):
     for model in result["models"].values():
         assert abs(model["entropy"] - bench.ENTROPY) < 0.01
     markdown = (folder / "markdown").read_text()
-    assert result["command"].startswith("python bench.py decode --size tiny") and result["command"] in markdown
+    assert (
+        result["command"].startswith("python bench.py decode --size tiny")
+        and result["command"] in markdown
+    )
     assert printed.strip() in markdown
     table = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 8 and len({line.count("|") for line in table}) == 1
@@ -275,12 +351,28 @@ def test_the_report_says_what_was_measured_on_what(measured):
 def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
     run = tiny_config(make_data(tmp_path), tmp_path, steps=6)
     train.train(run, ALONE)
-    plain = tiny_config(make_data(tmp_path), tmp_path, "plain", steps=6, order=OrderConfig("l2r"), model__target="none")
+    plain = tiny_config(
+        make_data(tmp_path),
+        tmp_path,
+        "plain",
+        steps=6,
+        order=OrderConfig("l2r"),
+        model__target="none",
+    )
     train.train(plain, ALONE)
-    settings = {"run": str(run.run_folder), "device": "cpu", "batch_size": 2, "length": 16, "steps": (4,), "repeats": 1}
+    settings = {
+        "run": str(run.run_folder),
+        "device": "cpu",
+        "batch_size": 2,
+        "length": 16,
+        "steps": (4,),
+        "repeats": 1,
+    }
     bench.decode(bench.DecodeArguments(**settings, dtype="bfloat16", json=tmp_path / "json"))
     result = json.loads((tmp_path / "json").read_text())
-    assert result["models"]["ours"]["logit_scale"] == 1 and result["settings"]["dtype"] == "bfloat16"
+    assert (
+        result["models"]["ours"]["logit_scale"] == 1 and result["settings"]["dtype"] == "bfloat16"
+    )
     assert result["models"]["ours"]["parameters"] == AOGPT(run.model).num_params()
     assert [row["system"] for row in result["rows"]] == ["ours", "baseline", "no-cache", "encoder"]
     with pytest.raises(ValueError, match="not AO-GPT"):
@@ -289,7 +381,17 @@ def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
 
 def test_all_calls_of_chosen_systems_and_of_even_plans():
     done = run_script(
-        "bench.py", *TINY, "--steps", 8, "--slow-calls", 0, "--plan", "even", "--systems", "encoder", "ours"
+        "bench.py",
+        *TINY,
+        "--steps",
+        8,
+        "--slow-calls",
+        0,
+        "--plan",
+        "even",
+        "--systems",
+        "encoder",
+        "ours",
     )
     table = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert [(row[0].strip(), row[4].strip(), row[-1].strip()) for row in table] == [
@@ -319,9 +421,17 @@ def test_all_calls_of_chosen_systems_and_of_even_plans():
 def test_impossible_settings_are_refused_by_name(settings, words, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=words):
-        bench.decode(bench.DecodeArguments(**{"size": "tiny", "length": 32, "device": "cpu"} | settings))
+        bench.decode(
+            bench.DecodeArguments(**{"size": "tiny", "length": 32, "device": "cpu"} | settings)
+        )
 
 
 def test_bad_command_lines_end_with_a_message():
-    assert_user_error(run_script("bench.py", *TINY, "--systems", "ours", "theirs", check=False), "theirs", "no-cache")
-    assert_user_error(run_script("bench.py", *TINY, "--length", 129, check=False), "--length 129", "block size")
+    assert_user_error(
+        run_script("bench.py", *TINY, "--systems", "ours", "theirs", check=False),
+        "theirs",
+        "no-cache",
+    )
+    assert_user_error(
+        run_script("bench.py", *TINY, "--length", 129, check=False), "--length 129", "block size"
+    )

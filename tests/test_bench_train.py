@@ -24,7 +24,15 @@ BASE = "gpt" if COMPILER else "per-token"
 
 def tiny(**settings):
     return ModelConfig(
-        **{"vocab_size": 17, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 24, "cond_dim": 6} | settings
+        **{
+            "vocab_size": 17,
+            "block_size": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_embd": 24,
+            "cond_dim": 6,
+        }
+        | settings
     )
 
 
@@ -32,7 +40,9 @@ def tiny(**settings):
 
 
 @pytest.mark.parametrize("length", [16, 7, 1])
-@pytest.mark.parametrize("settings", [{}, {"norm": "layernorm", "gelu": "tanh"}, {"qk_norm": False, "tied_head": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"norm": "layernorm", "gelu": "tanh"}, {"qk_norm": False, "tied_head": True}]
+)
 def test_the_per_token_baseline_has_ao_gpts_loss_and_gradients(settings, length):
     """In float64 rounding is about 1e-16 of numbers near 1, a few hundred of which are added up."""
     model = randomise(AOGPT(tiny(**settings)).double(), seed=1, scale=0.7)
@@ -53,7 +63,11 @@ def test_the_per_token_baseline_has_ao_gpts_loss_and_gradients(settings, length)
 
 
 def test_the_per_token_baseline_refuses_what_it_does_not_cover():
-    for settings, words in (({"target": "input"}, "adaln"), ({"start": "hidden"}, "attended"), ({"dropout": 0.1}, "0")):
+    for settings, words in (
+        ({"target": "input"}, "adaln"),
+        ({"start": "hidden"}, "attended"),
+        ({"dropout": 0.1}, "0"),
+    ):
         with pytest.raises(ValueError, match=words):
             PerToken(AOGPT(tiny(**settings)))
 
@@ -70,10 +84,14 @@ def test_systems_differ_in_what_they_are_named_after_only():
     ours, plain, per_token = map(trainee, ("aogpt-eager", "gpt-eager", "per-token"))
     assert dataclasses.replace(ours.model.config, target="none") == plain.model.config
     assert ours.model.config == per_token.model.config
-    for (name, p), q in zip(ours.model.named_parameters(), per_token.model.parameters(), strict=True):
+    for (name, p), q in zip(
+        ours.model.named_parameters(), per_token.model.parameters(), strict=True
+    ):
         assert torch.equal(p, q), name
     tokens, order = ours.batch(3)
-    assert torch.equal(plain.batch(3)[0], tokens) and torch.equal(plain.batch(3)[1], torch.arange(32).expand(2, 32))
+    assert torch.equal(plain.batch(3)[0], tokens) and torch.equal(
+        plain.batch(3)[1], torch.arange(32).expand(2, 32)
+    )
     assert all(map(torch.equal, per_token.batch(3), (tokens, order)))
     assert not torch.equal(ours.batch(4)[0], tokens) and not torch.equal(ours.batch(4)[1], order)
     assert tokens.max() < 500, "ids from 500 on are padding"
@@ -87,7 +105,9 @@ def test_a_step_trains_and_the_baseline_trains_alike(optimizer):
     start = [p.detach().clone() for p in ours.model.parameters()]
     losses = [(ours.timed(step).loss, per_token.timed(step).loss) for step in range(10)]
     assert max(abs(x - y) for x, y in losses) < 1e-3 and len(set(losses)) == 10
-    for p, q, before in zip(ours.model.parameters(), per_token.model.parameters(), start, strict=True):
+    for p, q, before in zip(
+        ours.model.parameters(), per_token.model.parameters(), start, strict=True
+    ):
         moved = (p - before).abs().mean()
         assert moved > 0 and (p - q).abs().mean() < 0.02 * moved
     assert ours.ema.updates == 10
@@ -103,7 +123,9 @@ def test_memory_is_that_of_weights_average_moments_and_what_a_step_needs():
     assert system.state_bytes() == 4 * weights + counters
     logits = 4 * 2 * 32 * 512
     peak = system.peak_bytes(1)
-    assert 5 * weights + counters < peak < 5 * weights + 10 * logits + 2**21, "at least the gradients come on top"
+    assert 5 * weights + counters < peak < 5 * weights + 10 * logits + 2**21, (
+        "at least the gradients come on top"
+    )
     assert system.peak_bytes(2) == peak
     longer = Trainee("aogpt-eager", system.a, 128, CPU, torch.float32)
     longer.timed(0)
@@ -144,9 +166,13 @@ TINY = ["train", "--size", "tiny", "--batch-size", 3, "--length", 64, "--device"
 def measured(tmp_path_factory):
     """Folder with all that one run wrote, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
-    outputs = [f"--{option}={folder / option}" for option in ("json", "markdown", "plot", "profile")]
+    outputs = [
+        f"--{option}={folder / option}" for option in ("json", "markdown", "plot", "profile")
+    ]
     systems = [*(["gpt"] if COMPILER else []), "per-token", "aogpt-eager", "gpt-eager"]
-    done = run_script("bench.py", *TINY, "--repeats", 3, "--warmup", 2, "--systems", *systems, *outputs)
+    done = run_script(
+        "bench.py", *TINY, "--repeats", 3, "--warmup", 2, "--systems", *systems, *outputs
+    )
     return folder, done.stdout
 
 
@@ -158,13 +184,19 @@ def test_the_figures_of_every_system_agree(measured):
         seconds = [sum(step[phase] for phase in PHASES) for step in row["all_steps"]]
         assert len(seconds) == 3 and min(seconds) > 0
         assert row["seconds"] == pytest.approx(statistics.median(seconds))
-        assert (row["seconds_min"], row["seconds_max"]) == pytest.approx((min(seconds), max(seconds)))
+        assert (row["seconds_min"], row["seconds_max"]) == pytest.approx(
+            (min(seconds), max(seconds))
+        )
         for phase in PHASES:
-            assert row[f"{phase}_seconds"] == pytest.approx(statistics.median(s[phase] for s in row["all_steps"]))
+            assert row[f"{phase}_seconds"] == pytest.approx(
+                statistics.median(s[phase] for s in row["all_steps"])
+            )
         assert row["tokens_per_second"] == pytest.approx(3 * 64 / row["seconds"])
         assert row["mfu"] is None and result["peak_flops"] is None, "no CPU has a known peak"
         flops = AOGPT(bench_train.SIZES["tiny"][0]).flops_per_token(64) * row["tokens_per_second"]
-        assert row["share_of_matrix_product"] == pytest.approx(flops / result["matrix_product_flops"])
+        assert row["share_of_matrix_product"] == pytest.approx(
+            flops / result["matrix_product_flops"]
+        )
         assert row["peak_bytes"] > row["state_bytes"] > 16 * row["parameters"]
         for base in {BASE, "per-token"}:
             key = f"times_{base.replace('-', '_')}"
@@ -174,7 +206,9 @@ def test_the_figures_of_every_system_agree(measured):
                 for mine, other in zip(row["all_steps"], rows[base]["all_steps"], strict=True)
             ]
             assert (row[f"{key}_min"], row[f"{key}_max"]) == pytest.approx((min(turns), max(turns)))
-    assert rows["aogpt-eager"]["first_loss"] == pytest.approx(rows["per-token"]["first_loss"], abs=1e-5)
+    assert rows["aogpt-eager"]["first_loss"] == pytest.approx(
+        rows["per-token"]["first_loss"], abs=1e-5
+    )
     losses = {name: [step["loss"] for step in row["all_steps"]] for name, row in rows.items()}
     if COMPILER:
         assert losses["gpt"] == pytest.approx(losses["gpt-eager"], abs=1e-4)
@@ -187,7 +221,10 @@ def test_the_report_says_what_was_measured_on_what(measured):
     assert (result["settings"]["length"], result["settings"]["dtype"]) == (64, "float32")
     assert result["versions"]["torch"] == torch.__version__ and result["machine"]["threads"] == 1
     markdown = (folder / "markdown").read_text()
-    assert result["command"].startswith("python bench.py train --size tiny") and result["command"] in markdown
+    assert (
+        result["command"].startswith("python bench.py train --size tiny")
+        and result["command"] in markdown
+    )
     assert printed.strip() in markdown and result["machine"]["name"] in printed
     assert "only the ratios" in printed and "unknown" in printed
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
@@ -203,8 +240,17 @@ def test_a_profile_is_a_trace_and_a_table_for_every_system(measured):
     }
     for system in systems:
         events = json.loads((folder / "profile" / f"{system}.json").read_text())["traceEvents"]
-        spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") in PHASES and "dur" in e}
-        assert spans["forward"][1] <= spans["backward"][0] < spans["backward"][1] <= spans["optimizer"][0]
+        spans = {
+            e["name"]: (e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e.get("name") in PHASES and "dur" in e
+        }
+        assert (
+            spans["forward"][1]
+            <= spans["backward"][0]
+            < spans["backward"][1]
+            <= spans["optimizer"][0]
+        )
         table = (folder / "profile" / f"{system}.txt").read_text()
         assert "aten::mm" in table and "aten::_fused_adamw_" in table
         assert ("cpp_fused" in table) == (system == "gpt"), "compiled kernels have their own lines"
@@ -234,10 +280,16 @@ def test_impossible_settings_are_refused_by_name(settings, words):
 
 def test_compiling_without_a_compiler_is_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr(bench_train.shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="aogpt and gpt: .* C[+][+] compiler .* --systems aogpt-eager"):
+    with pytest.raises(
+        ValueError, match="aogpt and gpt: .* C[+][+] compiler .* --systems aogpt-eager"
+    ):
         bench_train.train(TrainArguments(size="tiny", device="cpu"))
 
 
 def test_bad_command_lines_end_with_a_message():
-    assert_user_error(run_script("bench.py", *TINY, "--systems", "ours", check=False), "ours", "per-token")
-    assert_user_error(run_script("bench.py", *TINY, "--length", 129, check=False), "--length 129", "block size")
+    assert_user_error(
+        run_script("bench.py", *TINY, "--systems", "ours", check=False), "ours", "per-token"
+    )
+    assert_user_error(
+        run_script("bench.py", *TINY, "--length", 129, check=False), "--length 129", "block size"
+    )

@@ -22,16 +22,28 @@ from checkpoints.store import EMA, training_state
 from model import AOGPT, ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
-from runtime.processes import PEAK_BF16_FLOPS
+from runtime.devices import PEAK_BF16_FLOPS
 from training import config as configuration
 from training import memory_plan as budget
 from training.config import Config, TrainConfig
-from training.memory_plan import GPU, block_bytes, find_gpu, make_plan, memory_of, meta_model, share_of, state_bytes
+from training.memory_plan import (
+    GPU,
+    block_bytes,
+    find_gpu,
+    make_plan,
+    memory_of,
+    meta_model,
+    share_of,
+    state_bytes,
+)
 from training.optimizers import make_optimizer
 from training.parallel import checkpoint_activations
 
 B, T, D, H, V = 4, 128, 64, 4, 320
-LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # configs with a plan in their comments, and for how many GPUs
+LARGE = {
+    "aogpt_1b": 8,
+    "aogpt_7b": 64,
+}  # configs with a plan in their comments, and for how many GPUs
 H100 = "NVIDIA H100 80GB HBM3"
 PLAIN = {"order__kind": "l2r", "model__target": "none"}
 
@@ -39,7 +51,9 @@ PLAIN = {"order__kind": "l2r", "model__target": "none"}
 def small(layers=2, dtype="float32", **changes):
     """A config with an AO-GPT that is not square anywhere: no two sizes in it are the same."""
     model = ModelConfig(vocab_size=V, block_size=T, n_layer=layers, n_head=H, n_embd=D, cond_dim=24)
-    config = Config(model=model, train=TrainConfig(steps=2000, batch_size=B, micro_batch_size=B, compile=False))
+    config = Config(
+        model=model, train=TrainConfig(steps=2000, batch_size=B, micro_batch_size=B, compile=False)
+    )
     return change(config, train__dtype=dtype, **changes)
 
 
@@ -65,7 +79,9 @@ def losses(model, config, sequences=B):
 
 
 def storage_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -82,7 +98,13 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
     optimizer.step()
     ema.update(model)
     parts = optimizer.parts.values() if kind == "muon" else [optimizer]
-    state = [t for part in parts for values in part.state.values() for t in values.values() if torch.is_tensor(t)]
+    state = [
+        t
+        for part in parts
+        for values in part.state.values()
+        for t in values.values()
+        if torch.is_tensor(t)
+    ]
     measured = {
         "weights": storage_bytes(model.parameters()),
         "gradients": storage_bytes(p.grad for p in model.parameters()),
@@ -93,18 +115,24 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
 
 
 def test_a_checkpoint_has_the_planned_size(tmp_path):
-    config = small(layers=8, model__n_embd=256)  # names and settings in it are small only beside large weights
+    config = small(
+        layers=8, model__n_embd=256
+    )  # names and settings in it are small only beside large weights
     model = AOGPT(config.model)
     optimizer = make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
-    state = training_state(1, model, EMA(model, 0.9), optimizer, configuration.to_dict(config), {}, {})
+    state = training_state(
+        1, model, EMA(model, 0.9), optimizer, configuration.to_dict(config), {}, {}
+    )
     torch.save(state, tmp_path / "checkpoint.pt")
     planned = make_plan(config, 1, find_gpu(H100)).checkpoint_bytes
     assert (tmp_path / "checkpoint.pt").stat().st_size == pytest.approx(planned, rel=0.01)
 
 
-@pytest.mark.parametrize("shape, world, share", [((7, 3), 2, 12), ((7, 3), 4, 6), ((7,), 8, 1), ((8, 5, 2), 4, 20)])
+@pytest.mark.parametrize(
+    "shape, world, share", [((7, 3), 2, 12), ((7, 3), 4, 6), ((7,), 8, 1), ((8, 5, 2), 4, 20)]
+)
 def test_the_share_of_a_parameter_is_its_rows_rounded_up(shape, world, share):
     assert share_of(torch.Size(shape), world) == share
 
@@ -147,7 +175,9 @@ dist.destroy_process_group()
 
 
 def test_shares_are_those_of_fsdp_on_2_3_and_4_processes(tmp_path):
-    config = small(train__parallel="fsdp", model__n_embd=60, model__qk_norm=True)  # heads of 15: nothing divides evenly
+    config = small(
+        train__parallel="fsdp", model__n_embd=60, model__qk_norm=True
+    )  # heads of 15: nothing divides evenly
     (tmp_path / "run.toml").write_text(configuration.to_toml(config))
     (tmp_path / "sharded.py").write_text(SHARDED)
     done = torchrun(4, tmp_path / "sharded.py", tmp_path / "run.toml", PYTHONPATH=str(ROOT))
@@ -160,7 +190,11 @@ def test_shares_are_those_of_fsdp_on_2_3_and_4_processes(tmp_path):
     for (world, rank), found in measured.items():
         planned = state_bytes(config, meta_model(config), world)
         for part, size in found.items():
-            assert size == planned[part] if rank == 0 else size <= planned[part], (world, rank, part)
+            assert size == planned[part] if rank == 0 else size <= planned[part], (
+                world,
+                rank,
+                part,
+            )
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -172,12 +206,16 @@ def saved_tensors(config):
     model = AOGPT(config.model)
     if config.train.compile:
         torch._dynamo.reset()
-        model.compile(backend="aot_eager_decomp_partition")  # what inductor keeps, without a C++ compiler
+        model.compile(
+            backend="aot_eager_decomp_partition"
+        )  # what inductor keeps, without a C++ compiler
     own, seen = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(tensor):
         if tensor.untyped_storage().data_ptr() not in own:
-            seen[tensor.untyped_storage().data_ptr()] = tensor  # holding it, so that no other one takes its place
+            seen[tensor.untyped_storage().data_ptr()] = (
+                tensor  # holding it, so that no other one takes its place
+            )
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -193,13 +231,17 @@ def cpu_norms(config):
     heads = (1 + streams) * 4 * m.n_embd if m.qk_norm else 0
     if config.train.dtype == "float32":
         return residual + heads
-    return residual + 2 * heads - (streams - 1) * 2 * m.n_embd  # in place of the second stream's queries as they were
+    return (
+        residual + 2 * heads - (streams - 1) * 2 * m.n_embd
+    )  # in place of the second stream's queries as they were
 
 
 def cast_weights(config):
     """Bytes of autocast's copies of the weights of a block; a second stream has its own of the queries' rows."""
     linear = [m for m in meta_model(config).blocks[0].modules() if isinstance(m, torch.nn.Linear)]
-    sizes = sum(p.numel() for m in linear for p in m.parameters() if p.dim() == 2)  # biases are added, not saved
+    sizes = sum(
+        p.numel() for m in linear for p in m.parameters() if p.dim() == 2
+    )  # biases are added, not saved
     sizes += config.model.n_embd**2 if config.model.target == "two_stream" else 0
     return 2 * sizes if config.train.dtype == "bfloat16" else 0
 
@@ -221,7 +263,9 @@ ENCODER = {"attention": "full", "target": "none", "mask_token": V - 10}
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_bytes_of_a_block_are_what_autograd_saves(changes, dtype):
     one, two = (small(layers=layers, dtype=dtype, **changes) for layers in (1, 2))
-    measured = (storage_bytes(saved_tensors(two)) - storage_bytes(saved_tensors(one)) - cast_weights(one)) / (B * T)
+    measured = (
+        storage_bytes(saved_tensors(two)) - storage_bytes(saved_tensors(one)) - cast_weights(one)
+    ) / (B * T)
     assert block_bytes(one, "none") + cpu_norms(one) == pytest.approx(measured, rel=0.005)
 
 
@@ -237,7 +281,9 @@ def test_bytes_of_an_encoders_block_are_what_autograd_saves(kind, dtype):
         order=OrderConfig("random"),
     )
     one = change(two, model__n_layer=1)
-    measured = (storage_bytes(saved_tensors(two)) - storage_bytes(saved_tensors(one)) - cast_weights(one)) / (B * T)
+    measured = (
+        storage_bytes(saved_tensors(two)) - storage_bytes(saved_tensors(one)) - cast_weights(one)
+    ) / (B * T)
     # adaLN on the noise level keeps a few vectors a sequence, not a token
     assert block_bytes(one, "none") + cpu_norms(one) == pytest.approx(measured, rel=0.02)
 
@@ -245,7 +291,9 @@ def test_bytes_of_an_encoders_block_are_what_autograd_saves(kind, dtype):
 def test_compiled_training_keeps_less_than_planned_and_logits_as_planned():
     one, two = (small(layers=layers, dtype="bfloat16", train__compile=True) for layers in (1, 2))
     saved = saved_tensors(two)
-    measured = (storage_bytes(saved) - storage_bytes(saved_tensors(one)) - cast_weights(one)) / (B * T)
+    measured = (storage_bytes(saved) - storage_bytes(saved_tensors(one)) - cast_weights(one)) / (
+        B * T
+    )
     assert 0.5 * block_bytes(one, "none") < measured < block_bytes(one, "none")
     logits = [t for t in saved if t.numel() == B * T * V]
     assert [t.element_size() for t in logits] == [2]  # and as much again for their gradient
@@ -294,18 +342,33 @@ def step_bytes(config):
 @pytest.mark.parametrize(
     "vocabulary, chunk", [(V, 2**16), (4096, 2**16), (1024, 2**25)], ids=["block", "chunks", "head"]
 )
-def test_the_peak_of_a_step_is_what_the_plan_says(vocabulary, chunk, checkpointing, dtype, monkeypatch):
+def test_the_peak_of_a_step_is_what_the_plan_says(
+    vocabulary, chunk, checkpointing, dtype, monkeypatch
+):
     """The peak is in the backward pass of a block, in that of a chunk of the head, or in that of the whole head."""
     for module in (model_module, budget):
         monkeypatch.setattr(module, "HEAD_CHUNK_ELEMENTS", chunk)
-    sizes = {"train__batch_size": 16, "train__micro_batch_size": 16, "model__vocab_size": vocabulary}
+    sizes = {
+        "train__batch_size": 16,
+        "train__micro_batch_size": 16,
+        "model__vocab_size": vocabulary,
+    }
     config = small(layers=6, dtype=dtype, train__activation_checkpointing=checkpointing, **sizes)
     kept, peak = step_bytes(config)
     memory = memory_of(config, meta_model(config), 1)
-    norms = 16 * T * cpu_norms(config)  # of a block: in all of them, in the one computed again, or in none at once
+    norms = (
+        16 * T * cpu_norms(config)
+    )  # of a block: in all of them, in the one computed again, or in none at once
     in_all = 6 * norms if checkpointing == "none" else 0
-    again = norms if checkpointing != "none" and budget.working_bytes(config, 16)["block"] == memory["working"] else 0
-    copies = memory["in_use"] if checkpointing == "none" else 0  # else gone before the backward pass
+    again = (
+        norms
+        if checkpointing != "none"
+        and budget.working_bytes(config, 16)["block"] == memory["working"]
+        else 0
+    )
+    copies = (
+        memory["in_use"] if checkpointing == "none" else 0
+    )  # else gone before the backward pass
     planned = memory["activations"] + copies + in_all + 16 * T * 4 * D  # the last norm's
     if chunk == 2**16:  # no logits are kept
         assert planned == pytest.approx(kept, rel=0.03)
@@ -330,7 +393,9 @@ def test_time_and_traffic_by_hand():
     assert plan.seconds_per_step == pytest.approx(model_flops / (4 * 1e12 * 0.5))
 
     outside = weights - 3 * sum(p.numel() for p in AOGPT(config.model).blocks[0].parameters())
-    gathered = 3 * (2 * 2 * (weights - outside) + 4 * outside)  # 3 micro-batches; blocks twice in bfloat16
+    gathered = 3 * (
+        2 * 2 * (weights - outside) + 4 * outside
+    )  # 3 micro-batches; blocks twice in bfloat16
     assert plan.sent_per_step == (gathered + 4 * weights) * 3 // 4
     often = change(config, train__reduce_every_micro_batch=True)
     assert make_plan(often, 4, gpu).sent_per_step == (gathered + 3 * 4 * weights) * 3 // 4
@@ -339,7 +404,9 @@ def test_time_and_traffic_by_hand():
     assert make_plan(config, 1, gpu).sent_per_step == 0
 
     block = make_plan(change(config, train__activation_checkpointing="block"), 4, gpu, 0.5)
-    assert block.flops_again_per_step == (2 * 12 * 3 * D * D + 4 * 3 * D * T) * 48 * T  # a third, without the head's
+    assert (
+        block.flops_again_per_step == (2 * 12 * 3 * D * D + 4 * 3 * D * T) * 48 * T
+    )  # a third, without the head's
     assert make_plan(change(config, train__dtype="float32"), 4, gpu).seconds_per_step is None
 
 
@@ -354,10 +421,15 @@ def test_ddp_holds_everything_and_fsdp_a_share_on_every_gpu():
         assert fsdp[part] == pytest.approx(alone[part] / 4, rel=0.01)
     assert alone["in_reduction"] == ddp["in_reduction"] == 0  # one micro-batch on each of 4
     two = change(config, train__batch_size=32)
-    assert make_plan(two, 4, gpu).memory["in_reduction"] == alone["weights"]  # what waits for the second one
+    assert (
+        make_plan(two, 4, gpu).memory["in_reduction"] == alone["weights"]
+    )  # what waits for the second one
     two = change(two, train__parallel="fsdp")
     often = change(two, train__reduce_every_micro_batch=True)
-    waiting = make_plan(two, 4, gpu).memory["in_reduction"] - make_plan(often, 4, gpu).memory["in_reduction"]
+    waiting = (
+        make_plan(two, 4, gpu).memory["in_reduction"]
+        - make_plan(often, 4, gpu).memory["in_reduction"]
+    )
     assert waiting == alone["weights"]
 
 
@@ -375,7 +447,11 @@ def test_the_micro_batch_and_the_number_of_gpus_that_fit_are_the_limits(name, gi
     assert larger and not any(fits(world, train__micro_batch_size=size) for size in larger)
     small_batch = change(config, train__micro_batch_size=2)
     found = make_plan(small_batch, world, gpu).smallest_world_size
-    assert found > 1 and make_plan(small_batch, found, gpu).fits and not make_plan(small_batch, found // 2, gpu).fits
+    assert (
+        found > 1
+        and make_plan(small_batch, found, gpu).fits
+        and not make_plan(small_batch, found // 2, gpu).fits
+    )
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -383,7 +459,18 @@ def test_the_micro_batch_and_the_number_of_gpus_that_fit_are_the_limits(name, gi
 
 def test_the_script_prints_the_plan_and_writes_it(script, tmp_path):
     out = tmp_path / "plan.json"
-    options = ["--world-size", 2, "--gpu-memory-gib", 24, "--mfu", 0.3, "--plan-json", out, "--out", tmp_path / "x_y"]
+    options = [
+        "--world-size",
+        2,
+        "--gpu-memory-gib",
+        24,
+        "--mfu",
+        0.3,
+        "--plan-json",
+        out,
+        "--out",
+        tmp_path / "x_y",
+    ]
     options += ["--optim.kind", "muon", "--train.activation-checkpointing", "block"]
     status, text, err = script(train, ROOT / "configs" / "aogpt_1b.toml", "--plan", *options)
     assert status == 0, err
@@ -395,7 +482,9 @@ def test_the_script_prints_the_plan_and_writes_it(script, tmp_path):
     assert budget.table(plan) in text and not (tmp_path / "x_y").exists()
     total = sum(AOGPT.num_params(meta_model(config)).values())
     assert f"{total / 1e6:,.1f}" in text and "does NOT fit" in text
-    assert plan.smallest_world_size > 2 and re.search(rf"GPUs that it fits on +{plan.smallest_world_size} ", text)
+    assert plan.smallest_world_size > 2 and re.search(
+        rf"GPUs that it fits on +{plan.smallest_world_size} ", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,7 +493,10 @@ def test_the_script_prints_the_plan_and_writes_it(script, tmp_path):
         ("--world-size 0", ["--world-size is 0"]),
         ("--world-size 3", ["(512) cannot be cut among 3 GPUs", "510 or 513"]),
         ("--world-size 1024", ["cannot be cut among 1024 GPUs", "e.g. 1024, or"]),
-        ("--world-size 32", ["train.micro_batch_size (32) must divide the 16 sequences", "one of 1, 2, 4, 8, 16"]),
+        (
+            "--world-size 32",
+            ["train.micro_batch_size (32) must divide the 16 sequences", "one of 1, 2, 4, 8, 16"],
+        ),
         ("--gpu H100", ["'H100' is not known", H100]),
         ("--gpu-memory-gib 0", ["--gpu-memory-gib is 0"]),
         ("--mfu 40", ["--mfu is 40", "above 0 to 1"]),
@@ -430,7 +522,9 @@ def test_the_plan_of_7_billion_weights_needs_no_room_for_them():
         resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
 
     command = [sys.executable, "train.py", "configs/aogpt_7b.toml", "--plan", "--world-size", "64"]
-    done = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "6,967.2" in done.stdout and "fits in" in done.stdout
 
@@ -456,7 +550,14 @@ def test_a_large_config_fits_its_gpus_and_its_comments_are_not_stale(name):
 
 def test_the_readme_shows_what_the_plan_prints():
     text = (ROOT / "README.md").read_text()
-    shown = text.split("## Large models")[1].split("\n## ")[0].split("    aogpt_7b on")[1].split("\n\n")[0]
-    printed = budget.table(make_plan(loaded("aogpt_7b"), LARGE["aogpt_7b"], find_gpu(H100))).splitlines()
+    shown = (
+        text.split("## Large models")[1]
+        .split("\n## ")[0]
+        .split("    aogpt_7b on")[1]
+        .split("\n\n")[0]
+    )
+    printed = budget.table(
+        make_plan(loaded("aogpt_7b"), LARGE["aogpt_7b"], find_gpu(H100))
+    ).splitlines()
     lines = [line.removeprefix("    ") for line in f"    aogpt_7b on{shown}".splitlines()]
     assert len(lines) > 10 and not set(lines) - set(printed)

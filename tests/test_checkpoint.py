@@ -33,7 +33,9 @@ def tiny_state(step, seed=0):
     optimizer.step()
     ema.update(model)
     data = {"tokenizer": "bytes", "vocab_size": 17}
-    return checkpoint.training_state(step, model, ema, optimizer, {"seed": seed}, data, {"step": None, "loss": 1.0})
+    return checkpoint.training_state(
+        step, model, ema, optimizer, {"seed": seed}, data, {"step": None, "loss": 1.0}
+    )
 
 
 def assert_same(a, b, where=""):
@@ -126,7 +128,9 @@ def test_the_model_has_its_own_weights_again_after_the_average_was_applied(fail)
 def test_weights_of_another_model_are_refused_by_name_and_by_shape():
     weights = EMA(tiny_model(), 0.9).weights
     with pytest.raises(CheckpointError, match=r"1 names differ, e\.g\. start"):
-        checkpoint.copy_parameters(tiny_model(), {name: w for name, w in weights.items() if name != "start"})
+        checkpoint.copy_parameters(
+            tiny_model(), {name: w for name, w in weights.items() if name != "start"}
+        )
     with pytest.raises(CheckpointError, match=r"start is \(3,\) in the file, \(8,\) in the model"):
         checkpoint.copy_parameters(tiny_model(), weights | {"start": torch.zeros(3)})
 
@@ -145,18 +149,30 @@ def test_what_is_saved_is_read_back_bit_for_bit(tmp_path):
 def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
     for step in range(1, 8):
         checkpoint.save(tmp_path, tiny_state(step, seed=step), keep=3, best=step == 2)
-    assert [path.name for path in checkpoint.find(tmp_path)] == [f"step_0000000{n}.pt" for n in (5, 6, 7)]
+    assert [path.name for path in checkpoint.find(tmp_path)] == [
+        f"step_0000000{n}.pt" for n in (5, 6, 7)
+    ]
     assert_same(checkpoint.read(tmp_path / "best.pt"), tiny_state(2, seed=2))
     checkpoint.save(tmp_path, tiny_state(8, seed=8), keep=1, best=True)
     assert [path.name for path in checkpoint.find(tmp_path)] == ["step_00000008.pt"]
     assert_same(checkpoint.read(tmp_path / "best.pt"), tiny_state(8, seed=8))
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["best.pt", "checkpoints", "step_00000008.pt"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "best.pt",
+        "checkpoints",
+        "step_00000008.pt",
+    ]
 
 
 def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    others = [".step_00000009.pt.tmp", "step_9.pt", "step_00000009.pt.old", "notes.txt", "step_00000009.txt"]
+    others = [
+        ".step_00000009.pt.tmp",
+        "step_9.pt",
+        "step_00000009.pt.old",
+        "notes.txt",
+        "step_00000009.txt",
+    ]
     for name in ["step_100000000.pt", "step_00000020.pt", "step_00000003.pt", *others]:
         (folder / name).touch()
     assert [path.name for path in checkpoint.find(tmp_path)] == [
@@ -213,7 +229,10 @@ def test_a_full_disk_is_an_error_that_names_the_last_good_checkpoint_which_stays
 
 def test_a_full_disk_at_the_first_checkpoint_says_that_there_is_none(tmp_path):
     state = tiny_state(1)
-    with pytest.raises(CheckpointError, match="there is no earlier checkpoint"), limited_file_size(100):
+    with (
+        pytest.raises(CheckpointError, match="there is no earlier checkpoint"),
+        limited_file_size(100),
+    ):
         checkpoint.save(tmp_path, state, keep=1, best=True)
     assert not list((tmp_path / "checkpoints").iterdir())
 
@@ -226,7 +245,9 @@ def test_a_cut_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, 
     older = checkpoint.save(tmp_path, tiny_state(1), keep=2, best=False)
     newest = checkpoint.save(tmp_path, tiny_state(2, seed=2), keep=2, best=False)
     full = newest.stat().st_size
-    os.truncate(newest, full + size if size < 0 else size if isinstance(size, int) else int(full * size))
+    os.truncate(
+        newest, full + size if size < 0 else size if isinstance(size, int) else int(full * size)
+    )
     path, state = checkpoint.read_newest(tmp_path)
     assert path == older
     assert_same(state, tiny_state(1))
@@ -363,7 +384,9 @@ def test_a_checkpoint_that_lacks_its_parts_is_a_clear_error(tmp_path):
 # ---- loading a model -------------------------------------------------------------------------------------------------
 
 
-def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in_eval_mode(tmp_path):
+def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in_eval_mode(
+    tmp_path,
+):
     checkpoint.save(tmp_path, tiny_state(1), keep=2, best=True)
     newest = tiny_state(2, seed=2)
     path = checkpoint.save(tmp_path, newest, keep=2, best=False)
@@ -376,11 +399,16 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in
         assert loaded.model.config == TINY
     assert not torch.equal(newest["ema"]["weights"]["start"], newest["model"]["start"])
     best = checkpoint.load_model(tmp_path / "best.pt")
-    assert_same({name: p.detach() for name, p in best.named_parameters()}, tiny_state(1)["ema"]["weights"])
+    assert_same(
+        {name: p.detach() for name, p in best.named_parameters()}, tiny_state(1)["ema"]["weights"]
+    )
 
 
 def test_a_path_that_is_not_there_or_has_not_trained_and_unknown_weights_are_clear_errors(tmp_path):
-    with pytest.raises(CheckpointError, match=r"there is no .*nowhere; give a run folder \(out/NAME\) or a checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"there is no .*nowhere; give a run folder \(out/NAME\) or a checkpoint",
+    ):
         checkpoint.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no checkpoints/step_"):
         checkpoint.load(tmp_path)

@@ -8,10 +8,19 @@ import torch
 from reference import LEVEL, chi_square_p, seeded, tempered, truncated
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sampling.token_choice import TokenChoice, _nucleus, choose_tokens, draw, fresh_uniforms, probabilities
+from sampling.token_choice import (
+    TokenChoice,
+    _nucleus,
+    choose_tokens,
+    draw,
+    fresh_uniforms,
+    probabilities,
+)
 
 GRID = 2**13
-JUST_BELOW_ONE = torch.tensor(1.0, dtype=torch.float64).nextafter(torch.tensor(0.0, dtype=torch.float64))
+JUST_BELOW_ONE = torch.tensor(1.0, dtype=torch.float64).nextafter(
+    torch.tensor(0.0, dtype=torch.float64)
+)
 
 SHAPES = {
     "random": [0.3, -1.2, 2.0, 0.9, -0.4, 1.1, 0.0, -2.5],
@@ -65,9 +74,13 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     """
     expected = truncated(tempered(SHAPES[shape], choice.temperature), choice)
     before = truncated(tempered(SHAPES[shape], choice.temperature), TokenChoice(top_k=choice.top_k))
-    outside = 0 if choice.greedy else sum(p for p, w in zip(before, expected, strict=True) if w == 0)
+    outside = (
+        0 if choice.greedy else sum(p for p, w in zip(before, expected, strict=True) if w == 0)
+    )
     logits = torch.tensor(SHAPES[shape]).expand(GRID, len(expected))
-    shares = (choose_tokens(logits, even_uniforms(GRID), choice).bincount(minlength=len(expected)) / GRID).tolist()
+    shares = (
+        choose_tokens(logits, even_uniforms(GRID), choice).bincount(minlength=len(expected)) / GRID
+    ).tolist()
     for got, want in zip(shares, expected, strict=True):
         allowed = 2.001 / GRID + 4.5 * (outside * want * (1 - want) / GRID) ** 0.5
         assert abs(got - want) <= allowed and (want > 0 or got == 0)
@@ -80,42 +93,64 @@ def test_probabilities_are_the_truncated_distribution(shape, choice):
     got = probabilities(torch.tensor([SHAPES[shape]]), choice)
     expected = truncated(tempered(SHAPES[shape], choice.temperature), choice)
     assert got.dtype == torch.float64 and abs(float(got.sum()) - 1) < 1e-12
-    assert ((got[0] > 0) == torch.tensor([w > 0 for w in expected])).logical_or(got[0] < 1e-12).all()
+    assert (
+        ((got[0] > 0) == torch.tensor([w > 0 for w in expected])).logical_or(got[0] < 1e-12).all()
+    )
     assert (got[0] - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
-    "choice", [TokenChoice(), TokenChoice(0.6, 0.9), TokenChoice(1.5, top_k=7), TokenChoice(0.8, 0.7, 9)], ids=str
+    "choice",
+    [TokenChoice(), TokenChoice(0.6, 0.9), TokenChoice(1.5, top_k=7), TokenChoice(0.8, 0.7, 9)],
+    ids=str,
 )
 def test_drawn_tokens_pass_chi_square(choice, seed, path):
     logits = 1.5 * torch.randn(12, generator=seeded(seed))
     uniforms = torch.rand(10_000, generator=seeded(seed + 100), dtype=torch.float64)
     drawn = choose_tokens(logits.expand(10_000, 12), uniforms, choice)
     expected = truncated(tempered(logits.double().tolist(), choice.temperature), choice)
-    assert chi_square_p(drawn.bincount(minlength=12), 10_000 * torch.tensor(expected, dtype=torch.float64)) > LEVEL
+    assert (
+        chi_square_p(
+            drawn.bincount(minlength=12), 10_000 * torch.tensor(expected, dtype=torch.float64)
+        )
+        > LEVEL
+    )
 
 
 def test_each_row_is_drawn_from_its_own_logits(path):
     logits = torch.randn(40, 9, generator=seeded(0))
     uniforms = torch.rand(40, generator=seeded(1), dtype=torch.float64)
     noisy = (TokenChoice(noise="float32"), TokenChoice(noise="bfloat16", top_p=0.7))
-    for choice in (TokenChoice(), TokenChoice(0.7, 0.8), TokenChoice(top_k=4), TokenChoice(0), *noisy):
+    for choice in (
+        TokenChoice(),
+        TokenChoice(0.7, 0.8),
+        TokenChoice(top_k=4),
+        TokenChoice(0),
+        *noisy,
+    ):
         together = choose_tokens(logits, uniforms, choice)
         apart = [choose_tokens(logits[i : i + 1], uniforms[i : i + 1], choice) for i in range(40)]
         assert together.dtype == torch.int64 and torch.equal(together, torch.cat(apart))
 
 
-@pytest.mark.parametrize("choice", [TokenChoice(0), TokenChoice(top_p=0), TokenChoice(0.5, 0, 3), TokenChoice(top_k=1)])
+@pytest.mark.parametrize(
+    "choice", [TokenChoice(0), TokenChoice(top_p=0), TokenChoice(0.5, 0, 3), TokenChoice(top_k=1)]
+)
 def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform(choice, path):
     logits = torch.randint(5, (30, 50), generator=seeded(0)).float()  # ten ties or so in every row
     first = [row.index(max(row)) for row in logits.tolist()]
     for u in (0.0, 0.5, float(JUST_BELOW_ONE)):
-        assert choose_tokens(logits, torch.full((30,), u, dtype=torch.float64), choice).tolist() == first
+        assert (
+            choose_tokens(logits, torch.full((30,), u, dtype=torch.float64), choice).tolist()
+            == first
+        )
     assert choice.greedy and probabilities(logits, choice).nonzero()[:, 1].tolist() == first
 
 
-@pytest.mark.parametrize("choice", [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(top_k=4)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(top_k=4)], ids=str
+)
 @pytest.mark.parametrize("vocab", [6, 50_304])
 def test_a_token_of_probability_zero_is_never_drawn(vocab, choice, path):
     """Impossible tokens at both ends and between, at both ends of the uniforms: rounding may not reach them."""
@@ -179,7 +214,9 @@ DISTRIBUTIONS = {
     "bfloat16": rounded_to_bfloat16,
     "underflow": underflowing,
     "flat": lambda vocab, seed: torch.full((vocab,), 0.3 * seed),
-    "one-hot": lambda vocab, seed: torch.full((vocab,), -math.inf).index_fill(0, torch.tensor([seed]), 2.0),
+    "one-hot": lambda vocab, seed: torch.full((vocab,), -math.inf).index_fill(
+        0, torch.tensor([seed]), 2.0
+    ),
 }
 # No multiple of 1/10, 1/257 or 1/50304, where the boundary of a flat nucleus would hang on the last bit.
 TOP_P = [1e-12, 0.0123, 0.31, 0.505, 0.777, 0.9137, 0.995, 1 - 1e-9]
@@ -214,7 +251,9 @@ def test_a_flat_nucleus_of_exact_size_holds_the_lowest_ids(vocab, path):
         choice = TokenChoice(top_p=size / vocab)
         expected = (torch.arange(vocab) < size).expand(4, vocab)
         assert torch.equal(probabilities(logits, choice) > 0, expected)
-        uniforms = torch.tensor([0.0, size / vocab, 0.9, float(JUST_BELOW_ONE)], dtype=torch.float64)
+        uniforms = torch.tensor(
+            [0.0, size / vocab, 0.9, float(JUST_BELOW_ONE)], dtype=torch.float64
+        )
         assert int(choose_tokens(logits, uniforms, choice).max()) < size
 
 
@@ -238,7 +277,10 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dty
     logits = torch.stack([DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]).to(dtype)
     uniforms = torch.rand(seeds, generator=seeded(1), dtype=torch.float64)
     uniforms[0], uniforms[1] = 0.0, JUST_BELOW_ONE
-    for choice in (*(TokenChoice(top_p=top_p) for top_p in TOP_P[1::2]), TokenChoice(0.7, 0.777, 9)):
+    for choice in (
+        *(TokenChoice(top_p=top_p) for top_p in TOP_P[1::2]),
+        TokenChoice(0.7, 0.777, 9),
+    ):
         by_row = choose_tokens(logits, uniforms, choice)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         together = choose_tokens(logits, uniforms, choice)
@@ -253,9 +295,13 @@ def test_top_k_and_nucleus_of_random_settings_are_the_definition(seed):
     generator = np.random.default_rng(seed)
     vocab = int(generator.integers(2, 40))
     logits = generator.normal(size=vocab) * generator.choice([0.5, 2, 8])
-    logits = np.round(logits, int(generator.integers(0, 6)))  # rounded to 0 to 5 decimals: with many ties or none
+    logits = np.round(
+        logits, int(generator.integers(0, 6))
+    )  # rounded to 0 to 5 decimals: with many ties or none
     choice = TokenChoice(
-        generator.uniform(0.3, 2), generator.uniform(0.01, 0.99), int(generator.integers(1, vocab + 3))
+        generator.uniform(0.3, 2),
+        generator.uniform(0.01, 0.99),
+        int(generator.integers(1, vocab + 3)),
     )
     expected = truncated(tempered(logits.tolist(), choice.temperature), choice)
     got = probabilities(torch.tensor(logits)[None], choice)[0]
@@ -268,7 +314,9 @@ class SortedElements(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(word in str(func) for word in ("sort", "topk", "msort")) and "searchsorted" not in str(func):
+        if any(
+            word in str(func) for word in ("sort", "topk", "msort")
+        ) and "searchsorted" not in str(func):
             self.count += args[0].numel()
         return func(*args, **(kwargs or {}))
 
@@ -291,13 +339,20 @@ def test_peaked_logits_of_a_full_vocabulary_are_drawn_without_sorting_it():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("choice", [TokenChoice(noise="float32"), TokenChoice(0.7, 0.8, 5, "float32")], ids=str)
+@pytest.mark.parametrize(
+    "choice", [TokenChoice(noise="float32"), TokenChoice(0.7, 0.8, 5, "float32")], ids=str
+)
 def test_float32_noise_draws_moderately_probable_tokens_right(choice, seed):
     logits = torch.randn(8, generator=seeded(seed))
     uniforms = torch.rand(20_000, generator=seeded(seed + 5), dtype=torch.float64)
     drawn = choose_tokens(logits.expand(20_000, 8), uniforms, choice)
     expected = truncated(tempered(logits.double().tolist(), choice.temperature), choice)
-    assert chi_square_p(drawn.bincount(minlength=8), 20_000 * torch.tensor(expected, dtype=torch.float64)) > LEVEL
+    assert (
+        chi_square_p(
+            drawn.bincount(minlength=8), 20_000 * torch.tensor(expected, dtype=torch.float64)
+        )
+        > LEVEL
+    )
 
 
 def test_float32_noise_never_draws_what_is_less_probable_than_its_bits_allow():
@@ -308,7 +363,9 @@ def test_float32_noise_never_draws_what_is_less_probable_than_its_bits_allow():
     p = 1e-9
     logits = torch.full((tail + 1,), math.log(p), dtype=torch.float64)
     logits[0] = math.log1p(-tail * p)
-    low = torch.linspace(1 - tail * p, 1, n + 2, dtype=torch.float64)[1:-1]  # uniforms that belong to the tail
+    low = torch.linspace(1 - tail * p, 1, n + 2, dtype=torch.float64)[
+        1:-1
+    ]  # uniforms that belong to the tail
     exact = choose_tokens(logits.expand(n, -1), low, TokenChoice())
     assert (exact > 0).all() and len(exact.unique()) == n
     noisy = choose_tokens(logits.expand(n, -1), low, TokenChoice(noise="float32"))
@@ -326,7 +383,11 @@ def test_bfloat16_noise_lowers_the_entropy():
     error = float((probs * (-probs.log() - entropy) ** 2).sum() / n) ** 0.5
     for noise in ("float64", "float32", "bfloat16"):
         uniforms = torch.rand(n, generator=seeded(3), dtype=torch.float64)
-        surprisal = -probs[choose_tokens(logits.expand(n, -1), uniforms, TokenChoice(noise=noise))].log().mean()
+        surprisal = (
+            -probs[choose_tokens(logits.expand(n, -1), uniforms, TokenChoice(noise=noise))]
+            .log()
+            .mean()
+        )
         if noise == "bfloat16":
             assert surprisal < 0.6 * entropy
         else:
@@ -353,15 +414,24 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
     """100 cells of the new number; 10 x 10 cells of both, and of the new one with the last digits of the old one."""
     n = 50_000
     old = torch.rand(n, generator=seeded(salt), dtype=torch.float64)
-    old = {"random": old, "grid": torch.arange(n, dtype=torch.float64) / n, "small": old * 2.0**-30}[kind]
+    old = {
+        "random": old,
+        "grid": torch.arange(n, dtype=torch.float64) / n,
+        "small": old * 2.0**-30,
+    }[kind]
     new = fresh_uniforms(old, salt)
     assert new.dtype == torch.float64 and float(new.min()) >= 0 and float(new.max()) < 1
-    assert chi_square_p((new * 100).long().bincount(minlength=100), torch.full((100,), n / 100)) > LEVEL
+    assert (
+        chi_square_p((new * 100).long().bincount(minlength=100), torch.full((100,), n / 100))
+        > LEVEL
+    )
     scaled = old / old.max() * (1 - 1e-9)
     for part in (scaled, (scaled * 5000) % 1):
         row, column = (part * 10).long(), (new * 10).long()
         observed = (row * 10 + column).bincount(minlength=100)
-        expected = (row.bincount(minlength=10)[:, None] * column.bincount(minlength=10)[None]).flatten() / n
+        expected = (
+            row.bincount(minlength=10)[:, None] * column.bincount(minlength=10)[None]
+        ).flatten() / n
         assert chi_square_p(observed, expected) > LEVEL
     assert abs(float(torch.corrcoef(torch.stack([old, new]))[0, 1])) < 4 / math.sqrt(n)
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
 from training import config as configuration
-from training.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, WandbConfig
+from training.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    OptimConfig,
+    TrainConfig,
+    WandbConfig,
+)
 
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
 
@@ -79,18 +87,37 @@ def configs(draw):
             for name in ("qk_norm", "attn_bias", "mlp_bias", "norm_bias", "tied_head", "head_bias")
         },
     )
-    kinds = ("l2r", "fixed_random") if model.target == "none" else typing.get_args(OrderConfig.__annotations__["kind"])
+    kinds = (
+        ("l2r", "fixed_random")
+        if model.target == "none"
+        else typing.get_args(OrderConfig.__annotations__["kind"])
+    )
     return Config(
         name=draw(run_name),
         out=draw(text),
         seed=draw(st.integers(0, 2**62)),
         model=model,
         order=OrderConfig(
-            draw(st.sampled_from(kinds)), draw(ratio), draw(st.integers(1, model.block_size)), draw(st.integers(0, 99))
+            draw(st.sampled_from(kinds)),
+            draw(ratio),
+            draw(st.integers(1, model.block_size)),
+            draw(st.integers(0, 99)),
         ),
         data=DataConfig(draw(text), draw(st.booleans()), draw(ratio)),
         optim=OptimConfig(
-            *(draw(values) for values in (amount, ratio, st.integers(0, steps), beta, beta, amount, amount, ratio)),
+            *(
+                draw(values)
+                for values in (
+                    amount,
+                    ratio,
+                    st.integers(0, steps),
+                    beta,
+                    beta,
+                    amount,
+                    amount,
+                    ratio,
+                )
+            ),
             *(draw(values) for values in (one_of(OptimConfig, "kind"), amount, beta)),
         ),
         train=TrainConfig(
@@ -154,7 +181,9 @@ def test_an_unknown_key_is_named_with_its_file_and_the_nearest_valid_one(load, t
 
 
 def test_an_unknown_key_like_no_other_gets_the_list_of_keys(load):
-    with pytest.raises(ValueError, match=r"run\.toml: unknown key 'zzz'.*name, out, seed, model, order"):
+    with pytest.raises(
+        ValueError, match=r"run\.toml: unknown key 'zzz'.*name, out, seed, model, order"
+    ):
         load("zzz = 1")
 
 
@@ -183,7 +212,9 @@ def test_a_table_given_as_a_value_is_an_error_that_shows_how_to_write_it(load):
 
 
 def test_a_wrong_choice_lists_the_choices_and_the_nearest(load):
-    with pytest.raises(ValueError, match=r"run\.toml: order\.kind is 'randm'.*'mixture'.*did you mean 'random'"):
+    with pytest.raises(
+        ValueError, match=r"run\.toml: order\.kind is 'randm'.*'mixture'.*did you mean 'random'"
+    ):
         load('[order]\nkind = "randm"')
 
 
@@ -195,7 +226,10 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(load):
         ("[model]\ndropout = 1.0", ["model.dropout"]),
         ("[order]\nl2r_prob = 1.5", ["order.l2r_prob", "1.5"]),
         ("[order]\nblock = 0", ["order.block"]),
-        ('[order]\nkind = "fixed_blockwise"\nblock = 2048', ["order.block (2048)", "model.block_size (1024)"]),
+        (
+            '[order]\nkind = "fixed_blockwise"\nblock = 2048',
+            ["order.block (2048)", "model.block_size (1024)"],
+        ),
         ('[model]\ntarget = "none"', ["model.target", "order.kind", "'l2r'"]),
         ('[model]\ntarget = "none"\n[order]\nkind = "random"', ["model.target", "order.kind"]),
         ("[optim]\nlr = -1.0", ["optim.lr", "-1.0"]),
@@ -206,8 +240,14 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(load):
         ('[optim]\nkind = "mu"', ["optim.kind", "'adamw', 'muon'"]),
         ("[data]\nrandom_length_prob = 1.5", ["data.random_length_prob", "1.5", "from 0 to 1"]),
         ("[optim]\nema_decay = 2.0", ["optim.ema_decay"]),
-        ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", ["optim.warmup_steps (11)", "train.steps (10)"]),
-        ("[train]\nbatch_size = 8\nmicro_batch_size = 3", ["train.batch_size (8)", "train.micro_batch_size (3)"]),
+        (
+            "[optim]\nwarmup_steps = 11\n[train]\nsteps = 10",
+            ["optim.warmup_steps (11)", "train.steps (10)"],
+        ),
+        (
+            "[train]\nbatch_size = 8\nmicro_batch_size = 3",
+            ["train.batch_size (8)", "train.micro_batch_size (3)"],
+        ),
         ("[train]\nsteps = 0", ["train.steps"]),
         ("[eval]\ninterval = -1", ["eval.interval"]),
         ("[checkpoint]\nkeep = 0", ["checkpoint.keep"]),
@@ -254,10 +294,26 @@ def test_a_missing_file_is_an_error_that_names_the_nearest_and_a_folder_the_file
 
 def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     path = ROOT / "configs" / "quickstart.toml"
-    options = ["--optim.lr", "3e-4", "--model.target", "input", "--train.compile", "--name", "other"]
-    base, config = configuration.load_toml(path), configuration.from_command_line([str(path), *options], "")
+    options = [
+        "--optim.lr",
+        "3e-4",
+        "--model.target",
+        "input",
+        "--train.compile",
+        "--name",
+        "other",
+    ]
+    base, config = (
+        configuration.load_toml(path),
+        configuration.from_command_line([str(path), *options], ""),
+    )
     changed = {key: after for key, (_, after) in configuration.differences(base, config).items()}
-    assert changed == {"name": "other", "model.target": "input", "optim.lr": 3e-4, "train.compile": True}
+    assert changed == {
+        "name": "other",
+        "model.target": "input",
+        "optim.lr": 3e-4,
+        "train.compile": True,
+    }
     # every key, whatever its kind, can be given on the command line
     for key in configuration.valid_keys():
         table, _, name = key.rpartition(".")
@@ -285,18 +341,24 @@ def test_a_bad_override_exits_with_status_2_and_names_the_key_and_the_file(optio
     with pytest.raises(SystemExit) as stop:
         configuration.from_command_line([str(ROOT / "configs" / "quickstart.toml"), *options], "")
     assert stop.value.code == 2
-    message = "".join(capsys.readouterr().err.replace("│", " ").split())  # the box may break lines anywhere
+    message = "".join(
+        capsys.readouterr().err.replace("│", " ").split()
+    )  # the box may break lines anywhere
     for word in [*words, "quickstart.toml"]:
         assert "".join(word.split()) in message
 
 
 def test_a_bad_file_ends_the_script_with_status_2_and_no_traceback(tmp_path):
     (tmp_path / "run.toml").write_text("[optim]\nwarmup_step = 1")
-    assert_user_error(run_script("train.py", tmp_path / "run.toml", check=False), "run.toml", "optim.warmup_steps")
+    assert_user_error(
+        run_script("train.py", tmp_path / "run.toml", check=False), "run.toml", "optim.warmup_steps"
+    )
 
 
 def test_no_config_file_is_an_error_that_shows_a_command():
-    with pytest.raises(ValueError, match=r"config file first, e\.g\. python train\.py configs/quickstart\.toml"):
+    with pytest.raises(
+        ValueError, match=r"config file first, e\.g\. python train\.py configs/quickstart\.toml"
+    ):
         configuration.from_command_line(["--optim.lr", "1"], "")
 
 
@@ -315,6 +377,8 @@ def test_help_shows_every_key_and_exits_0(capsys):
 
 def test_differences_are_the_dotted_keys_that_changed_with_both_values():
     old = Config()
-    new = dataclasses.replace(old, seed=3, optim=dataclasses.replace(old.optim, lr=1.0, grad_clip=math.inf))
+    new = dataclasses.replace(
+        old, seed=3, optim=dataclasses.replace(old.optim, lr=1.0, grad_clip=math.inf)
+    )
     changed = {"seed": (0, 3), "optim.lr": (6e-4, 1.0), "optim.grad_clip": (1.0, math.inf)}
     assert configuration.differences(old, new) == changed

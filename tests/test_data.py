@@ -37,7 +37,9 @@ def _tiktoken_folder() -> str | None:
     return str(folder) if "AOGPT_DATA" in os.environ and folder.is_dir() else None
 
 
-needs_gpt2 = pytest.mark.skipif(_tiktoken_folder() is None, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken")
+needs_gpt2 = pytest.mark.skipif(
+    _tiktoken_folder() is None, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,7 +55,9 @@ def command(*args) -> list[str]:
 
 
 def run(*args, **env) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, timeout=120, env={**os.environ, **env}
+    )
 
 
 def run_ok(*args, **env) -> subprocess.CompletedProcess:
@@ -81,7 +85,11 @@ def text_of(folder: Path, split: str) -> str:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def write_jsonl(path: Path, texts, field: str = "text") -> Path:
@@ -145,7 +153,12 @@ def test_decode_takes_any_ids_and_no_others(name):
             tokenizer.decode([1, wrong])
 
 
-@given(st.lists(st.sampled_from([0x41, 0x80, 0x9F, 0xA0, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF4, 0xFF, 256]), max_size=9))
+@given(
+    st.lists(
+        st.sampled_from([0x41, 0x80, 0x9F, 0xA0, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF4, 0xFF, 256]),
+        max_size=9,
+    )
+)
 def test_pieces_of_any_bytes_join_to_the_decoded_text(tokens):
     # every kind of byte that UTF-8 knows, in any order, which hardly ever is UTF-8
     tokenizer = get_tokenizer("bytes")
@@ -224,10 +237,25 @@ def test_gpt2_without_its_file_says_what_to_do(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # cutting long files
 
-SNIPPETS = [*" \n\r\t'", "\u3000", "\x1c", "\x85", "\xa0", "ab", "'s", "12", "!?", "é", "中", "\n\n\n", "   ", " \n"]
-PIECES_OF_TEXT = st.lists(st.sampled_from(SNIPPETS) | st.characters(exclude_categories=["Cs"]), max_size=40).map(
-    "".join
-)
+SNIPPETS = [
+    *" \n\r\t'",
+    "\u3000",
+    "\x1c",
+    "\x85",
+    "\xa0",
+    "ab",
+    "'s",
+    "12",
+    "!?",
+    "é",
+    "中",
+    "\n\n\n",
+    "   ",
+    " \n",
+]
+PIECES_OF_TEXT = st.lists(
+    st.sampled_from(SNIPPETS) | st.characters(exclude_categories=["Cs"]), max_size=40
+).map("".join)
 
 
 @needs_gpt2
@@ -258,7 +286,10 @@ def test_a_file_read_in_pieces_has_the_ids_of_the_whole(tmp_path_factory, text, 
 
 def test_long_text_really_is_cut(big_text):
     pieces = sources.TextFiles([big_text], "text").pieces()
-    assert all(0 < len(piece) < 2 * sources.PIECE_BYTES and not end for piece, end in itertools.islice(pieces, 20))
+    assert all(
+        0 < len(piece) < 2 * sources.PIECE_BYTES and not end
+        for piece, end in itertools.islice(pieces, 20)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,8 +306,14 @@ class Memory(sources.Corpus):
         return ((text, True) for text in self.texts)
 
 
-def validation_documents(count: int, fraction: float, seed: int, limit: int | None = None) -> list[int]:
-    routed = list(prepare_script.route({"train": Memory([str(i) for i in range(count)])}, fraction, seed, limit))
+def validation_documents(
+    count: int, fraction: float, seed: int, limit: int | None = None
+) -> list[int]:
+    routed = list(
+        prepare_script.route(
+            {"train": Memory([str(i) for i in range(count)])}, fraction, seed, limit
+        )
+    )
     assert [text for _, text, _ in routed] == [str(i) for i in range(min(count, limit or count))]
     return [int(text) for split, text, _ in routed if split == "val"]
 
@@ -291,8 +328,12 @@ def test_both_splits_get_documents(count, fraction, seed):
 @given(st.integers(100, 300), st.integers(100, 300), st.integers(0, 9))
 def test_a_documents_split_depends_on_seed_and_index_only(count, more, seed):
     few, many = sorted((count, more))
-    assert validation_documents(few, 0.02, seed) == [i for i in validation_documents(many, 0.02, seed) if i < few]
-    assert validation_documents(many, 0.02, seed, limit=few) == validation_documents(few, 0.02, seed)
+    assert validation_documents(few, 0.02, seed) == [
+        i for i in validation_documents(many, 0.02, seed) if i < few
+    ]
+    assert validation_documents(many, 0.02, seed, limit=few) == validation_documents(
+        few, 0.02, seed
+    )
 
 
 def test_the_draw_is_uniform_within_groups_and_depends_on_the_seed():
@@ -305,9 +346,13 @@ def test_the_draw_is_uniform_within_groups_and_depends_on_the_seed():
 @given(st.lists(st.text(st.sampled_from("ab \n"), max_size=9), max_size=5), st.floats(0.01, 0.5))
 def test_a_single_document_is_cut_once(pieces, fraction):
     corpus = Memory(pieces)
-    corpus.pieces = lambda: ((text, i == len(pieces)) for i, text in enumerate([*pieces, "the end"], 0))
+    corpus.pieces = lambda: (
+        (text, i == len(pieces)) for i, text in enumerate([*pieces, "the end"], 0)
+    )
     routed = list(prepare_script.route({"train": corpus}, fraction, 0, None))
-    joined = {split: "".join(text for s, text, _ in routed if s == split) for split in ("train", "val")}
+    joined = {
+        split: "".join(text for s, text, _ in routed if s == split) for split in ("train", "val")
+    }
     assert joined["train"] + joined["val"] == "".join(pieces) + "the end" and all(joined.values())
     assert [split for split, _, end in routed if end] == ["train", "val"]
 
@@ -327,7 +372,15 @@ FIXED_BITS = [10612419859462301991, 7774404274552179346]
 
 def test_help_explains_itself():
     shown = run_ok("--help").stdout
-    for words in ("--source", "--tokenizer", "--overwrite", "pydocs", "openwebtext", ".jsonl", "--val-fraction"):
+    for words in (
+        "--source",
+        "--tokenizer",
+        "--overwrite",
+        "pydocs",
+        "openwebtext",
+        ".jsonl",
+        "--val-fraction",
+    ):
         assert words in shown
 
 
@@ -336,13 +389,23 @@ def test_pydocs(tmp_path):
     meta = load_meta(tmp_path / "o")
     assert meta["format"] == 1 and meta["tokenizer"] == "bytes" and meta["dtype"] == "uint16"
     assert (meta["vocab_size"], meta["eot"]) == (257, 256)
-    assert meta["versions"]["python"] in str(meta["source"]) and meta["versions"]["numpy"] == np.__version__
+    assert (
+        meta["versions"]["python"] in str(meta["source"])
+        and meta["versions"]["numpy"] == np.__version__
+    )
     train, val = ids(tmp_path / "o", "train"), ids(tmp_path / "o", "val")
     assert 1_000_000 < len(train) < 10_000_000 and 20_000 < len(val) < 0.2 * len(train)
     for split, tokens in (("train", train), ("val", val)):
         entry = meta["splits"][split]
-        assert entry["tokens"] == len(tokens) and entry["documents"] == tokens.count(256) and tokens[-1] == 256
-        assert hashlib.sha256((tmp_path / "o" / entry["file"]).read_bytes()).hexdigest() == entry["sha256"]
+        assert (
+            entry["tokens"] == len(tokens)
+            and entry["documents"] == tokens.count(256)
+            and tokens[-1] == 256
+        )
+        assert (
+            hashlib.sha256((tmp_path / "o" / entry["file"]).read_bytes()).hexdigest()
+            == entry["sha256"]
+        )
     text = text_of(tmp_path / "o", "train") + text_of(tmp_path / "o", "val")
     assert "Return a list of the words in the string" in text  # of the help topics
     assert "Read and write ZIP files." in text  # of a docstring
@@ -367,9 +430,31 @@ def test_text_in_each_format(tmp_path, packing):
         file.write("\n")  # an empty line is no document
     (tmp_path / "v.txt").write_text("validation")
     (tmp_path / "t.txt").write_text("test")
-    a, b, c, v, t = (pack(tmp_path / name, packing) for name in ("a.txt", "b.MD", "c.jsonl", "v.txt", "t.txt"))
-    run_ok("text", "--source", a, b, c, "--val", v, "--test", t, "--tokenizer", "bytes", "--out", tmp_path / "o")
-    documents = [b"first file,\r\n\r\nas it is\n", b"# second\n", b"third", b"", "naïve <|endoftext|>".encode()]
+    a, b, c, v, t = (
+        pack(tmp_path / name, packing) for name in ("a.txt", "b.MD", "c.jsonl", "v.txt", "t.txt")
+    )
+    run_ok(
+        "text",
+        "--source",
+        a,
+        b,
+        c,
+        "--val",
+        v,
+        "--test",
+        t,
+        "--tokenizer",
+        "bytes",
+        "--out",
+        tmp_path / "o",
+    )
+    documents = [
+        b"first file,\r\n\r\nas it is\n",
+        b"# second\n",
+        b"third",
+        b"",
+        "naïve <|endoftext|>".encode(),
+    ]
     assert ids(tmp_path / "o", "train") == [i for document in documents for i in [*document, 256]]
     assert text_of(tmp_path / "o", "val") == "validation<|endoftext|>"
     assert text_of(tmp_path / "o", "test") == "test<|endoftext|>"
@@ -389,18 +474,41 @@ def test_text_in_each_format(tmp_path, packing):
 def test_gpt2_field_and_share_of_documents(tmp_path):
     texts = [f"Document {i} says hello." for i in range(50)]
     source = write_jsonl(tmp_path / "a.jsonl", texts, field="body")
-    run_ok("text", "--source", source, "--field", "body", "--val-fraction", 0.1, "--seed", 5, "--out", tmp_path / "o")
+    run_ok(
+        "text",
+        "--source",
+        source,
+        "--field",
+        "body",
+        "--val-fraction",
+        0.1,
+        "--seed",
+        5,
+        "--out",
+        tmp_path / "o",
+    )
     meta = load_meta(tmp_path / "o")
-    assert meta["tokenizer"] == "gpt2" and meta["vocab_size"] == 50257 and "tiktoken" in meta["versions"]
-    found = {split: text_of(tmp_path / "o", split).split("<|endoftext|>")[:-1] for split in ("train", "val")}
+    assert (
+        meta["tokenizer"] == "gpt2"
+        and meta["vocab_size"] == 50257
+        and "tiktoken" in meta["versions"]
+    )
+    found = {
+        split: text_of(tmp_path / "o", split).split("<|endoftext|>")[:-1]
+        for split in ("train", "val")
+    }
     chosen = set(validation_documents(50, 0.1, 5))
-    assert found["val"] == [text for i, text in enumerate(texts) if i in chosen] and len(chosen) == 5
+    assert (
+        found["val"] == [text for i, text in enumerate(texts) if i in chosen] and len(chosen) == 5
+    )
     assert found["train"] == [text for i, text in enumerate(texts) if i not in chosen]
 
 
 def test_limit(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [f"<{i}>" for i in range(40)])
-    run_ok("text", "--source", source, "--limit", 10, "--tokenizer", "bytes", "--out", tmp_path / "o")
+    run_ok(
+        "text", "--source", source, "--limit", 10, "--tokenizer", "bytes", "--out", tmp_path / "o"
+    )
     splits = load_meta(tmp_path / "o")["splits"]
     assert (splits["train"]["documents"], splits["val"]["documents"]) == (9, 1)
 
@@ -417,8 +525,13 @@ def test_openwebtext_from_local_files(tmp_path, suffix):
         else:
             write_jsonl(path, rows)
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    run_ok("openwebtext", "--source", *paths, "--tokenizer", "bytes", "--out", tmp_path / "o", **env)
-    found = {split: text_of(tmp_path / "o", split).split("<|endoftext|>")[:-1] for split in ("train", "val")}
+    run_ok(
+        "openwebtext", "--source", *paths, "--tokenizer", "bytes", "--out", tmp_path / "o", **env
+    )
+    found = {
+        split: text_of(tmp_path / "o", split).split("<|endoftext|>")[:-1]
+        for split in ("train", "val")
+    }
     assert len(found["val"]) == 1 and sorted(found["train"] + found["val"]) == sorted(texts)
     meta = load_meta(tmp_path / "o")
     assert meta["settings"]["val_fraction"] == 0.0005 and "datasets" in meta["versions"]
@@ -443,7 +556,9 @@ def test_openwebtext_from_local_files(tmp_path, suffix):
 def test_the_number_of_workers_changes_nothing(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     words = ["alpha", "beta", "gamma", "delta", "\n\n", "naïve", "1234"]
-    source = write_jsonl(tmp_path / "a.jsonl", (" ".join(rng.choice(words, 2000)) for _ in range(800)))
+    source = write_jsonl(
+        tmp_path / "a.jsonl", (" ".join(rng.choice(words, 2000)) for _ in range(800))
+    )
     for workers in (1, 2):
         run_ok(
             "text",
@@ -513,7 +628,9 @@ def test_overwrite_never_replaces_a_folder_of_the_users(tmp_path):
 def under_way(source: Path, out: Path, *args):
     """A run of prepare.py in a process group of its own, once it has written some of its output."""
     process = subprocess.Popen(
-        command("text", "--source", source, "--tokenizer", "bytes", "--workers", 2, "--out", out, *args),
+        command(
+            "text", "--source", source, "--tokenizer", "bytes", "--workers", 2, "--out", out, *args
+        ),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -521,8 +638,13 @@ def under_way(source: Path, out: Path, *args):
     )
     try:
         limit = time.monotonic() + 30
-        while not any(path.stat().st_size > 8 << 20 for path in out.parent.glob(f".{out.name}.partial-*/train.bin")):
-            assert process.poll() is None and time.monotonic() < limit, "ended before it could be interrupted"
+        while not any(
+            path.stat().st_size > 8 << 20
+            for path in out.parent.glob(f".{out.name}.partial-*/train.bin")
+        ):
+            assert process.poll() is None and time.monotonic() < limit, (
+                "ended before it could be interrupted"
+            )
             time.sleep(0.002)
         yield process
     finally:
@@ -575,7 +697,10 @@ def test_interrupt_cleans_up_and_keeps_what_was_there(tmp_path, big_text, sig):
         process.wait(timeout=30)
         stderr = process.stderr.read()
     assert process.returncode == 130 and "interrupted" in stderr and "Traceback" not in stderr
-    assert tree(out) == before and sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "o"]
+    assert tree(out) == before and sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.jsonl",
+        "o",
+    ]
 
 
 def test_a_run_killed_between_the_two_moves_is_mended(tmp_path):
@@ -600,9 +725,13 @@ def test_memory_stays_bounded(tmp_path, big_text, protocol):
     )
     peaks = {}
     for source in (small, big_text):
-        args = command("text", "--source", source, "--tokenizer", "bytes", "--out", tmp_path / source.stem)
+        args = command(
+            "text", "--source", source, "--tokenizer", "bytes", "--out", tmp_path / source.stem
+        )
         args += ["--protocol", protocol] + ["--block-size", "64"] * (protocol == "sedd")
-        done = subprocess.run([sys.executable, "-c", measure, *args], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", measure, *args], capture_output=True, text=True, check=True
+        )
         peaks[source] = int(done.stdout) / 1024
     # a few pieces of 1 MB, as bytes, text and ids, and not the 60 MB of the file or the 120 MB of its ids
     assert peaks[big_text] - peaks[small] < 40, peaks
@@ -615,7 +744,9 @@ def test_wide_vocabularies_are_written_as_uint32(tmp_path, monkeypatch):
     monkeypatch.setitem(TOKENIZERS, "wide", Wide)
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     folder = prepare_script.prepare(
-        prepare_script.Prepare("text", out=tmp_path / "o", source=(source,), tokenizer="wide", workers=1)
+        prepare_script.Prepare(
+            "text", out=tmp_path / "o", source=(source,), tokenizer="wide", workers=1
+        )
     )
     assert load_meta(folder)["dtype"] == "uint32"
     data = TokenDataset(folder, "train", 4, verify=True)
@@ -623,7 +754,12 @@ def test_wide_vocabularies_are_written_as_uint32(tmp_path, monkeypatch):
 
 
 def test_dtype_boundary():
-    assert [dtype_name(size) for size in (257, 50257, 65536, 65537)] == ["uint16", "uint16", "uint16", "uint32"]
+    assert [dtype_name(size) for size in (257, 50257, 65536, 65537)] == [
+        "uint16",
+        "uint16",
+        "uint16",
+        "uint32",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -633,7 +769,9 @@ def test_dtype_boundary():
 @pytest.fixture
 def files(tmp_path) -> dict[str, Path]:
     good = json.dumps({"text": "good"}).encode() + b"\n"
-    noise = b"".join(json.dumps({"text": os.urandom(50).hex()}).encode() + b"\n" for _ in range(200))
+    noise = b"".join(
+        json.dumps({"text": os.urandom(50).hex()}).encode() + b"\n" for _ in range(200)
+    )
     contents = {
         "good.jsonl": good * 3,
         "empty.txt": b"",
@@ -732,7 +870,9 @@ def test_openwebtext_without_a_network_says_what_to_do(tmp_path):
 # the loader
 
 
-def write_dataset(folder: Path, tokens, dtype: str = "uint16", split: str = "train", changes=None) -> Path:
+def write_dataset(
+    folder: Path, tokens, dtype: str = "uint16", split: str = "train", changes=None
+) -> Path:
     folder.mkdir(exist_ok=True)
     content = np.asarray(tokens, dtype=dtype).tobytes()
     (folder / f"{split}.bin").write_bytes(content)
@@ -759,7 +899,9 @@ def write_dataset(folder: Path, tokens, dtype: str = "uint16", split: str = "tra
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory) -> TokenDataset:
     """23 blocks of 4 tokens, and 3 tokens that fill no block; block i holds 4 i .. 4 i + 3."""
-    return TokenDataset(write_dataset(tmp_path_factory.mktemp("numbered"), np.arange(23 * 4 + 3)), "train", 4)
+    return TokenDataset(
+        write_dataset(tmp_path_factory.mktemp("numbered"), np.arange(23 * 4 + 3)), "train", 4
+    )
 
 
 def test_blocks(numbered):
@@ -774,24 +916,43 @@ def test_blocks(numbered):
 
 @given(seed=st.integers(0, 2**64 - 1), global_batch=st.integers(1, 60), start=st.integers(0, 4))
 def test_every_block_once_per_epoch(numbered, seed, global_batch, start):
-    steps = range(math.ceil(23 * (start + 2) / global_batch) + 1)  # batches straddle epochs, or hold several
-    seen = torch.cat([numbered.batch(seed, step, range(global_batch), global_batch)[:, 0] // 4 for step in steps])
+    steps = range(
+        math.ceil(23 * (start + 2) / global_batch) + 1
+    )  # batches straddle epochs, or hold several
+    seen = torch.cat(
+        [numbered.batch(seed, step, range(global_batch), global_batch)[:, 0] // 4 for step in steps]
+    )
     for epoch in range(start + 2):
         assert sorted(seen[23 * epoch : 23 * (epoch + 1)].tolist()) == list(range(23))
 
 
-@given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4))
-def test_any_partition_into_processes_gives_the_same_batch(numbered, seed, step, global_batch, cuts):
+@given(
+    st.integers(0, 9),
+    st.integers(0, 40),
+    st.integers(1, 30),
+    st.lists(st.integers(0, 30), max_size=4),
+)
+def test_any_partition_into_processes_gives_the_same_batch(
+    numbered, seed, step, global_batch, cuts
+):
     whole = numbered.batch(seed, step, range(global_batch), global_batch)
     edges = [0, *sorted(min(cut, global_batch) for cut in cuts), global_batch]
-    parts = [numbered.batch(seed, step, range(*edge), global_batch) for edge in itertools.pairwise(edges)]
+    parts = [
+        numbered.batch(seed, step, range(*edge), global_batch) for edge in itertools.pairwise(edges)
+    ]
     assert torch.equal(torch.cat(parts), whole)
-    fresh = TokenDataset(Path(numbered.tokens.filename).parent, "train", 4)  # a resumed run has no history
+    fresh = TokenDataset(
+        Path(numbered.tokens.filename).parent, "train", 4
+    )  # a resumed run has no history
     assert torch.equal(fresh.batch(seed, step, range(global_batch), global_batch), whole)
 
 
 def test_shuffles_differ_between_epochs_and_seeds(numbered):
-    epochs = {tuple(numbered.batch(seed, step, range(23), 23)[:, 0].tolist()) for seed in (0, 1) for step in (0, 1)}
+    epochs = {
+        tuple(numbered.batch(seed, step, range(23), 23)[:, 0].tolist())
+        for seed in (0, 1)
+        for step in (0, 1)
+    }
     assert len(epochs) == 4
     with pytest.raises(ValueError, match="rows"):
         numbered.batch(0, 0, range(3, 6), 5)
@@ -799,7 +960,9 @@ def test_shuffles_differ_between_epochs_and_seeds(numbered):
 
 def test_shuffle_is_uniform(numbered):
     first = [int(numbered.batch(seed, 0, range(1), 1)[0, 0]) // 4 for seed in range(2300)]
-    assert ((np.bincount(first, minlength=23) - 100) ** 2 / 100).sum() < 48.3  # 22 degrees of freedom, p = 0.001
+    assert (
+        (np.bincount(first, minlength=23) - 100) ** 2 / 100
+    ).sum() < 48.3  # 22 degrees of freedom, p = 0.001
 
 
 def test_loader_errors(tmp_path):
@@ -872,7 +1035,9 @@ def test_entropies_of_hand_computed_cases():
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=50))
 def test_entropies_against_brute_force(tokens):
     pairs = list(itertools.pairwise(tokens))
-    expected = -sum(math.log(pairs.count(p) / sum(q[0] == p[0] for q in pairs)) for p in pairs) / len(pairs)
+    expected = -sum(
+        math.log(pairs.count(p) / sum(q[0] == p[0] for q in pairs)) for p in pairs
+    ) / len(pairs)
     unigram = -sum(math.log(tokens.count(t) / len(tokens)) for t in tokens) / len(tokens)
     assert ngram_entropies(np.array(tokens), 5) == pytest.approx((unigram, expected), abs=1e-12)
 

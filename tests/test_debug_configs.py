@@ -25,7 +25,12 @@ def data(tmp_path_factory):
 
 def short(steps):
     """Options that cut a debug config down to a few steps."""
-    settings = {"train.steps": steps, "optim.warmup-steps": 2, "eval.interval": 4, "eval.sequences": 8}
+    settings = {
+        "train.steps": steps,
+        "optim.warmup-steps": 2,
+        "eval.interval": 4,
+        "eval.sequences": 8,
+    }
     settings |= {"checkpoint.interval": 4, "train.log-interval": 1}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
@@ -42,10 +47,14 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
     report = tmp_path / "report.json"
-    status, _, err = script(eval_ppl, run, "--datasets", data, "--max-sequences", 4, "--json", report)
+    status, _, err = script(
+        eval_ppl, run, "--datasets", data, "--max-sequences", 4, "--json", report
+    )
     assert status == 0, err
     for result in json.loads(report.read_text())["results"]:
-        assert 0 < result["nll"] < math.log(257)  # eight steps teach it more than the uniform distribution
+        assert (
+            0 < result["nll"] < math.log(257)
+        )  # eight steps teach it more than the uniform distribution
 
     mode = "l2r" if path.stem in ("gpt", "gpt2") else "mdm"
     status, out, err = script(sample, run, "--mode", mode, "--num-samples", 2, "--prompt", "The ")
@@ -57,7 +66,14 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path)
     options = ["--data.folder", data, "--out", tmp_path]
     assert script(train, gpt2, *options, *short(4))[0] == 0
     source = tmp_path / "debug_gpt2"
-    learning_nothing = ["--name", "any_order", "--model.target", "adaln", "--objective.kind", "ao_ar"]
+    learning_nothing = [
+        "--name",
+        "any_order",
+        "--model.target",
+        "adaln",
+        "--objective.kind",
+        "ao_ar",
+    ]
     learning_nothing += ["--order.kind", "mixture", "--optim.lr", "0", "--train.init-from", source]
     status, out, err = script(train, gpt2, *options, *short(2), *learning_nothing)
     assert status == 0 and "started from the weights of" in out, err
@@ -65,5 +81,7 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path)
     tokens = torch.randint(257, (3, 64), generator=torch.Generator().manual_seed(0))
     order = torch.arange(64).expand(3, 64)
     before = checkpoint.load_model(source).token_log_probs(tokens, order)
-    after = checkpoint.load_model(tmp_path / "any_order", weights="raw").token_log_probs(tokens, order)
+    after = checkpoint.load_model(tmp_path / "any_order", weights="raw").token_log_probs(
+        tokens, order
+    )
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)  # float32

@@ -51,7 +51,17 @@ from sampling.engine import (
 N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
 SAMPLES = 6000
 
-FIXED = ["l2r", "l2r 3", "random 1", "random 2", "exact 1", "exact 3", "even 2", "cosine 3", "even-cosine 3"]
+FIXED = [
+    "l2r",
+    "l2r 3",
+    "random 1",
+    "random 2",
+    "exact 1",
+    "exact 3",
+    "even 2",
+    "cosine 3",
+    "even-cosine 3",
+]
 ADAPTIVE = ["confidence 1", "confidence 2", "entropy 1", "entropy 3"]
 SPECULATIVE = ["speculative 3", "speculative-random 2"]
 
@@ -72,10 +82,27 @@ def expected_distribution(mode, system, seed, choice=None, prompt=()):
 
 @pytest.mark.parametrize(
     "mode",
-    ["l2r", "l2r 2", "l2r 3", "random 2", "random 3", "exact 1", "exact 2", "exact 5", "even 2", "even 3"]
+    [
+        "l2r",
+        "l2r 2",
+        "l2r 3",
+        "random 2",
+        "random 3",
+        "exact 1",
+        "exact 2",
+        "exact 5",
+        "even 2",
+        "even 3",
+    ]
     + ["cosine 2", "cosine 4", "even-cosine 2", "even-cosine 3", "any 1"]
     + ["confidence 1", "confidence 2", "entropy 1", "entropy 2", "entropy 3"]
-    + ["speculative 2", "speculative 3", "speculative 4", "speculative-random 2", "speculative-random 3"],
+    + [
+        "speculative 2",
+        "speculative 3",
+        "speculative 4",
+        "speculative-random 2",
+        "speculative-random 3",
+    ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_samples_match_enumeration(mode, seed):
@@ -85,7 +112,8 @@ def test_samples_match_enumeration(mode, seed):
 
 
 @pytest.mark.parametrize(
-    "mode", ["random 1", "cosine 3", "even-cosine 3", "confidence 2", "entropy 1", "speculative-random 4"]
+    "mode",
+    ["random 1", "cosine 3", "even-cosine 3", "confidence 2", "entropy 1", "speculative-random 4"],
 )
 @pytest.mark.parametrize("system", ["two_stream", "sigma-GPT", "shared", "per_block"])
 def test_samples_of_other_decoders_match_enumeration(system, mode):
@@ -94,7 +122,9 @@ def test_samples_of_other_decoders_match_enumeration(system, mode):
     assert accept(counts, expected_distribution(mode, system, 3))
 
 
-@pytest.mark.parametrize("mode", ["l2r", "exact 3", "even 2", "random 3", "confidence 1", "confidence 2", "entropy 2"])
+@pytest.mark.parametrize(
+    "mode", ["l2r", "exact 3", "even 2", "random 3", "confidence 1", "confidence 2", "entropy 2"]
+)
 @pytest.mark.parametrize("system", ENCODERS)
 def test_samples_of_encoders_match_enumeration(system, mode):
     model, _ = enumerated(system, 2)
@@ -127,17 +157,23 @@ def test_the_chi_square_test_tells_modes_apart(mode, others):
     model, _ = enumerated("AO-GPT", 1)
     counts = sampled_counts(model, make_plan(mode, SAMPLES, N, seed=1), 2)
     for other in others:
-        assert chi_square_p(counts, SAMPLES * expected_distribution(other, "AO-GPT", 1)) < 1e-6, other
+        assert chi_square_p(counts, SAMPLES * expected_distribution(other, "AO-GPT", 1)) < 1e-6, (
+            other
+        )
 
 
 @pytest.mark.parametrize("prompt", [((1, 2),), ((0, 1), (3, 0)), ((1, 0), (2, 2), (3, 1))])
 @pytest.mark.parametrize(
-    "mode", ["l2r", "random 2", "exact 3", "cosine 2", "even-cosine 2", "confidence 1", "entropy 2"] + SPECULATIVE
+    "mode",
+    ["l2r", "random 2", "exact 3", "cosine 2", "even-cosine 2", "confidence 1", "entropy 2"]
+    + SPECULATIVE,
 )
 def test_infilling_matches_enumeration(mode, prompt):
     """Over the sequences that hold the prompt."""
     given, tokens = prompt_rows(dict(prompt), SAMPLES, N)
-    counts = sampled_counts(enumerated("AO-GPT", 3)[0], make_plan(mode, SAMPLES, N, given, seed=4), 5, tokens)
+    counts = sampled_counts(
+        enumerated("AO-GPT", 3)[0], make_plan(mode, SAMPLES, N, given, seed=4), 5, tokens
+    )
     assert accept(counts, expected_distribution(mode, "AO-GPT", 3, prompt=prompt))
 
 
@@ -145,19 +181,29 @@ def test_infilling_matches_enumeration(mode, prompt):
 @pytest.mark.parametrize("system", [*ENCODERS, "two_stream"])
 def test_infilling_of_other_systems_matches_enumeration(system, mode):
     given, tokens = prompt_rows({0: 1, 3: 0}, SAMPLES, N)
-    counts = sampled_counts(enumerated(system, 2)[0], make_plan(mode, SAMPLES, N, given, seed=4), 5, tokens)
+    counts = sampled_counts(
+        enumerated(system, 2)[0], make_plan(mode, SAMPLES, N, given, seed=4), 5, tokens
+    )
     assert accept(counts, expected_distribution(mode, system, 2, prompt=((0, 1), (3, 0))))
 
 
 @pytest.mark.parametrize(
     "choice",
-    [TokenChoice(0.6), TokenChoice(top_p=0.75), TokenChoice(top_k=2), TokenChoice(1.3, 0.9, 2), TokenChoice(0)],
+    [
+        TokenChoice(0.6),
+        TokenChoice(top_p=0.75),
+        TokenChoice(top_k=2),
+        TokenChoice(1.3, 0.9, 2),
+        TokenChoice(0),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["exact 3", "speculative 3", "speculative-random 3"])
 def test_truncated_sampling_matches_enumeration(mode, choice):
     """Greedy left to right has one possible sequence, which every sample is."""
-    counts = sampled_counts(enumerated("AO-GPT", 1)[0], make_plan(mode, SAMPLES, N, seed=11), 21, choice=choice)
+    counts = sampled_counts(
+        enumerated("AO-GPT", 1)[0], make_plan(mode, SAMPLES, N, seed=11), 21, choice=choice
+    )
     expected = expected_distribution(mode, "AO-GPT", 1, choice)
     if (expected > 0).sum() == 1:
         assert counts.argmax() == expected.argmax() and counts.max() == SAMPLES
@@ -198,8 +244,16 @@ def test_two_stages_and_one_stage_are_the_same_distribution(seed, steps):
 
 @pytest.mark.parametrize(
     "system, mode",
-    [(system, mode) for system in ("AO-GPT", "two_stream") for mode in ("l2r", "random 2", "entropy 2", *SPECULATIVE)]
-    + [(system, mode) for system in ("RADD", "SEDD") for mode in ("exact 2", "even-cosine 2", "confidence 1")],
+    [
+        (system, mode)
+        for system in ("AO-GPT", "two_stream")
+        for mode in ("l2r", "random 2", "entropy 2", *SPECULATIVE)
+    ]
+    + [
+        (system, mode)
+        for system in ("RADD", "SEDD")
+        for mode in ("exact 2", "even-cosine 2", "confidence 1")
+    ],
 )
 def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(system, mode):
     """Lengths 4, 2, 3 and 0 in one batch, 2000 rows each."""
@@ -208,9 +262,15 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(s
     got = generate(model, make_plan(mode, len(lengths), lengths, seed=3), generator=seeded(4))
     assert torch.equal(got.length, lengths)
     past = torch.arange(N) >= lengths[:, None]
-    assert (got.tokens[past] == 0).all() and (got.step[past] == -1).all() and (got.log_probs[past] == 0).all()
+    assert (
+        (got.tokens[past] == 0).all()
+        and (got.step[past] == -1).all()
+        and (got.log_probs[past] == 0).all()
+    )
     for length in (2, 3, 4):
-        conditional = (encoder_conditionals if system in ENCODERS else conditionals)(model, V, length)
+        conditional = (encoder_conditionals if system in ENCODERS else conditionals)(
+            model, V, length
+        )
         counts = sequence_counts(got.tokens[lengths == length, :length], V)
         assert accept(counts, distribution_of(mode, conditional, V, length))
 
@@ -226,7 +286,9 @@ EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
     sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     model = make_system(system, seed, dtype, 0.7, TOKENS, **sizes)
-    if model.config.tied_head:  # token vectors of size 1 in the head would leave every prediction certain
+    if (
+        model.config.tied_head
+    ):  # token vectors of size 1 in the head would leave every prediction certain
         with torch.no_grad():
             model.norm_f.weight *= 0.2
             model.norm_f.bias *= 0.2
@@ -240,7 +302,9 @@ def fits(system, mode):
 
 
 def every_mode_of(*systems, modes=EVERY_MODE):
-    return pytest.mark.parametrize("system, mode", [(s, mode) for s in systems for mode in modes if fits(s, mode)])
+    return pytest.mark.parametrize(
+        "system, mode", [(s, mode) for s in systems for mode in modes if fits(s, mode)]
+    )
 
 
 def logits_given(model, tokens, context, target):
@@ -263,9 +327,14 @@ def adaptive_reference(model, tokens, context, by, group):
     steps, log_probs, step = [-1] * len(tokens), torch.zeros(len(tokens)), 0
     while len(context) < len(tokens):
         said = {
-            p: logits_given(model, tokens, context, p).log_softmax(-1) for p in range(len(tokens)) if p not in context
+            p: logits_given(model, tokens, context, p).log_softmax(-1)
+            for p in range(len(tokens))
+            if p not in context
         }
-        score = {p: float(v.max() if by == "confidence" else (v.exp() * v).sum()) for p, v in said.items()}
+        score = {
+            p: float(v.max() if by == "confidence" else (v.exp() * v).sum())
+            for p, v in said.items()
+        }
         chosen = sorted(score, key=score.get, reverse=True)[:group]
         for p in chosen:
             steps[p], log_probs[p] = step, said[p][tokens[p]]
@@ -279,16 +348,23 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     about 1e-6. Adaptive modes: the positions of every step are those that the uncached model prefers."""
     model, given = text_model(system), some_given(7, LENGTH, seed=7)
     given[2:4] = False
-    if model.config.position == "rotary":  # relative: without any token given, no position is preferred to another
+    if (
+        model.config.position == "rotary"
+    ):  # relative: without any token given, no position is preferred to another
         given[:, 0] = True
-    plan, tokens = make_plan(mode, 7, LENGTHS, given, seed=8), random_tokens(TOKENS, 7, LENGTH, seed=9)
+    plan, tokens = (
+        make_plan(mode, 7, LENGTHS, given, seed=8),
+        random_tokens(TOKENS, 7, LENGTH, seed=9),
+    )
     got = generate(model, plan, tokens, generator=seeded(10))
     assert torch.equal(got.tokens[plan.given()], tokens[plan.given()])
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
     for b, length in enumerate(LENGTHS.tolist()):
         row, context = got.tokens[b, :length], given[b, :length].nonzero().flatten().tolist()
         if mode in ADAPTIVE:
-            steps, log_probs = adaptive_reference(model, row, context, mode.split()[0], int(mode[-1]))
+            steps, log_probs = adaptive_reference(
+                model, row, context, mode.split()[0], int(mode[-1])
+            )
             assert got.step[b, :length].tolist() == steps
         elif system in ENCODERS:
             log_probs = torch.zeros(length)
@@ -297,7 +373,9 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
                 if step >= 0:
                     log_probs[now] = model.masked_log_probs(row[None], masked)[0, now]
         else:
-            log_probs = uncached_log_probs(model, got.tokens[b : b + 1], plan[b : b + 1])[0, :length]
+            log_probs = uncached_log_probs(model, got.tokens[b : b + 1], plan[b : b + 1])[
+                0, :length
+            ]
         if length:
             assert (got.log_probs[b, :length] - log_probs).abs().max() < 1e-5
     free = exists & ~given
@@ -309,7 +387,9 @@ def test_log_probs_are_the_models_own_before_temperature_and_truncation(mode):
     model, plan = text_model(), make_plan(mode, 3, LENGTH)
     got = generate(model, plan, generator=seeded(1), choice=TokenChoice(0.5, 0.8, 6))
     if mode in ("entropy 2",):
-        expected = torch.stack([adaptive_reference(model, row, [], "entropy", 2)[1] for row in got.tokens])
+        expected = torch.stack(
+            [adaptive_reference(model, row, [], "entropy", 2)[1] for row in got.tokens]
+        )
     else:
         expected = uncached_log_probs(model, got.tokens, plan)
     assert (got.log_probs - expected).abs().max() < 1e-5  # float32, as above
@@ -323,8 +403,12 @@ def test_log_probs_are_the_models_own_before_temperature_and_truncation(mode):
 def test_given_tokens_are_untouched_and_the_others_drawn(data):
     """Any mode, any lengths, any given positions, any given tokens, those that may not be drawn included."""
     mode = data.draw(st.sampled_from(EVERY_MODE))
-    system = data.draw(st.sampled_from([s for s in ("AO-GPT", "two_stream", "RADD") if fits(s, mode)]))
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any)))
+    system = data.draw(
+        st.sampled_from([s for s in ("AO-GPT", "two_stream", "RADD") if fits(s, mode)])
+    )
+    lengths = torch.tensor(
+        data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any))
+    )
     B, T = len(lengths), int(lengths.max())
     row = st.lists(st.tuples(st.booleans(), st.integers(0, TOKENS - 1)), min_size=T, max_size=T)
     rows = torch.tensor(data.draw(st.lists(row, min_size=B, max_size=B)))
@@ -332,7 +416,9 @@ def test_given_tokens_are_untouched_and_the_others_drawn(data):
     before, plan = tokens.clone(), make_plan(mode, B, lengths, given)
     got = generate(text_model(system), plan, tokens, generator=seeded(0), vocab_size=5)
     exists = torch.arange(T) < lengths[:, None]
-    assert torch.equal(tokens, before) and torch.equal(got.tokens[given & exists], tokens[given & exists])
+    assert torch.equal(tokens, before) and torch.equal(
+        got.tokens[given & exists], tokens[given & exists]
+    )
     assert (got.tokens[~given & exists] < 5).all() and (got.tokens[~exists] == 0).all()
     assert torch.equal(got.step >= 0, ~given & exists)
     other = tokens.where(given, (tokens + 1) % TOKENS)  # what stands at free positions is ignored
@@ -353,20 +439,35 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     for size in (2, 3, 100):
         parts = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=size)
         assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.step, whole.step)
-        assert (parts.log_probs - whole.log_probs).abs().max() < 1e-5  # stored as float32, in steps of up to 1e-6
-        assert (parts.token_forwards, parts.length.tolist()) == (whole.token_forwards, LENGTHS.tolist())
+        assert (
+            parts.log_probs - whole.log_probs
+        ).abs().max() < 1e-5  # stored as float32, in steps of up to 1e-6
+        assert (parts.token_forwards, parts.length.tolist()) == (
+            whole.token_forwards,
+            LENGTHS.tolist(),
+        )
     for b, length in ((1, 5), (5, 9), (6, 12)):
         one = plan[b : b + 1]
         one = Plan(one.order[:, :length], one.step[:, :length], None, one.reveal, one.draft)
         row = slice(b, b + 1)
-        alone = generate(model, one, tokens[row, :length], uniforms=uniforms[row, :length], choice=choice)
+        alone = generate(
+            model, one, tokens[row, :length], uniforms=uniforms[row, :length], choice=choice
+        )
         assert torch.equal(alone.tokens, whole.tokens[row, :length])
         assert torch.equal(alone.step, whole.step[row, :length])
         assert (alone.log_probs - whole.log_probs[row, :length]).abs().max() < 1e-5
     changed = uniforms.clone()
     changed[3] = (changed[3] + 0.5) % 1
     other = generate(model, plan, tokens, uniforms=changed, choice=choice)
-    assert (other.tokens == whole.tokens).all(dim=1).tolist() == [True, True, True, False, True, True, True]
+    assert (other.tokens == whole.tokens).all(dim=1).tolist() == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("mode", ["l2r", "even 8", "exact 16"])
@@ -374,9 +475,14 @@ def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     """At this width and vocabulary batches of 1 and 8 take other kernels and differ in the last bits of every logit; a
     token in ten is drawn again from the nucleus. A bit tips one token in a million, so 512 hold with probability
     0.999."""
-    model = make_system("AO-GPT", 1, torch.float32, vocab_size=8192, n_embd=256, n_head=4, block_size=64)
+    model = make_system(
+        "AO-GPT", 1, torch.float32, vocab_size=8192, n_embd=256, n_head=4, block_size=64
+    )
     plan = make_plan(mode, 8, 64)
-    uniforms, choice = torch.rand(8, 64, generator=seeded(2), dtype=torch.float64), TokenChoice(top_p=0.9)
+    uniforms, choice = (
+        torch.rand(8, 64, generator=seeded(2), dtype=torch.float64),
+        TokenChoice(top_p=0.9),
+    )
     whole = generate(model, plan, uniforms=uniforms, choice=choice)
     alone = generate(model, plan, uniforms=uniforms, choice=choice, batch_size=1)
     assert torch.equal(alone.tokens, whole.tokens)
@@ -397,14 +503,19 @@ def test_what_stands_in_the_padding_of_an_encoder_is_invisible(system, dtype):
             alone = model.encoder_hidden(tokens[b : b + 1, :length], one)[0]
             error = (got[b, :length] - alone).abs().max()
             assert error < (1e-5 if dtype == torch.float32 else 0.1)
-        other = model.encoder_hidden(tokens.where(torch.arange(9) < lengths[:, None], 0), sigma, lengths)
+        other = model.encoder_hidden(
+            tokens.where(torch.arange(9) < lengths[:, None], 0), sigma, lengths
+        )
     assert all(torch.equal(got[b, :n], other[b, :n]) for b, n in enumerate(lengths.tolist()))
 
 
 def test_uniforms_belong_to_positions_and_a_generator_draws_them():
     model, plan = text_model(), mdm_plan(4, LENGTH, 5, seeded(0))
     uniforms = torch.rand(4, LENGTH, generator=seeded(6), dtype=torch.float64)
-    by_generator, by_uniforms = generate(model, plan, generator=seeded(6)), generate(model, plan, uniforms=uniforms)
+    by_generator, by_uniforms = (
+        generate(model, plan, generator=seeded(6)),
+        generate(model, plan, uniforms=uniforms),
+    )
     assert torch.equal(by_generator.tokens, by_uniforms.tokens)
     # In one step no position sees another: changing one position's number changes that position alone.
     plan = mdm_plan(1, LENGTH, 1, seeded(0))
@@ -456,7 +567,9 @@ def work(monkeypatch):
     seen, hidden, logits = {"items": [], "heads": 0}, AOGPT.parallel_hidden, AOGPT.logits
 
     def parallel_hidden(self, ordered, order, feed, *more):
-        assert feed.items == int(feed.count.sum()) and feed.width == int(feed.count.max())  # not compiled: no padding
+        assert feed.items == int(feed.count.sum()) and feed.width == int(
+            feed.count.max()
+        )  # not compiled: no padding
         seen["items"].append(feed.items)
         return hidden(self, ordered, order, feed, *more)
 
@@ -547,7 +660,9 @@ def test_samples_of_no_positions_cost_no_call():
 
 def test_nothing_to_generate_costs_no_call():
     tokens = random_tokens(17, 2, LENGTH, seed=0)
-    got = generate(text_model(), l2r_plan(2, LENGTH, torch.ones(2, LENGTH).bool()), tokens, generator=seeded(0))
+    got = generate(
+        text_model(), l2r_plan(2, LENGTH, torch.ones(2, LENGTH).bool()), tokens, generator=seeded(0)
+    )
     assert torch.equal(got.tokens, tokens)
     assert (got.model_calls, got.token_forwards) == (0, 0)
     assert (got.step == -1).all() and (got.log_probs == 0).all()
@@ -564,7 +679,9 @@ def test_shortest_and_longest_samples(length):
 def test_any_order_can_be_a_plan():
     """A hand-made plan: a context that is not in ascending order keeps its order."""
     model, order = text_model(), random_orders(2, LENGTH, seed=5)
-    step = torch.tensor([[-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7], [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5]])
+    step = torch.tensor(
+        [[-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7], [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5]]
+    )
     plan = Plan(order, step)
     got = generate(model, plan, random_tokens(17, 2, LENGTH, seed=6), generator=seeded(1))
     assert (got.log_probs - uncached_log_probs(model, got.tokens, plan)).abs().max() < 1e-5
@@ -578,7 +695,9 @@ def test_too_little_memory_is_refused_with_a_batch_size_that_works(mode):
     model, plan = text_model(), make_plan(mode, 8, LENGTH)
     least, most = memory_needed(model, plan, 1), memory_needed(model, plan, 8)
     for memory in (least, (least + most) // 2, most - 1):
-        with pytest.raises(ValueError, match="8 samples of 12 tokens.*a batch size of [1-7] fits") as refused:
+        with pytest.raises(
+            ValueError, match="8 samples of 12 tokens.*a batch size of [1-7] fits"
+        ) as refused:
             generate(model, plan, generator=seeded(0), memory=memory)
         size = int(re.search(r"a batch size of (\d+) fits", str(refused.value))[1])
         assert memory_needed(model, plan, size) <= memory < memory_needed(model, plan, size + 1)
@@ -608,8 +727,14 @@ def test_the_cache_is_counted_to_the_byte(dtype):
     plan, needed = l2r_plan(5, LENGTH), []
     for layers in (2, 3):
         model = make_system("two_stream", 0, dtype, block_size=16, n_layer=layers)
-        packs = sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 2) if dtype == torch.float32 else 0
-        needed.append(memory_needed(model, plan, 5) - packs)  # on a CPU the linear layers of float32 exist twice
+        packs = (
+            sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 2)
+            if dtype == torch.float32
+            else 0
+        )
+        needed.append(
+            memory_needed(model, plan, 5) - packs
+        )  # on a CPU the linear layers of float32 exist twice
     cache = Engine(model, 5, LENGTH, TokenChoice()).cache
     assert needed[1] - needed[0] == cache.keys[0].nbytes + cache.values[0].nbytes
     assert memory_needed(model, plan, 5) > cache.keys.nbytes + cache.values.nbytes
@@ -638,8 +763,13 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one():
     """One graph: a single step, through the code generator. Float64 and another order of summation."""
     torch._dynamo.reset()
     model = make_system("AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2)
-    plan, before = mdm_plan(3, 4, 1, seeded(0)), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    eager, compiled = (generate(model, plan, generator=seeded(1), compile=compile) for compile in (False, True))
+    plan, before = (
+        mdm_plan(3, 4, 1, seeded(0)),
+        torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
+    eager, compiled = (
+        generate(model, plan, generator=seeded(1), compile=compile) for compile in (False, True)
+    )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     assert torch.equal(eager.tokens, compiled.tokens) and torch.equal(eager.step, compiled.step)
     assert (eager.log_probs - compiled.log_probs).abs().max() < 1e-6
@@ -656,7 +786,9 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one():
         ("encoder AO-GPT", "confidence 6", 1.0),
     ],
 )
-def test_compiled_generation_is_eager_generation_and_compiles_once(system, mode, top_p, counted_graphs):
+def test_compiled_generation_is_eager_generation_and_compiles_once(
+    system, mode, top_p, counted_graphs
+):
     """Rows of different lengths and a last batch that is filled up with empty rows. No graph is broken (no more graphs
     than calls), and the same plan again compiles nothing."""
     model = text_model(system, torch.float64)
@@ -667,17 +799,25 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(system, mode,
     compiled = generate(model, plan, tokens, generator=seeded(1), compile=True, **settings)
     assert torch.equal(eager.tokens, compiled.tokens) and torch.equal(eager.step, compiled.step)
     assert (eager.log_probs - compiled.log_probs).abs().max() < 1e-5  # stored as float32
-    assert (eager.model_calls, eager.token_forwards) == (compiled.model_calls, compiled.token_forwards)
+    assert (eager.model_calls, eager.token_forwards) == (
+        compiled.model_calls,
+        compiled.token_forwards,
+    )
     graphs = counted_graphs.frame_count
     assert 0 < graphs <= compiled.model_calls
     again = generate(model, plan, tokens, generator=seeded(1), compile=True, **settings)
     assert counted_graphs.frame_count == graphs and torch.equal(again.tokens, eager.tokens)
 
 
-def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(counted_graphs, monkeypatch):
+def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
+    counted_graphs, monkeypatch
+):
     """One graph per distinct need and no step left to the interpreter."""
     monkeypatch.setattr(decode.Shapes, "fit", lambda self, need: need)
-    model, plan = make_system("sigma-GPT", 0, n_layer=1, block_size=32), mdm_plan(2, 32, 40, seeded(0))
+    model, plan = (
+        make_system("sigma-GPT", 0, n_layer=1, block_size=32),
+        mdm_plan(2, 32, 40, seeded(0)),
+    )
     needs = set(decode.Steps.of(plan, encoder=False).needs(plan))
     assert 8 < len(needs) < len(group_sizes(plan).T)
     generate(model, plan, generator=seeded(1), compile=True)
@@ -696,7 +836,9 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(m
         before = list(shapes.made)
         for need in needs:
             shape = shapes.fit(need)
-            assert all(n <= size for n, size in zip(need, shape, strict=True)) and max(shape) <= 4 * max(*need, 8)
+            assert all(n <= size for n, size in zip(need, shape, strict=True)) and max(
+                shape
+            ) <= 4 * max(*need, 8)
         assert shapes.made == before  # everything was made before the first step
         made.append(len(before))
     assert made[0] <= 5 and made[-1] <= made[0] + 3
@@ -704,10 +846,15 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(m
 
 def test_batches_of_one_generation_share_their_shapes():
     """The shapes of all batches are made before the first step of the first one."""
-    model, plan = make_system("AO-GPT", 0, n_layer=1, block_size=64), mdm_plan(20, 64, 16, seeded(0))
+    model, plan = (
+        make_system("AO-GPT", 0, n_layer=1, block_size=64),
+        mdm_plan(20, 64, 16, seeded(0)),
+    )
     engine = Engine(model, 4, 64, TokenChoice())
     engine.shapes, seen = decode.Shapes(), []  # as compiled, without the wait for a compiler
-    engine.generate(plan, generator=seeded(1), progress=lambda _: seen.append(len(engine.shapes.made)))
+    engine.generate(
+        plan, generator=seeded(1), progress=lambda _: seen.append(len(engine.shapes.made))
+    )
     assert len(set(seen)) == 1 and seen[0] <= 3
 
 
@@ -741,11 +888,23 @@ def test_no_step_waits_for_the_device(system, mode):
     "plan, arguments, words",
     [
         (l2r_plan(1, 17), {}, "17 tokens.*up to 16"),
-        (l2r_plan(1, 4, torch.tensor([[True, False, False, False]])), {}, "given positions: pass their tokens"),
+        (
+            l2r_plan(1, 4, torch.tensor([[True, False, False, False]])),
+            {},
+            "given positions: pass their tokens",
+        ),
         (l2r_plan(1, 4), {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
         (l2r_plan(1, 4), {"tokens": torch.zeros(4).long()}, r"\(4,\).*\(1, 4\)"),
-        (l2r_plan(1, 2, torch.tensor([[True, False]])), {"tokens": torch.tensor([[17, 0]])}, "vocabulary of 17"),
-        (l2r_plan(1, 2, torch.tensor([[True, False]])), {"tokens": torch.tensor([[-1, 0]])}, "vocabulary of 17"),
+        (
+            l2r_plan(1, 2, torch.tensor([[True, False]])),
+            {"tokens": torch.tensor([[17, 0]])},
+            "vocabulary of 17",
+        ),
+        (
+            l2r_plan(1, 2, torch.tensor([[True, False]])),
+            {"tokens": torch.tensor([[-1, 0]])},
+            "vocabulary of 17",
+        ),
     ],
 )
 def test_generate_refuses_what_it_cannot_do(plan, arguments, words):
@@ -774,12 +933,16 @@ def test_generate_refuses_impossible_settings_by_name(arguments, word):
 
 @pytest.mark.parametrize("system", ["GPT-2", *ENCODERS])
 def test_speculation_needs_a_decoder_that_knows_its_target(system):
-    with pytest.raises(ValueError, match="speculative decoding needs a decoder that is told its target"):
+    with pytest.raises(
+        ValueError, match="speculative decoding needs a decoder that is told its target"
+    ):
         generate(text_model(system), speculative_plan(2, 4, 2), generator=seeded(0))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("choice", [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(0.0), TokenChoice(top_k=2)])
+@pytest.mark.parametrize(
+    "choice", [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(0.0), TokenChoice(top_k=2)]
+)
 @pytest.mark.parametrize("mode", ["l2r", "even 3", "entropy 2", "speculative 3"])
 def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(mode, choice, bad):
     model = make_system("AO-GPT")
@@ -791,15 +954,24 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(mode, 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-9, 1e-30, 1e-300])
 def test_the_lowest_temperatures_are_greedy(temperature):
-    model, plan, uniforms = text_model(), l2r_plan(4, LENGTH), torch.rand(4, LENGTH, dtype=torch.float64)
+    model, plan, uniforms = (
+        text_model(),
+        l2r_plan(4, LENGTH),
+        torch.rand(4, LENGTH, dtype=torch.float64),
+    )
     cold = generate(model, plan, uniforms=uniforms, choice=TokenChoice(temperature))
-    assert torch.equal(cold.tokens, generate(model, plan, uniforms=uniforms, choice=TokenChoice(0.0)).tokens)
+    assert torch.equal(
+        cold.tokens, generate(model, plan, uniforms=uniforms, choice=TokenChoice(0.0)).tokens
+    )
 
 
 def test_generation_under_autocast_runs_with_packed_layers():
     """Packed layers stay float32 there: they have no other precision."""
     model = make_system("AO-GPT", 0, torch.float32)
-    plan, uniforms = mdm_plan(3, 8, 4, seeded(0)), torch.rand(3, 8, generator=seeded(1), dtype=torch.float64)
+    plan, uniforms = (
+        mdm_plan(3, 8, 4, seeded(0)),
+        torch.rand(3, 8, generator=seeded(1), dtype=torch.float64),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms)
     assert got.tokens.shape == (3, 8) and got.log_probs.isfinite().all()

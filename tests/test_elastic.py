@@ -12,20 +12,32 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, torchrun
-from jobs import Job, assert_same_state, is_open, kill, last_step, random_moments, two_nodes, wait_for_moment
+from jobs import (
+    Job,
+    assert_same_state,
+    is_open,
+    kill,
+    last_step,
+    random_moments,
+    two_nodes,
+    wait_for_moment,
+)
 from runs import ALONE, change, make_data, tiny_config
 from test_train import assert_same_losses, signal_handlers, wait_for, write_config  # noqa: F401 (a fixture)
 
 import train
 from runtime.processes import processes
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
+)
 
 RUNS = """
 import sys
 import train
 from training import config
-from runtime.processes import processes, run_script
+from runtime.command_line import run_script
+from runtime.processes import processes
 
 def main():
     with processes("cpu", group=True) as procs:
@@ -85,14 +97,22 @@ def test_killed_ranks_come_back_exactly_a_hanging_one_ends_in_an_error_and_other
     hanging = job.workers()[rng.randrange(2)]
     os.kill(hanging, signal.SIGSTOP)
     stopped = time.monotonic()
-    wait_for(lambda: "another process did not answer within 10 seconds (train.timeout): it hangs" in job.said)
+    wait_for(
+        lambda: (
+            "another process did not answer within 10 seconds (train.timeout): it hangs" in job.said
+        )
+    )
     assert time.monotonic() - stopped < 10 + 10, "the other process noticed too late"
     os.kill(hanging, signal.SIGKILL)  # torchrun would do so after half a minute
     assert job.wait() != 0
-    assert len(job.starts()) == 3 and 'train.py", line' not in job.said, "a user needs no traceback for that"
+    assert len(job.starts()) == 3 and 'train.py", line' not in job.said, (
+        "a user needs no traceback for that"
+    )
     assert 0 < assert_same_state(config, reference) < 40
 
-    one, four = (change(config, out=str(tmp_path / name), train__timeout=60.0) for name in ("one", "four"))
+    one, four = (
+        change(config, out=str(tmp_path / name), train__timeout=60.0) for name in ("one", "four")
+    )
     for other in (one, four):
         shutil.copytree(config.run_folder, other.run_folder)
     train.train(one, ALONE)
@@ -102,7 +122,9 @@ def test_killed_ranks_come_back_exactly_a_hanging_one_ends_in_an_error_and_other
         assert_same_losses(other, reference, 1e-5)
 
 
-def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_time(undisturbed, tmp_path, start):
+def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_time(
+    undisturbed, tmp_path, start
+):
     reference = undisturbed["fsdp"]
     config = disturbed(reference, tmp_path)
     job, (rng, moments) = start(config, "--max-restarts=2"), random_moments(1, 2)
@@ -112,19 +134,32 @@ def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_
     os.kill(job.workers()[1], signal.SIGTERM)
     assert job.wait() == 0, job.said
     step = assert_same_state(config, reference)
-    assert f"stopped at step {step} and saved" in job.said and "error (rank" not in job.said.split("resumed")[-1]
+    assert (
+        f"stopped at step {step} and saved" in job.said
+        and "error (rank" not in job.said.split("resumed")[-1]
+    )
 
 
-def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_lost(undisturbed, tmp_path, start):
+def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_lost(
+    undisturbed, tmp_path, start
+):
     config = disturbed(undisturbed["ddp"], tmp_path, train__timeout=60.0)
     alone = change(config, name="alone")
     train.train(alone, ALONE)
-    launcher = two_nodes("1:2", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
+    launcher = two_nodes(
+        "1:2", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    )
     first = start(config, "--max-restarts=3", launcher=launcher)
-    wait_for(lambda: is_open(launcher.port), first.process)  # what holds the store of the rendezvous must stay
+    wait_for(
+        lambda: is_open(launcher.port), first.process
+    )  # what holds the store of the rendezvous must stay
     second = start(config, "--max-restarts=3", launcher=launcher)
     wait_for(lambda: first.starts() or second.starts(), first.process)
-    assert {env["WORLD_SIZE"] for env in (first.processes() | second.processes()).values() if "RANK" in env} == {"2"}
+    assert {
+        env["WORLD_SIZE"]
+        for env in (first.processes() | second.processes()).values()
+        if "RANK" in env
+    } == {"2"}
     wait_for_moment(first if first.starts() else second, 0, "evaluation", random.Random(2))
     second.end()
     assert last_step(config) < 40
@@ -141,17 +176,24 @@ def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_l
             "did not answer within 9 seconds",
         ),
         ("wait timeout after 900ms, keys: /offer", "did not answer within 9 seconds"),
-        ("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer", "was cut"),
+        (
+            "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer",
+            "was cut",
+        ),
         ("Connection closed by peer [127.0.0.1]:1", "was cut"),
     ],
 )
 def test_what_a_lost_process_leads_to_is_said_in_words(text, said):
-    with pytest.raises(ConnectionError, match=f"another process.*{said}.*; see the messages of the others"):
+    with pytest.raises(
+        ConnectionError, match=f"another process.*{said}.*; see the messages of the others"
+    ):
         with processes("cpu", 9.0, group=True):
             raise RuntimeError(text)
 
 
-@pytest.mark.parametrize("text", ["mat1 and mat2 shapes cannot be multiplied", "CUDA error: the launch timed out"])
+@pytest.mark.parametrize(
+    "text", ["mat1 and mat2 shapes cannot be multiplied", "CUDA error: the launch timed out"]
+)
 def test_any_other_error_between_processes_keeps_its_traceback(text):
     with pytest.raises(RuntimeError, match=text):
         with processes("cpu", 9.0, group=True):

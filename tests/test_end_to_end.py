@@ -41,7 +41,9 @@ interval = {steps}
 """
 
 
-def train_evaluate_sample(folder, data, environment=None, sampling=(), orders=("l2r", "random"), **values):
+def train_evaluate_sample(
+    folder, data, environment=None, sampling=(), orders=("l2r", "random"), **values
+):
     """Run train.py, eval_ppl.py and sample.py; returns (run folder, evaluation report, lines of the samples)."""
     environment = environment or {}
     config = folder / "config.toml"
@@ -52,7 +54,9 @@ def train_evaluate_sample(folder, data, environment=None, sampling=(), orders=("
     report, samples = folder / "ppl.json", folder / "samples.jsonl"
     limits = ["--max-sequences", 64, "--orders", *orders]
     run_script("eval_ppl.py", run, "--datasets", data, *limits, "--json", report, **environment)
-    drawn = run_script("sample.py", run, "--num-samples", 3, "--jsonl", samples, *sampling, **environment)
+    drawn = run_script(
+        "sample.py", run, "--num-samples", 3, "--jsonl", samples, *sampling, **environment
+    )
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(lines) == 3 and all(line["text"] in drawn.stdout for line in lines)
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -74,12 +78,21 @@ def letters(tmp_path_factory):
     return folder / "data"
 
 
-@pytest.mark.parametrize("target, order", [("adaln", "mixture"), ("input", "random"), ("none", "l2r")])
+@pytest.mark.parametrize(
+    "target, order", [("adaln", "mixture"), ("input", "random"), ("none", "l2r")]
+)
 def test_from_a_text_file_to_samples_with_bytes(letters, tmp_path, target, order):
     orders, sampling = ["l2r", "random"], ["--steps", 16]
     if target == "none":
         orders, sampling = ["l2r"], ["--mode", "l2r"]
-    values = {"name": target, "target": target, "order": order, "vocab_size": 320, "block_size": 32, "steps": 120}
+    values = {
+        "name": target,
+        "target": target,
+        "order": order,
+        "vocab_size": 320,
+        "block_size": 32,
+        "steps": 120,
+    }
     run, report, lines = train_evaluate_sample(
         tmp_path, letters, sampling=[*sampling, "--prompt", "cccccccc"], orders=orders, **values
     )
@@ -91,7 +104,9 @@ def test_from_a_text_file_to_samples_with_bytes(letters, tmp_path, target, order
     # whoever ignores the context cannot do better than the unigram entropy
     assert losses[own] < unigram - 1.0, losses
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {key for key in last if key.startswith("val_curve_")} == {f"val_curve_{kind}" for kind in losses}
+    assert {key for key in last if key.startswith("val_curve_")} == {
+        f"val_curve_{kind}" for kind in losses
+    }
     text = "".join(line["text"][8:] for line in lines)
     assert all(line["text"].startswith("cccccccc") for line in lines)
     assert text.count("c") / len(text) > 0.5, "the samples do not follow their prompt"
@@ -119,6 +134,8 @@ def test_from_real_books_to_samples_with_gpt2_tokens(real_data, tmp_path):
         tmp_path, data, environment, ["--steps", 8, "--prompt", prompt, "--top-p", 0.9], **values
     )
     for result in report["results"]:
-        assert 5 < result["nll"] < math.log(50304) - 0.3, "a dozen steps learn at least that most tokens never occur"
+        assert 5 < result["nll"] < math.log(50304) - 0.3, (
+            "a dozen steps learn at least that most tokens never occur"
+        )
     assert all(line["text"].startswith(prompt) and len(line["tokens"]) == 64 for line in lines)
     assert all(token < 50257 for line in lines for token in line["tokens"])

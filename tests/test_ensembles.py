@@ -7,7 +7,14 @@ import torch
 from reference import all_sequences, enumerable_system, make_system, random_tokens
 
 from evaluation import ensembles
-from evaluation.ensembles import cheap_gains, direct_nll, ensemble_log_probs, passes, permute_context, table
+from evaluation.ensembles import (
+    cheap_gains,
+    direct_nll,
+    ensemble_log_probs,
+    passes,
+    permute_context,
+    table,
+)
 from objectives import estimate, token_nll
 from orders import OrderConfig, orders_at
 
@@ -23,9 +30,14 @@ def exact_loss(conditional, size, orders):
     total = 0
     for order in orders:
         for step, target in enumerate(order):
-            listed = [conditional[context, target] for context in itertools.permutations(order[:step])]
+            listed = [
+                conditional[context, target] for context in itertools.permutations(order[:step])
+            ]
             others = itertools.product(listed, repeat=size - 1)
-            members = [torch.stack([conditional[tuple(order[:step]), target], *rest]).mean(dim=0) for rest in others]
+            members = [
+                torch.stack([conditional[tuple(order[:step]), target], *rest]).mean(dim=0)
+                for rest in others
+            ]
             total = total - torch.stack(members).log().mean(dim=0)
     return total / (len(orders) * N)
 
@@ -63,7 +75,9 @@ def test_direct_losses_have_the_loss_of_the_exact_ensemble_as_their_mean(system,
     sequences = all_sequences(V, N)
     for row in (0, 40, 77):
         tokens = sequences[row].expand(8_000, N)
-        nll = direct_nll(model, tokens, OrderConfig("random"), (1, *SIZES), seed, 0, range(len(tokens))).mean(dim=1)
+        nll = direct_nll(
+            model, tokens, OrderConfig("random"), (1, *SIZES), seed, 0, range(len(tokens))
+        ).mean(dim=1)
         for s, size in enumerate((1, *SIZES)):
             assert abs(z_score(nll[:, s], exact[size][row])) < 4
 
@@ -76,7 +90,9 @@ def test_direct_ensembles_along_one_order_keep_its_contexts_among_the_members():
     exact = exact_loss(conditional, 3, [tuple(range(N))])
     for row in (5, 60):
         tokens = sequences[row].expand(8_000, N)
-        nll = direct_nll(model, tokens, OrderConfig("l2r"), (3,), 0, 0, range(len(tokens))).mean(dim=1)[:, 0]
+        nll = direct_nll(model, tokens, OrderConfig("l2r"), (3,), 0, 0, range(len(tokens))).mean(
+            dim=1
+        )[:, 0]
         assert abs(z_score(nll, exact[row])) < 4
         assert nll.std() > 0
 
@@ -86,7 +102,9 @@ def test_all_ensembles_of_one_member_are_the_model_itself():
     tokens, rows = random_tokens(8, 6, 8, seed=0), range(3, 9)
     for config in (OrderConfig("random"), OrderConfig("fixed_blockwise", block=3)):
         expected = token_nll(model, tokens, config, 7, 2, rows, 9)
-        torch.testing.assert_close(direct_nll(model, tokens, config, (1,), 7, 2, rows)[..., 0], expected)
+        torch.testing.assert_close(
+            direct_nll(model, tokens, config, (1,), 7, 2, rows)[..., 0], expected
+        )
     assert cheap_gains(model, tokens, (1,), 7, 2, rows, 4).abs().max() == 0
 
 
@@ -111,13 +129,17 @@ def test_members_score_the_remaining_positions_from_the_same_set():
             members = [order[b]]
             for j in (1, 2):
                 number = table(2, 1, j)
-                members.append(permute_context(order[b : b + 1], known, 5, number, range(row, row + 1))[0])
+                members.append(
+                    permute_context(order[b : b + 1], known, 5, number, range(row, row + 1))[0]
+                )
                 assert sorted(members[-1][:known].tolist()) == sorted(order[b, :known].tolist())
                 assert members[-1][known:].tolist() == order[b, known:].tolist()
             gaps = []
             for target in order[b, known:].tolist():
                 rest = [p for p in range(T) if p != target and p not in order[b, :known].tolist()]
-                listed = torch.stack([torch.tensor([*m[:known].tolist(), target, *rest]) for m in members])
+                listed = torch.stack(
+                    [torch.tensor([*m[:known].tolist(), target, *rest]) for m in members]
+                )
                 log_p = model.token_log_probs(tokens[b].expand(3, T), listed)[:, known]
                 gaps.append(float(log_p.mean() - log_p.exp().mean().log()))
             candidates.append(sum(gaps) / len(gaps))
@@ -153,9 +175,15 @@ def test_neither_the_batch_nor_the_other_sizes_nor_the_other_rows_change_a_resul
     whole = cheap_gains(model, tokens, (2, 5), 3, 1, range(9), 100)
     direct = direct_nll(model, tokens, random, (2, 5), 3, 1, range(9))
     for batch_size in (1, 4):
-        torch.testing.assert_close(cheap_gains(model, tokens, (2, 5), 3, 1, range(9), batch_size), whole)
-    torch.testing.assert_close(cheap_gains(model, tokens[4:], (5,), 3, 1, range(4, 9), 3), whole[4:, 1:])
-    torch.testing.assert_close(direct_nll(model, tokens[4:], random, (5,), 3, 1, range(4, 9)), direct[4:, :, 1:])
+        torch.testing.assert_close(
+            cheap_gains(model, tokens, (2, 5), 3, 1, range(9), batch_size), whole
+        )
+    torch.testing.assert_close(
+        cheap_gains(model, tokens[4:], (5,), 3, 1, range(4, 9), 3), whole[4:, 1:]
+    )
+    torch.testing.assert_close(
+        direct_nll(model, tokens[4:], random, (5,), 3, 1, range(4, 9)), direct[4:, :, 1:]
+    )
 
 
 def test_draws_places_and_members_have_tables_of_their_own():
@@ -176,7 +204,9 @@ def test_passes_is_what_the_model_is_fed(size, monkeypatch):
     model, fed = make_system("AO-GPT"), []
     embed = model._embed
     monkeypatch.setattr(
-        model, "_embed", lambda tokens, positions: fed.append(tokens.numel()) or embed(tokens, positions)
+        model,
+        "_embed",
+        lambda tokens, positions: fed.append(tokens.numel()) or embed(tokens, positions),
     )
     tokens = random_tokens(8, 3, 8, seed=0)
     direct_nll(model, tokens, OrderConfig("random"), (size,), 0, 0, range(3))
@@ -208,15 +238,26 @@ def test_95_percent_intervals_of_an_ensemble_cover_the_exact_value(system, metho
     the same every time; else they are drawn anew, all sequences being equally likely."""
     model, exact = system
     generator = torch.Generator().manual_seed(0)
-    index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator).expand(REPEATS, TEXTS)
+    index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator).expand(
+        REPEATS, TEXTS
+    )
     tokens, rows = all_sequences(V, N)[index.flatten()], range(REPEATS * TEXTS)
     target = exact[3][index[0]].mean() if given_data else exact[3].mean()
     random = OrderConfig("random")
     if method == "direct":
-        nll = repeated([direct_nll(model, tokens, random, (3,), 0, d, rows).mean(1)[:, 0] for d in range(DRAWS)])
+        nll = repeated(
+            [
+                direct_nll(model, tokens, random, (3,), 0, d, rows).mean(1)[:, 0]
+                for d in range(DRAWS)
+            ]
+        )
         estimates = [estimate(draws) for draws in nll]
     else:
-        nll = repeated([token_nll(model, tokens, random, 0, d, rows, 0).mean(1) for d in range(DRAWS)])
-        gains = repeated([cheap_gains(model, tokens, (3,), 0, d, rows, 4_000)[:, 0] for d in range(2)])
+        nll = repeated(
+            [token_nll(model, tokens, random, 0, d, rows, 0).mean(1) for d in range(DRAWS)]
+        )
+        gains = repeated(
+            [cheap_gains(model, tokens, (3,), 0, d, rows, 4_000)[:, 0] for d in range(2)]
+        )
         estimates = [estimate(*parts) for parts in zip(nll, gains, strict=True)]
     assert 0.90 <= coverage(estimates, target, given_data) <= 0.99

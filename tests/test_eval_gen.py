@@ -55,7 +55,9 @@ def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
 
     vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     names = {"bos_token": end, "eos_token": end}
     tokenizer.add_special_tokens([end])
@@ -76,7 +78,9 @@ def save_bigram(folder, bigram=None, context=64, start=False):
     log_probs = torch.tensor(bigram or BIGRAM, dtype=torch.float64).log()
     V = len(log_probs)
     sizes = {"vocab_size": V, "n_embd": V, "n_layer": 1, "n_head": 1, "n_positions": context}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False, bos_token_id=V - 1, eos_token_id=V - 1))
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes, tie_word_embeddings=False, bos_token_id=V - 1, eos_token_id=V - 1)
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -114,7 +118,9 @@ def write(tmp_path):
 
     def call(*rows, name="samples.jsonl"):
         path = tmp_path / name
-        path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+        path.write_text(
+            "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+        )
         return path
 
     return call
@@ -178,11 +184,15 @@ def test_distinct_counts_types_among_the_n_grams():
 def test_repetition_is_the_share_of_4_grams_that_occurred_before():
     assert judges.repetition([1, 2, 3, 4, 5, 6]) == 0
     assert judges.repetition([5] * 8) == pytest.approx(4 / 5)  # 5 times 5555: all but the first
-    assert judges.repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)  # 1234 2341 3412 4123 1234
+    assert judges.repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(
+        1 / 5
+    )  # 1234 2341 3412 4123 1234
     assert math.isnan(judges.repetition([1, 2, 3]))
 
 
-T_1 = math.tan(0.95 * math.pi / 2)  # the two-sided 95% point of Student's t with one degree of freedom, Cauchy's
+T_1 = math.tan(
+    0.95 * math.pi / 2
+)  # the two-sided 95% point of Student's t with one degree of freedom, Cauchy's
 
 
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
@@ -216,17 +226,27 @@ def test_the_interval_covers_the_truth_for_samples_of_unequal_lengths(monkeypatc
 
 
 @pytest.mark.parametrize("samples", [3, 4, 10])
-def test_the_interval_of_few_samples_covers_the_truth_as_often_as_that_of_many(samples, monkeypatch):
-    monkeypatch.setattr(judges, "t_quantile", functools.cache(judges.t_quantile))  # the same one a thousand times
+def test_the_interval_of_few_samples_covers_the_truth_as_often_as_that_of_many(
+    samples, monkeypatch
+):
+    monkeypatch.setattr(
+        judges, "t_quantile", functools.cache(judges.t_quantile)
+    )  # the same one a thousand times
     totals = 20 + np.random.default_rng(samples).normal(size=(1000, samples))
     found = [judges.corpus_perplexity(row, [10] * samples) for row in totals.tolist()]
     covered = sum(got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"] for got in found)
-    assert 930 <= covered <= 970  # exactly 95%, give or take 2.9 standard deviations of 0.69%; 1.96 gives 81% for 3
+    assert (
+        930 <= covered <= 970
+    )  # exactly 95%, give or take 2.9 standard deviations of 0.69%; 1.96 gives 81% for 3
 
 
 def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
     one, none = judges.corpus_perplexity([3.0, 0.0], [2, 0]), judges.corpus_perplexity([0.0], [0])
-    assert one["nll"] == 1.5 and math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
+    assert (
+        one["nll"] == 1.5
+        and math.isnan(one["standard_error"])
+        and math.isnan(one["perplexity_high"])
+    )
     assert math.isnan(none["perplexity"])
     assert judges.corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
 
@@ -239,9 +259,15 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report,
     result = report("--samples", write({"text": TEXT}, {"text": "cb"}), "--judge", bigram)
     row, (first, second) = result["rows"][0], result["rows"][0]["per_sample"]
     # float32 logits of up to 2.1 nats
-    assert first["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6) and first["scored_tokens"] == 5
+    assert (
+        first["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6)
+        and first["scored_tokens"] == 5
+    )
     assert second["perplexity"] == pytest.approx(2**3, rel=1e-6) and second["scored_tokens"] == 1
-    assert row["perplexity"] == pytest.approx(2 ** ((BITS + 3) / 6), rel=1e-6) and row["scored_tokens"] == 6
+    assert (
+        row["perplexity"] == pytest.approx(2 ** ((BITS + 3) / 6), rel=1e-6)
+        and row["scored_tokens"] == 6
+    )
     assert row["mean_sample_perplexity"] == pytest.approx((4 + 8) / 2, rel=1e-6)
     # aaa, b, cc; and c, b
     assert row["entropy"] == pytest.approx(
@@ -271,7 +297,9 @@ def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
     assert judge.start and judge.context == 4
     (short, long) = judge.score([judge.encode("ab"), judge.encode(TEXT)], 8)
     assert short[1] == 2 and short[0] / math.log(2) == pytest.approx(3 + 2, rel=1e-6)
-    assert long[1] == 6 and long[0] / math.log(2) == pytest.approx((3 + 2 + 2 + 1) + (2 + 2), rel=1e-6)
+    assert long[1] == 6 and long[0] / math.log(2) == pytest.approx(
+        (3 + 2 + 2 + 1) + (2 + 2), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
@@ -286,7 +314,9 @@ def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path, end):
 
 def test_scores_do_not_depend_on_the_batches(byte_judge):
     judge, generator = load(byte_judge), np.random.default_rng(0)
-    samples = [generator.integers(0, 256, size=size).tolist() for size in (5, 90, 2, 64, 17, 200, 33)]
+    samples = [
+        generator.integers(0, 256, size=size).tolist() for size in (5, 90, 2, 64, 17, 200, 33)
+    ]
     alone = [judge.score([ids], 1)[0] for ids in samples]
     done = []
     for size in (1, 3, 50):
@@ -294,7 +324,9 @@ def test_scores_do_not_depend_on_the_batches(byte_judge):
     assert sum(done) == 3 * len(judge.windows(samples)) == 3 * (1 + 2 + 1 + 1 + 1 + 4 + 1)
 
 
-def test_the_same_ids_are_scored_directly_and_others_through_text(report, run, tmp_path, byte_judge):
+def test_the_same_ids_are_scored_directly_and_others_through_text(
+    report, run, tmp_path, byte_judge
+):
     """A copy of the judge with our bytes in our order, and its table in the same order: the same scores, from ids."""
     from transformers import GPT2LMHeadModel
 
@@ -306,8 +338,14 @@ def test_the_same_ids_are_scored_directly_and_others_through_text(report, run, t
     model.save_pretrained(ours)
     assert load(ours).has_ids_of("bytes") and not load(byte_judge).has_ids_of("bytes")
     saved = tmp_path / "saved.jsonl"
-    direct, through = report(*common, "--judge", ours, "--save-samples", saved), report(*common, "--judge", byte_judge)
-    assert direct["rows"][0]["tokens_judged"] == "ids" and through["rows"][0]["tokens_judged"] == "retokenised"
+    direct, through = (
+        report(*common, "--judge", ours, "--save-samples", saved),
+        report(*common, "--judge", byte_judge),
+    )
+    assert (
+        direct["rows"][0]["tokens_judged"] == "ids"
+        and through["rows"][0]["tokens_judged"] == "retokenised"
+    )
     assert not any("\ufffd" in text for text in column(read_lines(saved), "text")), (
         "bytes that are no text cannot go through it"
     )
@@ -325,7 +363,9 @@ def test_gpt2s_ids_are_known_to_a_judge_that_has_them(tmp_path):
         pytest.skip("GPT-2's tokenizer is not at hand")
     symbols = byte_symbols()
     vocabulary = {"".join(symbols[b] for b in gpt2._bytes(i)): i for i in range(gpt2.eot)}
-    GPT2LMHeadModel(GPT2Config(n_embd=2, n_layer=1, n_head=1, n_positions=8)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_embd=2, n_layer=1, n_head=1, n_positions=8)).save_pretrained(
+        tmp_path
+    )
     for shift, same in ((0, True), (1, False)):
         shifted = {symbol: (i + shift) % gpt2.eot for symbol, i in vocabulary.items()}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=shifted, merges=[]))
@@ -358,7 +398,10 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
     for name in (run, plain):
         result = report("--samples", path, "--judge", name)
         model, row = checkpoint.load_model(name).double(), result["rows"][0]
-        expected = [-float(model.token_log_probs(torch.tensor([x]), torch.arange(len(x))[None]).sum()) for x in tokens]
+        expected = [
+            -float(model.token_log_probs(torch.tensor([x]), torch.arange(len(x))[None]).sum())
+            for x in tokens
+        ]
         # float32 against float64: log-probabilities of about 3 nats, 16 of them
         np.testing.assert_allclose([s["nll"] for s in row["per_sample"]], expected, rtol=1e-5)
         assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
@@ -371,7 +414,10 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run):
     loaded = dataclasses.replace(checkpoint.load(run), scored_from=1)
     judge, tokens = judges.OurJudge("run", loaded, torch.float64, CPU), list(b"predict the model")
     windows = tokens[:LENGTH], tokens[LENGTH:]
-    log_probs = [loaded.model.token_log_probs(torch.tensor([w]), torch.arange(len(w))[None])[0] for w in windows]
+    log_probs = [
+        loaded.model.token_log_probs(torch.tensor([w]), torch.arange(len(w))[None])[0]
+        for w in windows
+    ]
     ((nll, count),) = judge.score([tokens], 1)
     assert count == LENGTH - 1 and nll == pytest.approx(-float(log_probs[0][1:].sum()), rel=1e-12)
 
@@ -384,26 +430,63 @@ def test_text_reaches_our_own_judge_with_its_end_of_text(run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(script, report, run, tmp_path, mode):
-    common, path = [*MODES[mode], "--num-samples", 3, "--seed", 4, "--batch-size", 1], tmp_path / "samples.jsonl"
+def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
+    script, report, run, tmp_path, mode
+):
+    common, path = (
+        [*MODES[mode], "--num-samples", 3, "--seed", 4, "--batch-size", 1],
+        tmp_path / "samples.jsonl",
+    )
     assert script(sample, run, *common, "--top-p", 0.9, "--jsonl", path)[0] == 0
-    direct = report(run, "--judge", run, *common, "--settings", "1,0.9", "--save-samples", tmp_path / "saved.jsonl")
+    direct = report(
+        run,
+        "--judge",
+        run,
+        *common,
+        "--settings",
+        "1,0.9",
+        "--save-samples",
+        tmp_path / "saved.jsonl",
+    )
     # a sample alone in its batch takes part in all calls
     (row,) = direct["rows"]
     assert sum(s["nfe"] for s in row["per_sample"]) == row["model_calls"]
     for file in (path, tmp_path / "saved.jsonl"):
         read = report("--samples", file, "--judge", run)
         assert_same(scores_of(read), scores_of(direct))
-        assert read["rows"][0]["run"] == str(run) and read["rows"][0]["model_calls"] == row["model_calls"]
+        assert (
+            read["rows"][0]["run"] == str(run)
+            and read["rows"][0]["model_calls"] == row["model_calls"]
+        )
     for ours, theirs in zip(read_lines(tmp_path / "saved.jsonl"), read_lines(path), strict=True):
         assert {"scores"} == ours.keys() - theirs.keys() and theirs.keys() <= ours.keys()
-        assert (ours["tokens"], ours["step"], ours["text"]) == (theirs["tokens"], theirs["step"], theirs["text"])
-        shared = ours["settings"].keys() & theirs["settings"].keys() - {"length"}  # known here where it was left out
-        assert {k: ours["settings"][k] for k in shared} == {k: theirs["settings"][k] for k in shared}
+        assert (ours["tokens"], ours["step"], ours["text"]) == (
+            theirs["tokens"],
+            theirs["step"],
+            theirs["text"],
+        )
+        shared = ours["settings"].keys() & theirs["settings"].keys() - {
+            "length"
+        }  # known here where it was left out
+        assert {k: ours["settings"][k] for k in shared} == {
+            k: theirs["settings"][k] for k in shared
+        }
 
 
 def test_batches_change_no_number(report, run, byte_judge):
-    common = [run, "--judge", byte_judge, "--num-samples", 7, "--steps", 4, 16, "--settings", "1,1", "0.7,0.95"]
+    common = [
+        run,
+        "--judge",
+        byte_judge,
+        "--num-samples",
+        7,
+        "--steps",
+        4,
+        16,
+        "--settings",
+        "1,1",
+        "0.7,0.95",
+    ]
     expected = report(*common, "--batch-size", 1)
     for size in (3, 20):
         again = report(*common, "--batch-size", size)
@@ -416,8 +499,28 @@ def test_batches_change_no_number(report, run, byte_judge):
 def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
     """Also with fewer samples than processes, and for samples of a file."""
     path = write(*({"text": f"any order {i}"} for i in range(3)))
-    common = [run, "--samples", path, "--judge", run, "--num-samples", count, "--steps", 4, "--seed", 3]
-    torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json", "--save-samples", tmp_path / "two.jsonl")
+    common = [
+        run,
+        "--samples",
+        path,
+        "--judge",
+        run,
+        "--num-samples",
+        count,
+        "--steps",
+        4,
+        "--seed",
+        3,
+    ]
+    torchrun(
+        2,
+        "eval_gen.py",
+        *common,
+        "--json",
+        tmp_path / "two.json",
+        "--save-samples",
+        tmp_path / "two.jsonl",
+    )
     two, one = (
         json.loads((tmp_path / "two.json").read_text()),
         report(*common, "--save-samples", tmp_path / "one.jsonl"),
@@ -425,14 +528,19 @@ def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, cou
     assert two["processes"] == 2
     for row in range(2):
         assert_same(scores_of(two, row), scores_of(one, row))
-    tokens = [[line.get("tokens") for line in read_lines(tmp_path / name)] for name in ("one.jsonl", "two.jsonl")]
+    tokens = [
+        [line.get("tokens") for line in read_lines(tmp_path / name)]
+        for name in ("one.jsonl", "two.jsonl")
+    ]
     assert tokens[0] == tokens[1] and len(tokens[0]) == count + 3
 
 
 def test_rows_of_a_file_are_grouped_by_their_settings(report, run, tmp_path):
     path = tmp_path / "saved.jsonl"
     common = ["--judge", run, "--num-samples", 3]
-    made = report(run, *common, "--steps", 4, 16, "--settings", "1,1", "0.7,0.95", "--save-samples", path)
+    made = report(
+        run, *common, "--steps", 4, 16, "--settings", "1,1", "0.7,0.95", "--save-samples", path
+    )
     read = report("--samples", path, *common)
     for row in range(4):
         assert_same(scores_of(read, row), scores_of(made, row))
@@ -452,11 +560,27 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(script, run, encoder, tmp_path):
+def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
+    script, run, encoder, tmp_path
+):
     files = {name: tmp_path / f"result.{name}" for name in ("json", "markdown", "plot")}
     options = [part for name, path in files.items() for part in (f"--{name}", path)]
-    sizes = ["--num-samples", 4, "--steps", 2, 8, "--settings", "1,1", "0.9,0.95", "0.7,0.95", "--noise", "float32"]
-    status, out, err = script(eval_gen, run, encoder, "--judge", run, *sizes, "--top-k", 50, *options)
+    sizes = [
+        "--num-samples",
+        4,
+        "--steps",
+        2,
+        8,
+        "--settings",
+        "1,1",
+        "0.9,0.95",
+        "0.7,0.95",
+        "--noise",
+        "float32",
+    ]
+    status, out, err = script(
+        eval_gen, run, encoder, "--judge", run, *sizes, "--top-k", 50, *options
+    )
     assert status == 0, err
     result = json.loads(files["json"].read_text())
     samplers = [row["sampler"] for row in result["rows"]]
@@ -464,17 +588,35 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(script, 
     settings = ((1, 1), (0.9, 0.95), (0.7, 0.95))
     assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]
     for s in samplers:
-        assert (s["noise"], s["dtype"], s["top_k"], s["seed"], s["length"]) == ("float32", "float32", 50, 0, LENGTH)
+        assert (s["noise"], s["dtype"], s["top_k"], s["seed"], s["length"]) == (
+            "float32",
+            "float32",
+            50,
+            0,
+            LENGTH,
+        )
         assert "(step" in s["checkpoint"] and s["versions"]["torch"] == torch.__version__
     for row in result["rows"]:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
         assert row["tokens_per_second"] == pytest.approx(4 * LENGTH / row["seconds"])
     cold = [row["entropy"] for row in result["rows"][4:6]]
-    assert max(cold) < min(row["entropy"] for row in result["rows"][:2]), "a low temperature repeats itself"
-    table, text = [line for line in out.splitlines() if line.startswith("|")], files["markdown"].read_text()
-    assert len(table) == 2 + 12 and all(line in text for line in table) and "python eval_gen.py" in text
-    assert len({len(line) for line in table}) == 1 and f"{result['rows'][3]['perplexity']:.2f}" in table[2 + 3]
+    assert max(cold) < min(row["entropy"] for row in result["rows"][:2]), (
+        "a low temperature repeats itself"
+    )
+    table, text = (
+        [line for line in out.splitlines() if line.startswith("|")],
+        files["markdown"].read_text(),
+    )
+    assert (
+        len(table) == 2 + 12
+        and all(line in text for line in table)
+        and "python eval_gen.py" in text
+    )
+    assert (
+        len({len(line) for line in table}) == 1
+        and f"{result['rows'][3]['perplexity']:.2f}" in table[2 + 3]
+    )
     assert "noise of float32" in out and "noise of float32" in text
     assert files["plot"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -490,9 +632,15 @@ def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, enc
         return generate(model, *arguments, **options)
 
     monkeypatch.setattr(eval_gen.modes, "generate_shared", timed)
-    for mode, sizes in (("mdm", ["--steps", 2, 16]), ("random", ["--group-size", 1, 16]), ("adaptive", [])):
+    for mode, sizes in (
+        ("mdm", ["--steps", 2, 16]),
+        ("random", ["--group-size", 1, 16]),
+        ("adaptive", []),
+    ):
         seen.clear()
-        rows = report(run, encoder, "--judge", run, "--num-samples", 2, "--mode", mode, *sizes)["rows"]
+        rows = report(run, encoder, "--judge", run, "--num-samples", 2, "--mode", mode, *sizes)[
+            "rows"
+        ]
         assert [row["seconds"] for row in rows] == [1] * (2 if mode == "adaptive" else 4)
 
 
@@ -505,7 +653,9 @@ def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, enc
         (["--mode", "speculative"], "speculative 8"),
     ],
 )
-def test_a_file_of_sample_py_is_named_by_the_size_of_steps_that_it_was_made_with(script, run, tmp_path, options, name):
+def test_a_file_of_sample_py_is_named_by_the_size_of_steps_that_it_was_made_with(
+    script, run, tmp_path, options, name
+):
     path = tmp_path / "samples.jsonl"
     assert script(sample, run, *options, "--num-samples", 2, "--jsonl", path)[0] == 0
     status, out, err = script(eval_gen, "--samples", path, "--judge", run)
@@ -514,17 +664,26 @@ def test_a_file_of_sample_py_is_named_by_the_size_of_steps_that_it_was_made_with
 
 
 def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):
-    rows = ({"text": TEXT}, {"text": TEXT, "settings": {"run": "$x^{$", "mode": "mdm", "steps": "?", "top_p": "?"}})
-    status, out, err = script(eval_gen, "--samples", write(*rows), "--judge", bigram, "--plot", tmp_path / "plot.png")
+    rows = (
+        {"text": TEXT},
+        {"text": TEXT, "settings": {"run": "$x^{$", "mode": "mdm", "steps": "?", "top_p": "?"}},
+    )
+    status, out, err = script(
+        eval_gen, "--samples", write(*rows), "--judge", bigram, "--plot", tmp_path / "plot.png"
+    )
     assert status == 0, err
     assert (tmp_path / "plot.png").stat().st_size > 5000 and "the judge's tokens" in out
 
 
 def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run):
     for mode, name, sizes in (("l2r", "group_size", [1, 4]), ("speculative", "draft", [2, 5])):
-        rows = report(run, "--judge", run, "--mode", mode, eval_gen.flag(name), *sizes, "--num-samples", 2)["rows"]
+        rows = report(
+            run, "--judge", run, "--mode", mode, eval_gen.flag(name), *sizes, "--num-samples", 2
+        )["rows"]
         assert [row["sampler"][name] for row in rows] == sizes
-        assert all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
+        assert (
+            all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
+        )
 
 
 def test_help_exits_0_and_names_every_option(script):
@@ -556,8 +715,14 @@ def fails(script, *arguments):
         ([{"text": ""}], "line 1: the sample has 0 tokens"),
         ([{"text": "a", "tokens": [97]}], "line 1: the sample has 1 tokens"),
         ([{"text": "ab", "tokens": [97, "b"]}], 'line 1: "tokens" must be a list of whole numbers'),
-        ([{"text": "ab", "tokens": [97, 98], "step": [1]}], 'line 1: "step" and "tokens" must be equally long'),
-        ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab", "tokens": [1, 2]}], 'line 2: "tokens" are not those'),
+        (
+            [{"text": "ab", "tokens": [97, 98], "step": [1]}],
+            'line 1: "step" and "tokens" must be equally long',
+        ),
+        (
+            [{"text": "ab", "tokens": [97, 98]}, {"text": "ab", "tokens": [1, 2]}],
+            'line 2: "tokens" are not those',
+        ),
         ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab"}], 'some rows have "tokens", some not'),
         ([{"text": "ab", "settings": 3}], 'line 1: "settings" must be an object'),
     ],
@@ -617,15 +782,24 @@ def test_a_judge_that_is_missing_is_an_error(script, write, tmp_path, monkeypatc
     """A name that is no path is looked for on Hugging Face."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = write({"text": TEXT})
-    assert "there is no such file or folder" in fails(script, "--samples", path, "--judge", tmp_path / "nowhere")
+    assert "there is no such file or folder" in fails(
+        script, "--samples", path, "--judge", tmp_path / "nowhere"
+    )
     for name in ("nobody/nothing", "no-such-judge"):
         found = fails(script, "--samples", path, "--judge", name)
-        assert f"--judge {name}: its config.json could not be had" in found and "needs the network once" in found
+        assert (
+            f"--judge {name}: its config.json could not be had" in found
+            and "needs the network once" in found
+        )
     (tmp_path / "empty").mkdir()
-    assert "folder that transformers has saved" in fails(script, "--samples", path, "--judge", tmp_path / "empty")
+    assert "folder that transformers has saved" in fails(
+        script, "--samples", path, "--judge", tmp_path / "empty"
+    )
 
 
-def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(script, write, bigram, tmp_path):
+def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(
+    script, write, bigram, tmp_path
+):
     path = write({"text": TEXT})
     bare, small = tmp_path / "bare", tmp_path / "small"
     for folder in (bare, small):
@@ -634,7 +808,9 @@ def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(scrip
         file.unlink()
     assert "has no tokenizer" in fails(script, "--samples", path, "--judge", bare)
     save_tokenizer(small, "zyxwcba")
-    assert "do its tokenizer and its model belong together" in fails(script, "--samples", path, "--judge", small)
+    assert "do its tokenizer and its model belong together" in fails(
+        script, "--samples", path, "--judge", small
+    )
 
 
 def test_a_judge_with_pickled_or_missing_weights_is_refused(script, write, bigram, tmp_path):
@@ -649,29 +825,48 @@ def test_a_judge_with_pickled_or_missing_weights_is_refused(script, write, bigra
     assert "its model could not be had" in fails(script, "--samples", path, "--judge", pickled)
     state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(partial, state_dict=state)
-    assert "1 of its weights are missing, e.g. lm_head.weight" in fails(script, "--samples", path, "--judge", partial)
+    assert "1 of its weights are missing, e.g. lm_head.weight" in fails(
+        script, "--samples", path, "--judge", partial
+    )
 
 
 def test_an_encoder_is_refused_as_a_judge(script, write, encoder, bigram, tmp_path):
     from transformers import BertConfig, BertLMHeadModel, T5Config
 
-    path, sizes = write({"text": TEXT}), {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    path, sizes = (
+        write({"text": TEXT}),
+        {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
     assert "is an encoder" in fails(script, "--samples", path, "--judge", encoder)
     torch.manual_seed(0)
-    config = BertConfig(**sizes, intermediate_size=8, vocab_size=4, max_position_embeddings=64, initializer_range=0.3)
+    config = BertConfig(
+        **sizes,
+        intermediate_size=8,
+        vocab_size=4,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
     shutil.copytree(bigram, tmp_path / "bert")
     BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
-    assert "(bert) is no causal language model" in fails(script, "--samples", path, "--judge", tmp_path / "bert")
+    assert "(bert) is no causal language model" in fails(
+        script, "--samples", path, "--judge", tmp_path / "bert"
+    )
     config.is_decoder = True  # the same weights, causal: fine
     BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
     assert script(eval_gen, "--samples", path, "--judge", tmp_path / "bert")[0] == 0
     shutil.copytree(bigram, tmp_path / "t5")
     T5Config().save_pretrained(tmp_path / "t5")
-    assert "its model could not be had" in fails(script, "--samples", path, "--judge", tmp_path / "t5")
+    assert "its model could not be had" in fails(
+        script, "--samples", path, "--judge", tmp_path / "t5"
+    )
 
 
-def test_without_transformers_the_error_says_what_to_install(script, write, bigram, run, monkeypatch):
+def test_without_transformers_the_error_says_what_to_install(
+    script, write, bigram, run, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "transformers", None)
     path = write({"text": TEXT})
     assert "pip install transformers" in fails(script, "--samples", path, "--judge", bigram)
-    assert script(eval_gen, "--samples", path, "--judge", run)[0] == 0, "a judge of our own needs none"
+    assert script(eval_gen, "--samples", path, "--judge", run)[0] == 0, (
+        "a judge of our own needs none"
+    )

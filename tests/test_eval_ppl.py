@@ -26,7 +26,9 @@ def evaluate(script, run, data, tmp_path):
     """Evaluate the run; the JSON report, which must be JSON and no dialect of it."""
 
     def call(*arguments, path=run):
-        status, _, err = script(eval_ppl, path, "--datasets", data, "--json", tmp_path / "ppl.json", *arguments)
+        status, _, err = script(
+            eval_ppl, path, "--datasets", data, "--json", tmp_path / "ppl.json", *arguments
+        )
         assert status == 0, err
         return read_json(tmp_path / "ppl.json")
 
@@ -48,8 +50,12 @@ def direct(run, data, kind, draws, seed, count, weights="ema"):
     """Nats per token (count, draws, T), each in prediction order, from the model alone; and the orders."""
     model = checkpoint.load_model(run, weights)
     tokens = TokenDataset(data, "val", LENGTH).blocks(range(count))
-    orders = [orders_at(OrderConfig(kind), seed, draw, range(count), LENGTH) for draw in range(draws)]
-    return np.stack([-model.token_log_probs(tokens, order).double().numpy() for order in orders], axis=1), orders
+    orders = [
+        orders_at(OrderConfig(kind), seed, draw, range(count), LENGTH) for draw in range(draws)
+    ]
+    return np.stack(
+        [-model.token_log_probs(tokens, order).double().numpy() for order in orders], axis=1
+    ), orders
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -71,11 +77,15 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         # Student's t of 20 degrees of freedom
         interval = [perplexity * math.exp(sign * 2.0859634 * expected) for sign in (-1, 1)]
         assert result["perplexity_95"] == pytest.approx(interval, rel=1e-4)
-        assert result["bits_per_token"] == pytest.approx(per_sequence.mean() / math.log(2), rel=1e-6)
+        assert result["bits_per_token"] == pytest.approx(
+            per_sequence.mean() / math.log(2), rel=1e-6
+        )
         monte_carlo = math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3)) if draws > 1 else 0
         assert result["monte_carlo_error"] == pytest.approx(monte_carlo, rel=1e-4)
         assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)
-        assert result["token_forwards"] == 21 * LENGTH * draws and result["seconds_of_all_sizes"] > 0
+        assert (
+            result["token_forwards"] == 21 * LENGTH * draws and result["seconds_of_all_sizes"] > 0
+        )
         assert result["stopped"] == ("exact" if kind == "l2r" else "budget")
 
 
@@ -89,7 +99,9 @@ def test_ensembles_of_both_methods_agree_and_never_lose(evaluate):
         assert (a["method"], b["method"]) == ("cheap", "direct")
         assert a["gain"] > 0 and b["gain"] > -3 * b["gain_error"]
         assert abs(a["gain"] - b["gain"]) < 4 * math.hypot(a["gain_error"], b["gain_error"])
-        assert abs(a["nll"] - b["nll"]) < 4 * math.hypot(a["monte_carlo_error"], b["monte_carlo_error"])
+        assert abs(a["nll"] - b["nll"]) < 4 * math.hypot(
+            a["monte_carlo_error"], b["monte_carlo_error"]
+        )
         assert a["nll"] == pytest.approx(cheap["random", 1]["nll"] - a["gain"])
         assert b["nll"] == pytest.approx(direct_["random", 1]["nll"] - b["gain"])
         assert a["draws"] == 40 and a["contexts"] == 5
@@ -99,7 +111,15 @@ def test_ensembles_of_both_methods_agree_and_never_lose(evaluate):
 
 
 def test_direct_ensembles_of_any_orders(evaluate, run, data):
-    arguments = ["--orders", "l2r", "fixed_blockwise:block=4,seed=3", "--ensemble-method", "direct", "--ensemble", 3]
+    arguments = [
+        "--orders",
+        "l2r",
+        "fixed_blockwise:block=4,seed=3",
+        "--ensemble-method",
+        "direct",
+        "--ensemble",
+        3,
+    ]
     results = by_name(evaluate(*arguments, "--max-sequences", 5, "--seed", 2))
     model, rows = checkpoint.load_model(run), range(5)
     tokens = TokenDataset(data, "val", LENGTH).blocks(rows)
@@ -107,7 +127,9 @@ def test_direct_ensembles_of_any_orders(evaluate, run, data):
         ("l2r", OrderConfig("l2r")),
         ("fixed_blockwise:block=4,seed=3", OrderConfig("fixed_blockwise", block=4, seed=3)),
     ):
-        expected = [direct_nll(model, tokens, config, (3,), 2, draw, rows).mean() for draw in range(2)]
+        expected = [
+            direct_nll(model, tokens, config, (3,), 2, draw, rows).mean() for draw in range(2)
+        ]
         assert results[name, 3]["nll"] == pytest.approx(float(sum(expected)) / 2, rel=1e-6)
         assert results[name, 3]["monte_carlo_error"] > 0
 
@@ -123,10 +145,28 @@ def test_orders_of_any_distribution(evaluate):
 
 
 def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
-    cheap = ["--max-sequences", 21, "--num-orders", 4, "--seed", 1, "--ensemble", 1, 4, "--target-se", 0.02]
+    cheap = [
+        "--max-sequences",
+        21,
+        "--num-orders",
+        4,
+        "--seed",
+        1,
+        "--ensemble",
+        1,
+        4,
+        "--target-se",
+        0.02,
+    ]
     many = ["--max-sequences", 3, "--ensemble", 2, "--ensemble-method", "direct"]
-    for path, arguments in ((run, cheap), (run, many), (encoder, ["--max-sequences", 21, "--num-orders", 3])):
-        torchrun(2, "eval_ppl.py", path, "--datasets", data, *arguments, "--json", tmp_path / "two.json")
+    for path, arguments in (
+        (run, cheap),
+        (run, many),
+        (encoder, ["--max-sequences", 21, "--num-orders", 3]),
+    ):
+        torchrun(
+            2, "eval_ppl.py", path, "--datasets", data, *arguments, "--json", tmp_path / "two.json"
+        )
         reports = [read_json(tmp_path / "two.json")]
         reports += [evaluate(*arguments, "--batch-size", size, path=path) for size in (1, 7)]
         assert reports[0]["processes"] == 2
@@ -136,20 +176,27 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
             for key, result in by_name(report).items():
                 for number in ("nll", "standard_error", "monte_carlo_error", "gain", "gain_error"):
                     # float32 rounding of values of about 3, averaged over hundreds of tokens
-                    assert result[number] == pytest.approx(one[key][number], abs=1e-6), (key, number)
+                    assert result[number] == pytest.approx(one[key][number], abs=1e-6), (
+                        key,
+                        number,
+                    )
                 for number in ("draws", "contexts", "stopped", "token_forwards"):
                     assert result[number] == one[key][number]
 
 
 def test_draws_go_on_until_the_target_or_the_budget(evaluate):
     arguments = ["--orders", "random", "--max-sequences", 20, "--num-orders", 30]
-    spread = by_name(evaluate(*arguments))["random", 1]["monte_carlo_error"] * math.sqrt(30)  # of a single draw
+    spread = by_name(evaluate(*arguments))["random", 1]["monte_carlo_error"] * math.sqrt(
+        30
+    )  # of a single draw
     target = spread / math.sqrt(12)
     result = by_name(evaluate(*arguments, "--target-se", target))["random", 1]
     assert result["stopped"] == "target" and result["monte_carlo_error"] <= target
     assert 8 <= result["draws"] <= 16
     result = by_name(evaluate(*arguments, "--target-se", target / 10))["random", 1]
-    assert (result["stopped"], result["draws"]) == ("budget", 30) and result["monte_carlo_error"] > target / 10
+    assert (result["stopped"], result["draws"]) == ("budget", 30) and result[
+        "monte_carlo_error"
+    ] > target / 10
 
 
 def test_an_encoder_is_not_stopped_before_enough_draws_show_its_error(evaluate, encoder):
@@ -157,7 +204,9 @@ def test_an_encoder_is_not_stopped_before_enough_draws_show_its_error(evaluate, 
     assert by_name(report)["random", 1]["draws"] == eval_ppl.JOINT_DRAWS
 
 
-def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evaluate, run, data, tmp_path):
+def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(
+    evaluate, run, data, tmp_path
+):
     """Protocol full, cut to a rest of 5 tokens: every token counts once."""
     full = shutil.copytree(data, tmp_path / "full")
     meta = json.loads((full / "meta.json").read_text())
@@ -166,25 +215,44 @@ def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(evalu
     meta["splits"]["val"] |= {"tokens": len(tokens), "sha256": sha256_file(full / "val.bin")}
     (full / "meta.json").write_text(json.dumps(meta | {"protocol": "full"}))
     report = evaluate(
-        "--datasets", full, "--orders", "l2r", "random", "--ensemble", 1, 2, "--per-token", tmp_path / "t.npz"
+        "--datasets",
+        full,
+        "--orders",
+        "l2r",
+        "random",
+        "--ensemble",
+        1,
+        2,
+        "--per-token",
+        tmp_path / "t.npz",
     )
     result, model = by_name(report)["l2r", 1], checkpoint.load_model(run)
-    rows = [torch.from_numpy(part.astype(np.int64))[None] for part in np.split(tokens, [16, 32, 48])]
+    rows = [
+        torch.from_numpy(part.astype(np.int64))[None] for part in np.split(tokens, [16, 32, 48])
+    ]
     nll = [-model.token_log_probs(row, torch.arange(row.shape[1])[None]).double() for row in rows]
     assert result["nll"] == pytest.approx(float(torch.cat(nll, dim=1).mean()), rel=1e-6)
     assert (result["sequences"], result["tokens"]) == (4, 53)
     saved = np.load(tmp_path / "t.npz", allow_pickle=False)
-    assert np.isnan(saved["full/l2r/1/nll"]).sum() == 11 and (saved["full/tokens"] == -1).sum() == 11
-    assert np.nanmean(saved["full/random/1/nll"]) == pytest.approx(by_name(report)["random", 1]["nll"])
+    assert (
+        np.isnan(saved["full/l2r/1/nll"]).sum() == 11 and (saved["full/tokens"] == -1).sum() == 11
+    )
+    assert np.nanmean(saved["full/random/1/nll"]) == pytest.approx(
+        by_name(report)["random", 1]["nll"]
+    )
     assert by_name(report)["random", 2]["gain"] > 0
 
 
-def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(evaluate, plain, data, tmp_path):
+def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(
+    evaluate, plain, data, tmp_path
+):
     """An export that says so, as one of GPT-2 does."""
     checkpoint.convert(str(plain), tmp_path / "export")
     settings = json.loads((tmp_path / "export" / "config.json").read_text())
     (tmp_path / "export" / "config.json").write_text(json.dumps(settings | {"scored_from": 1}))
-    report = evaluate("--max-sequences", 5, "--per-token", tmp_path / "t.npz", path=tmp_path / "export")
+    report = evaluate(
+        "--max-sequences", 5, "--per-token", tmp_path / "t.npz", path=tmp_path / "export"
+    )
     (result,) = report["results"]
     expected = direct(plain, data, "l2r", 1, 0, 5)[0][:, 0]
     assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
@@ -198,26 +266,37 @@ def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(evaluate
 
 def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data):
     report = evaluate("--max-sequences", 3, "--seed", 5, "--orders", "l2r")
-    assert [(r["dataset"], r["orders"], r["ensemble"]) for r in report["results"]] == [("data", "l2r", 1)]
+    assert [(r["dataset"], r["orders"], r["ensemble"]) for r in report["results"]] == [
+        ("data", "l2r", 1)
+    ]
     expected = {"path": str(checkpoint.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
     assert report["checkpoint"] == expected
     settings = report["settings"]
     assert (settings["seed"], settings["max_sequences"], settings["dtype"]) == (5, 3, "float32")
     meta, facts = json.loads((data / "meta.json").read_text()), report["results"][0]["data"]
-    assert facts["sha256"] == meta["splits"]["val"]["sha256"] and facts["tokens"] == meta["splits"]["val"]["tokens"]
+    assert (
+        facts["sha256"] == meta["splits"]["val"]["sha256"]
+        and facts["tokens"] == meta["splits"]["val"]["tokens"]
+    )
     assert (facts["tokenizer"], facts["split"], facts["block_size"]) == ("bytes", "val", LENGTH)
     for key in ("protocol", "packing"):
         assert facts.get(key) == meta.get(key)
-    assert report["versions"]["torch"] == torch.__version__ and {"python", "numpy"} <= report["versions"].keys()
+    assert (
+        report["versions"]["torch"] == torch.__version__
+        and {"python", "numpy"} <= report["versions"].keys()
+    )
     assert report["processes"] == 1 and report["device"] == "cpu"
 
 
 def test_several_data_sets_and_splits(evaluate, data, tmp_path):
     other = make_data(tmp_path, words=900, seed=1).rename(tmp_path / "other")
-    results = evaluate("--datasets", data, other, "--orders", "l2r", "--split", "train", "--max-sequences", 6)[
-        "results"
+    results = evaluate(
+        "--datasets", data, other, "--orders", "l2r", "--split", "train", "--max-sequences", 6
+    )["results"]
+    assert [(r["dataset"], r["data"]["split"]) for r in results] == [
+        ("data", "train"),
+        ("other", "train"),
     ]
-    assert [(r["dataset"], r["data"]["split"]) for r in results] == [("data", "train"), ("other", "train")]
     assert results[0]["nll"] != results[1]["nll"]
 
 
@@ -231,12 +310,26 @@ def test_the_entropies_of_the_text_stand_beside_the_model(evaluate, data):
 
 
 def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(script, run, data, tmp_path):
-    arguments = ["--datasets", data, "--max-sequences", 20, "--ensemble", 1, 4, "--json", tmp_path / "ppl.json"]
+    arguments = [
+        "--datasets",
+        data,
+        "--max-sequences",
+        20,
+        "--ensemble",
+        1,
+        4,
+        "--json",
+        tmp_path / "ppl.json",
+    ]
     status, out, _ = script(eval_ppl, run, *arguments)
     assert status == 0
     table = (tmp_path / "ppl.md").read_text()
     assert table.strip() == out.strip() and "published" not in table
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line[:1] == "|"
+    ]
     assert len({len(row) for row in rows}) == 1 and all(set(cell) <= {"-", ":"} for cell in rows[1])
     found = {(row[1], row[2]): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     labels = {"l2r": "left to right", "random": "any order"}
@@ -244,39 +337,75 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(script, run
     assert list(results) == [("l2r", 1), ("random", 1), ("random", 4)]
     for (kind, size), result in results.items():
         row = found[labels[kind], str(size)]
-        assert row["nats/token"] == f"{result['nll']:.4f}" and row["perplexity"] == f"{result['perplexity']:.3f}"
+        assert (
+            row["nats/token"] == f"{result['nll']:.4f}"
+            and row["perplexity"] == f"{result['perplexity']:.3f}"
+        )
         assert row["token-forwards"] == f"{result['token_forwards']:,}"
     assert found["any order", "4"]["gain"].startswith(f"{results['random', 4]['gain']:.5f}")
     assert "unigram entropy of train" in table and "no ensembles of l2r" in table
 
 
 def test_the_loss_of_every_token(script, run, data, encoder, tmp_path):
-    arguments = ["--datasets", data, "--max-sequences", 9, "--per-token", tmp_path / "t.npz", "--seed", 3]
+    arguments = [
+        "--datasets",
+        data,
+        "--max-sequences",
+        9,
+        "--per-token",
+        tmp_path / "t.npz",
+        "--seed",
+        3,
+    ]
     assert script(eval_ppl, run, *arguments, "--num-orders", 3)[0] == 0
     saved = np.load(tmp_path / "t.npz", allow_pickle=False)
     tokens = TokenDataset(data, "val", LENGTH).blocks(range(9)).numpy()
-    assert np.array_equal(saved["data/tokens"], tokens) and np.array_equal(saved["data/blocks"], np.arange(9))
+    assert np.array_equal(saved["data/tokens"], tokens) and np.array_equal(
+        saved["data/blocks"], np.arange(9)
+    )
     in_order, orders = direct(run, data, "random", 3, 3, 9)
     expected = np.zeros((9, LENGTH))
     for draw, order in enumerate(orders):
         rows = np.arange(9)[:, None]
         expected[rows, order.numpy()] += in_order[:, draw] / 3
     assert saved["data/random/1/nll"] == pytest.approx(expected, rel=1e-5)
-    assert saved["data/l2r/1/nll"] == pytest.approx(direct(run, data, "l2r", 1, 3, 9)[0][:, 0], rel=1e-5)
+    assert saved["data/l2r/1/nll"] == pytest.approx(
+        direct(run, data, "l2r", 1, 3, 9)[0][:, 0], rel=1e-5
+    )
 
     status, out, _ = script(eval_ppl, run, *arguments, "--ensemble", 1, 2)
     assert status == 0 and "M = 1 only" in out
     assert "data/random/2/nll" not in np.load(tmp_path / "t.npz")
     report = tmp_path / "ppl.json"
-    options = ["--ensemble", 2, "--ensemble-method", "direct", "--orders", "random", "--json", report]
+    options = [
+        "--ensemble",
+        2,
+        "--ensemble-method",
+        "direct",
+        "--orders",
+        "random",
+        "--json",
+        report,
+    ]
     for path, extra, key in ((run, options, "random/2"), (encoder, ["--json", report], "random/1")):
         assert script(eval_ppl, path, *arguments, *extra)[0] == 0
         (result,) = read_json(report)["results"]
-        assert np.load(tmp_path / "t.npz")[f"data/{key}/nll"].mean() == pytest.approx(result["nll"], rel=1e-6)
+        assert np.load(tmp_path / "t.npz")[f"data/{key}/nll"].mean() == pytest.approx(
+            result["nll"], rel=1e-6
+        )
 
 
 def test_bfloat16_is_compared_with_float32(script, run, data, tmp_path):
-    arguments = ["--datasets", data, "--max-sequences", 8, "--num-orders", 1, "--json", tmp_path / "ppl.json"]
+    arguments = [
+        "--datasets",
+        data,
+        "--max-sequences",
+        8,
+        "--num-orders",
+        1,
+        "--json",
+        tmp_path / "ppl.json",
+    ]
     results = {}
     for dtype in ("float32", "bfloat16"):
         status, out, _ = script(eval_ppl, run, *arguments, "--dtype", dtype)
@@ -286,7 +415,9 @@ def test_bfloat16_is_compared_with_float32(script, run, data, tmp_path):
         gap = result["bfloat16_minus_float32"]
         assert gap["sequences"] == 8 and 0 < abs(gap["mean"]) <= gap["largest"] < 0.05
         # the sample is everything here
-        assert gap["mean"] == pytest.approx(result["nll"] - results["float32"][key]["nll"], abs=1e-6)
+        assert gap["mean"] == pytest.approx(
+            result["nll"] - results["float32"][key]["nll"], abs=1e-6
+        )
 
 
 def test_the_orders_follow_from_the_seed(evaluate):
@@ -296,25 +427,37 @@ def test_the_orders_follow_from_the_seed(evaluate):
 
     first, again, other = (numbers(seed) for seed in (1, 1, 2))
     assert first == again and first["l2r", 1] == other["l2r", 1]
-    assert first["random", 1] != other["random", 1] and first["random", 4][1] != other["random", 4][1]
+    assert (
+        first["random", 1] != other["random", 1] and first["random", 4][1] != other["random", 4][1]
+    )
 
 
-def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_is_still_json(evaluate, tmp_path):
+def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_is_still_json(
+    evaluate, tmp_path
+):
     results = by_name(evaluate("--max-sequences", 1, "--num-orders", 1))
-    assert results["l2r", 1]["standard_error"] is None and results["l2r", 1]["monte_carlo_error"] == 0
+    assert (
+        results["l2r", 1]["standard_error"] is None and results["l2r", 1]["monte_carlo_error"] == 0
+    )
     assert results["random", 1]["monte_carlo_error"] is None
     assert "unknown" in (tmp_path / "ppl.md").read_text()
 
 
 @pytest.mark.parametrize("left_over", [1, 2, 9])
-def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_error(script, run, left_over, tmp_path):
+def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_error(
+    script, run, left_over, tmp_path
+):
     """Even a single token; the standard error is that of a mean weighted by tokens."""
     text, folder = tmp_path / "text.txt", tmp_path / "data"
-    text.write_text(("the order of any mask " * 20)[: 12 * LENGTH + left_over - 1])  # and end-of-text
+    text.write_text(
+        ("the order of any mask " * 20)[: 12 * LENGTH + left_over - 1]
+    )  # and end-of-text
     prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
     dataset = TokenDataset(folder, "test", LENGTH)
     assert dataset.tail().shape == (1, left_over)
-    status, _, err = script(eval_ppl, run, "--datasets", folder, "--orders", "l2r", "--json", tmp_path / "ppl.json")
+    status, _, err = script(
+        eval_ppl, run, "--datasets", folder, "--orders", "l2r", "--json", tmp_path / "ppl.json"
+    )
     assert status == 0, err
     (result,) = read_json(tmp_path / "ppl.json")["results"]
     model = checkpoint.load_model(run)
@@ -324,12 +467,17 @@ def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_erro
     mean = total / tokens
     assert result["tokens"] == tokens and result["nll"] == pytest.approx(mean, rel=1e-6)
     squares = sum((float(x.sum()) - mean * x.numel()) ** 2 for x in nll)
-    assert result["standard_error"] == pytest.approx(math.sqrt(squares / (n - 1) * n) / tokens, rel=1e-4)
+    assert result["standard_error"] == pytest.approx(
+        math.sqrt(squares / (n - 1) * n) / tokens, rel=1e-4
+    )
 
 
 def test_a_target_alone_has_a_budget_that_reaches_it(evaluate):
     results = by_name(evaluate("--orders", "random", "--target-se", 0.01, "--max-sequences", 6))
-    assert results["random", 1]["stopped"] == "target" and results["random", 1]["monte_carlo_error"] <= 0.01
+    assert (
+        results["random", 1]["stopped"] == "target"
+        and results["random", 1]["monte_carlo_error"] <= 0.01
+    )
 
 
 def test_a_text_whose_file_was_changed_is_refused(script, run, data, tmp_path):
@@ -342,12 +490,17 @@ def test_a_text_whose_file_was_changed_is_refused(script, run, data, tmp_path):
 # ---- published figures -----------------------------------------------------------------------------------------------
 
 
-def published(system, size=(12, 768), orders="random", ensemble=1, split="test", weights="ema", **changes):
+def published(
+    system, size=(12, 768), orders="random", ensemble=1, split="test", weights="ema", **changes
+):
     meta = {"protocol": "sedd", "splits": {split: {}}, "settings": {"dataset": "ptb"}} | changes
     dataset = SimpleNamespace(meta=meta, num_blocks=3)
     config = SimpleNamespace(n_layer=size[0], n_embd=size[1])
     loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
-    text, a = SimpleNamespace(dataset=dataset, split=split, count=3), SimpleNamespace(weights=weights)
+    text, a = (
+        SimpleNamespace(dataset=dataset, split=split, count=3),
+        SimpleNamespace(weights=weights),
+    )
     return eval_ppl.published(SimpleNamespace(text=text, loaded=loaded, name=orders, a=a), ensemble)
 
 
@@ -372,7 +525,12 @@ def test_published_figures_stand_beside_released_models_under_the_same_protocol_
     ):
         assert nothing is None
     table = tomllib.loads(eval_ppl.PUBLISHED.read_text())
-    figures = [row for size in ("small", "medium") for kind in table[size].values() for row in kind.values()]
+    figures = [
+        row
+        for size in ("small", "medium")
+        for kind in table[size].values()
+        for row in kind.values()
+    ]
     assert len(figures) == 22 and all(len(row) == len(table["datasets"]) == 5 for row in figures)
 
 
@@ -390,7 +548,9 @@ def walk(capacity, **arguments):
         return torch.arange(rows.start, rows.stop)[:, None].double()
 
     dataset = SimpleNamespace(num_blocks=23, block_size=4)
-    text = SimpleNamespace(count=23, name="text", dataset=dataset, tokens=lambda rows: torch.zeros(len(rows), 4))
+    text = SimpleNamespace(
+        count=23, name="text", dataset=dataset, tokens=lambda rows: torch.zeros(len(rows), 4)
+    )
     settings = eval_ppl.Arguments("run", ("text",), device="cpu", **arguments)
     walker = eval_ppl.Walker(ALONE, settings, 16)
     return walker.rows(SimpleNamespace(text=text, name="l2r"), work)[:, 0].tolist(), seen
@@ -408,7 +568,9 @@ def test_the_batch_is_halved_until_it_fits():
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_target_positions_is_scored_left_to_right_only(evaluate, script, plain, data):
+def test_a_model_without_target_positions_is_scored_left_to_right_only(
+    evaluate, script, plain, data
+):
     expected = direct(plain, data, "l2r", 1, 0, 4)[0].mean()
     report = evaluate("--orders", "l2r", "--max-sequences", 4, path=plain)
     assert by_name(report)["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
@@ -434,7 +596,10 @@ def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
         (["--batch-size", -2], ["--batch-size is -2"]),
         (["--seed", -1], ["seed", "-1"]),
         (["--split", "tset"], ["no split 'tset'", "'train', 'val'"]),
-        (["--datasets", "no/such/folder"], ["no/such/folder is no prepared dataset", "data/prepare.py"]),
+        (
+            ["--datasets", "no/such/folder"],
+            ["no/such/folder is no prepared dataset", "data/prepare.py"],
+        ),
         (["--datasets", "lm1b"], ["lm1b is not prepared yet", "python data/prepare.py lm1b"]),
         (["--datasets"], ["--datasets"]),
         (["--datasets", "a/books", "b/books"], ["--datasets a/books b/books", "give each its own"]),
@@ -445,10 +610,19 @@ def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
         (["--orders", "fixed_blockwise:block=17"], ["block size is 16", "smaller block"]),
         (["--json", "same.npz", "--per-token", "same.npz"], ["both name same.npz"]),
         (["--orders", "fixed_blockwise:block=x"], ["block is 'x'", "int"]),
-        (["--orders", "fixed_blockwise:block=0"], ["--orders fixed_blockwise:block=0", "at least 1"]),
+        (
+            ["--orders", "fixed_blockwise:block=0"],
+            ["--orders fixed_blockwise:block=0", "at least 1"],
+        ),
         (["--ensemble", 0], ["--ensemble is (0,)"]),
-        (["--ensemble", 8, "--orders", "l2r"], ["uniformly random orders, not for l2r", "--ensemble-method direct"]),
-        (["--ensemble", 8, "--per-token", "t.npz"], ["does not score every token", "add 1 to --ensemble"]),
+        (
+            ["--ensemble", 8, "--orders", "l2r"],
+            ["uniformly random orders, not for l2r", "--ensemble-method direct"],
+        ),
+        (
+            ["--ensemble", 8, "--per-token", "t.npz"],
+            ["does not score every token", "add 1 to --ensemble"],
+        ),
         (["--per-token", "t.json"], ["--per-token t.json", ".npz"]),
         (["--json", "table.md"], ["--json table.md", ".json"]),
         (["--target-se", 0], ["--target-se is 0"]),
@@ -457,7 +631,9 @@ def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
     ],
     ids=lambda value: " ".join(map(str, value))[:30],
 )
-def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(script, run, data, arguments, words):
+def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(
+    script, run, data, arguments, words
+):
     if "--datasets" not in arguments:
         arguments = ["--datasets", data, *arguments]
     status, _, err = script(eval_ppl, run, *arguments)
@@ -466,7 +642,9 @@ def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(script, run, da
         assert word in " ".join(err.split())
 
 
-def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(script, run, data, tmp_path):
+def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(
+    script, run, data, tmp_path
+):
     other = shutil.copytree(data, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
 
@@ -477,9 +655,15 @@ def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(scri
         return err
 
     err = error(tokenizer="gpt2")
-    assert "holds gpt2 tokens, but the model was trained on bytes tokens" in err and "--tokenizer bytes" in err
+    assert (
+        "holds gpt2 tokens, but the model was trained on bytes tokens" in err
+        and "--tokenizer bytes" in err
+    )
     err = error(protocol="sedd", block_size=32)
-    assert "packed into blocks of 32 tokens (protocol sedd), not of 16" in err and "--block-size 16" in err
+    assert (
+        "packed into blocks of 32 tokens (protocol sedd), not of 16" in err
+        and "--block-size 16" in err
+    )
     (other / "val.bin").write_bytes(bytes(2 * (LENGTH - 1)))
     meta["splits"]["val"] |= {"tokens": LENGTH - 1, "sha256": sha256_file(other / "val.bin")}
     assert "fewer than one block of 16" in error()

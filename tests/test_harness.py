@@ -22,7 +22,13 @@ from sampling.engine import TokenChoice, generate, l2r_plan
 BYTES = get_tokenizer("bytes")
 EOT = BYTES.eot
 BLOCK = 24
-TEXTS = ["", "a", "the b", "order é model", "all that was said before it, and more"]  # 0 to 38 tokens: past the block
+TEXTS = [
+    "",
+    "a",
+    "the b",
+    "order é model",
+    "all that was said before it, and more",
+]  # 0 to 38 tokens: past the block
 ENDS = ["x", " step by", "twelve bytes", ""]
 EXACT = 1e-9  # float64 sums of tens of terms near 10; another batch shape rounds them differently
 
@@ -35,9 +41,13 @@ def adapter(monkeypatch):
     def make(system="AO-GPT", settings=None, **options):
         model = system
         if isinstance(system, str):
-            model = make_system(system, **{"tokens": BYTES.vocab_size, "block_size": BLOCK} | (settings or {}))
+            model = make_system(
+                system, **{"tokens": BYTES.vocab_size, "block_size": BLOCK} | (settings or {})
+            )
         facts = {"tokenizer": "bytes", "vocab_size": BYTES.vocab_size} | options.pop("facts", {})
-        return harness.HarnessModel(checkpoint.Loaded(model, "test.pt", 0, "raw", **facts), device="cpu", **options)
+        return harness.HarnessModel(
+            checkpoint.Loaded(model, "test.pt", 0, "raw", **facts), device="cpu", **options
+        )
 
     return make
 
@@ -60,7 +70,11 @@ def tokens_of(context, end):
 
 def left_to_right(model, known, new):
     tokens = torch.tensor([known + new])
-    return float(model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])[0, len(known) :].double().sum())
+    return float(
+        model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])[0, len(known) :]
+        .double()
+        .sum()
+    )
 
 
 def any_order(model, known, new):
@@ -69,13 +83,18 @@ def any_order(model, known, new):
     tokens, rest = torch.tensor([known + new]), range(c, c + n)
     if model.config.attention == "causal":
         orders = torch.tensor([[*range(c), *order] for order in itertools.permutations(rest)])
-        return float(model.token_log_probs(tokens.expand(len(orders), -1), orders)[:, c:].sum(dim=1).mean())
+        return float(
+            model.token_log_probs(tokens.expand(len(orders), -1), orders)[:, c:].sum(dim=1).mean()
+        )
     given = {}  # log p(x_target | all but the masked positions)
     for subset in mask_sets(n):
         masked = torch.tensor([[p - c in subset for p in range(c + n)]])
         values = model.masked_log_probs(tokens, masked)[0]
         given |= {(frozenset(subset), target): float(values[c + target]) for target in subset}
-    sums = [sum(given[frozenset(order[i:]), order[i]] for i in range(n)) for order in itertools.permutations(range(n))]
+    sums = [
+        sum(given[frozenset(order[i:]), order[i]] for i in range(n))
+        for order in itertools.permutations(range(n))
+    ]
     return statistics.fmean(sums)
 
 
@@ -90,13 +109,17 @@ def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(adapte
     got = lm.loglikelihood(asked)
     for one, (value, _) in zip(asked, got, strict=True):
         known, new = tokens_of(*one.args)
-        assert value == pytest.approx(left_to_right(lm.model, known, new) if new else 0.0, abs=EXACT), one.args
+        assert value == pytest.approx(
+            left_to_right(lm.model, known, new) if new else 0.0, abs=EXACT
+        ), one.args
 
 
 def test_float32_differs_from_float64_by_rounding_alone(adapter):
     asked = requests_of(TEXTS, ENDS)
     exact = adapter().loglikelihood(asked)
-    single = adapter(make_system("AO-GPT", dtype=torch.float32, tokens=BYTES.vocab_size, block_size=BLOCK))
+    single = adapter(
+        make_system("AO-GPT", dtype=torch.float32, tokens=BYTES.vocab_size, block_size=BLOCK)
+    )
     # sums of up to 14 numbers near 8, each some 1e-6 off
     for (value, best), (expected, hit) in zip(single.loglikelihood(asked), exact, strict=True):
         assert value == pytest.approx(expected, abs=2e-4) and best == hit
@@ -118,10 +141,16 @@ def test_greedy_says_whether_every_token_is_the_likeliest(adapter, order):
     if order == "l2r":
         given = torch.tensor([known + [0] * 5])
         plan = l2r_plan(1, 8, torch.arange(8)[None] < 3)
-        new = generate(lm.model, plan, given, choice=TokenChoice(temperature=0)).tokens[0, 3:].tolist()
+        new = (
+            generate(lm.model, plan, given, choice=TokenChoice(temperature=0))
+            .tokens[0, 3:]
+            .tolist()
+        )
     else:  # one position has one order
         tokens = torch.tensor([known + [t] for t in range(257)])
-        values = lm.model.masked_log_probs(tokens, torch.tensor([False] * 3 + [True]).expand(257, -1))[:, 3]
+        values = lm.model.masked_log_probs(
+            tokens, torch.tensor([False] * 3 + [True]).expand(257, -1)
+        )[:, 3]
         new = [int(values.argmax())]
     other = new[:-1] + [(new[-1] + 1) % 256]
     (_, best), (_, not_best) = lm._loglikelihood_tokens([(None, known, new), (None, known, other)])
@@ -132,14 +161,20 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
     """Two tokens that are the likeliest from left to right, but not the other way round."""
     model = make_system("AO-GPT", tokens=BYTES.vocab_size, block_size=BLOCK)
     plan = l2r_plan(1, 4, torch.arange(4)[None] < 2)
-    tokens = generate(model, plan, torch.tensor([[5, 6, 0, 0]]), choice=TokenChoice(temperature=0)).tokens[0].tolist()
+    tokens = (
+        generate(model, plan, torch.tensor([[5, 6, 0, 0]]), choice=TokenChoice(temperature=0))
+        .tokens[0]
+        .tolist()
+    )
     last_alone = torch.tensor([[5, 6, 0, t] for t in range(257)])
     masked = torch.tensor([False, False, True, True]).expand(257, -1)
     assert int(model.masked_log_probs(last_alone, masked)[:, 3].argmax()) != tokens[3]
     seen = set()
     for seed in range(12):
         lm = adapter(model, order="random", num_orders=2, seed=seed)
-        drawn = [lm.row(tokens[:2], tokens[2:], draw).order.tolist() == [0, 1, 2, 3] for draw in range(2)]
+        drawn = [
+            lm.row(tokens[:2], tokens[2:], draw).order.tolist() == [0, 1, 2, 3] for draw in range(2)
+        ]
         assert lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])[0][1] == all(drawn)
         seen.add(tuple(drawn))
     assert len(seen) == 4
@@ -165,7 +200,10 @@ def test_any_order_estimates_are_unbiased_given_the_context(adapter, system):
     of accepting a wrong alarm each; seeds are fixed), and vary."""
     model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
     asked = [request("the ", "abc"), request("", "wxyz")]
-    draws = [adapter(model, order="random", num_orders=2, seed=seed, batch_size=64) for seed in range(300)]
+    draws = [
+        adapter(model, order="random", num_orders=2, seed=seed, batch_size=64)
+        for seed in range(300)
+    ]
     got = [[value for value, _ in lm.loglikelihood(asked)] for lm in draws]
     for one, values in zip(asked, zip(*got, strict=True), strict=True):
         exact = any_order(model, *tokens_of(*one.args))
@@ -184,7 +222,10 @@ def test_more_draws_come_closer_and_a_single_position_is_exact(adapter, system):
             yield lm.loglikelihood([request("order", end)])[0][0]
 
     exact = any_order(model, *tokens_of("order", " of"))
-    errors = [math.sqrt(statistics.fmean((v - exact) ** 2 for v in estimates(" of", draws))) for draws in (1, 64)]
+    errors = [
+        math.sqrt(statistics.fmean((v - exact) ** 2 for v in estimates(" of", draws)))
+        for draws in (1, 64)
+    ]
     # 64 draws: an eighth of the error expected; from 8 repetitions each, the ratio is within a factor of 3
     assert errors[1] < 3 / 8 * errors[0]
     single = any_order(model, *tokens_of("order", "s"))
@@ -201,7 +242,9 @@ def test_the_masks_of_a_request_are_stratified_over_their_sizes(adapter):
         assert sizes == [1, 2, 3, 4, 5, 6]
         for row in rows:
             assert row.weight == 6 / (9 - row.first)
-            assert row.order[:3].tolist() == [0, 1, 2] and sorted(row.order.tolist()) == list(range(9))
+            assert row.order[:3].tolist() == [0, 1, 2] and sorted(row.order.tolist()) == list(
+                range(9)
+            )
 
 
 def test_sizes_and_sets_of_masks_are_uniform_and_independent(adapter):
@@ -236,11 +279,17 @@ def test_a_loaded_model_s_padded_masks_agree_with_masked_log_probs(adapter):
     """One row of a mixed batch, by hand: weight times the sum over the masked positions."""
     for system in ENCODERS:
         lm = adapter(system, num_orders=4)
-        rows = [lm.row(*tokens_of(*one.args), draw) for one in requests_of(TEXTS, ENDS[:3]) for draw in range(4)]
+        rows = [
+            lm.row(*tokens_of(*one.args), draw)
+            for one in requests_of(TEXTS, ENDS[:3])
+            for draw in range(4)
+        ]
         for row, (value, _) in zip(rows, lm.score(rows), strict=True):
             masked = torch.zeros(1, len(row.tokens), dtype=torch.bool)
             masked[0, row.order[row.first :]] = True
-            expected = row.weight * float(lm.model.masked_log_probs(torch.tensor([row.tokens]), masked).sum())
+            expected = row.weight * float(
+                lm.model.masked_log_probs(torch.tensor([row.tokens]), masked).sum()
+            )
             assert value == pytest.approx(expected, abs=EXACT * row.weight)
 
 
@@ -249,13 +298,21 @@ def test_a_loaded_model_s_padded_masks_agree_with_masked_log_probs(adapter):
 
 def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
     lm = adapter(batch_size=3)
-    texts = ["", "a", "x" * (BLOCK - 1), "y" * BLOCK, "It was the best of times, it was the worst of times." * 2]
+    texts = [
+        "",
+        "a",
+        "x" * (BLOCK - 1),
+        "y" * BLOCK,
+        "It was the best of times, it was the worst of times." * 2,
+    ]
     got = lm.loglikelihood_rolling([request(text) for text in texts])
     for text, value in zip(texts, got, strict=True):
         tokens, expected, place = BYTES.encode(text), 0.0, 0
         while place < len(tokens):
             end = min(place + BLOCK - 1, len(tokens))
-            known = ([EOT] + tokens)[max(0, end + 1 - BLOCK) : place + 1]  # as many as fit, at least the one before
+            known = ([EOT] + tokens)[
+                max(0, end + 1 - BLOCK) : place + 1
+            ]  # as many as fit, at least the one before
             expected += left_to_right(lm.model, known, tokens[place:end])
             place = end
         assert value == pytest.approx(expected, abs=EXACT), text
@@ -275,7 +332,9 @@ def by_hand(lm, context, length):
 
 
 @pytest.mark.parametrize("first_look", [1, 3, 32])
-def test_greedy_generation_left_to_right_whatever_the_batches_and_the_looks(adapter, monkeypatch, first_look):
+def test_greedy_generation_left_to_right_whatever_the_batches_and_the_looks(
+    adapter, monkeypatch, first_look
+):
     lm = adapter("AO-GPT", batch_size=2)
     monkeypatch.setattr(harness, "FIRST_LOOK", first_look)
     got = lm.generate_until([request(text, {"max_gen_toks": 6}) for text in TEXTS])
@@ -293,7 +352,9 @@ def ascii_model(system="AO-GPT", boost=(), **settings):
 
 
 @pytest.mark.parametrize("first_look", [1, 32])
-def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(adapter, monkeypatch, first_look):
+def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(
+    adapter, monkeypatch, first_look
+):
     monkeypatch.setattr(harness, "FIRST_LOOK", first_look)
     lm = adapter(ascii_model())
     (whole,) = lm.generate_until([request("the", {"max_gen_toks": 12})])
@@ -311,7 +372,9 @@ def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(adapter, mon
 def test_a_row_that_has_stopped_leaves_the_batch(adapter, monkeypatch):
     monkeypatch.setattr(harness, "FIRST_LOOK", 2)
     calls, real = [], generate
-    monkeypatch.setattr(harness, "generate", lambda *a, **k: calls.append(len(a[1])) or real(*a, **k))
+    monkeypatch.setattr(
+        harness, "generate", lambda *a, **k: calls.append(len(a[1])) or real(*a, **k)
+    )
     lm = adapter(ascii_model())
     whole = lm.generate_until([request(text, {"max_gen_toks": 16}) for text in ("a", "b")])
     assert calls == [2, 2, 2, 2]  # 2, 4, 8 and 16 tokens
@@ -322,7 +385,9 @@ def test_a_row_that_has_stopped_leaves_the_batch(adapter, monkeypatch):
 
 
 SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
-SAMPLERS = [(s, m) for s in ("AO-GPT", "RADD") for m in ("l2r", "mdm", "even", "random", "adaptive")]
+SAMPLERS = [
+    (s, m) for s in ("AO-GPT", "RADD") for m in ("l2r", "mdm", "even", "random", "adaptive")
+]
 
 
 @pytest.mark.parametrize(("system", "mode"), SAMPLERS)
@@ -348,10 +413,14 @@ def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
 
     assert wanted() == harness.Wanted(TokenChoice(0.0), block, ())
     assert wanted(max_new_tokens=5, until="a") == harness.Wanted(TokenChoice(0.0), 5, ("a",))
-    assert wanted(temperature=0.5, until=["", "b"]) == harness.Wanted(TokenChoice(0.5), block, ("b",))
+    assert wanted(temperature=0.5, until=["", "b"]) == harness.Wanted(
+        TokenChoice(0.5), block, ("b",)
+    )
     assert wanted(do_sample=True, top_k=3) == harness.Wanted(TokenChoice(1.0, top_k=3), block, ())
     assert wanted(do_sample=False, temperature=0.7, top_k=0).choice == TokenChoice(0.0)
-    assert wanted(do_sample=True, temperature=0.7, top_p=0.9, top_k=-1).choice == TokenChoice(0.7, 0.9)
+    assert wanted(do_sample=True, temperature=0.7, top_p=0.9, top_k=-1).choice == TokenChoice(
+        0.7, 0.9
+    )
     for settings, words in (
         ({"num_beams": 4}, "num_beams is not supported"),
         ({"max_gen_toks": BLOCK}, "give gen_kwargs max_gen_toks=N, N from 1 to 23"),
@@ -368,7 +437,11 @@ def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
 
 def test_what_a_model_cannot_do_is_refused_by_name(adapter):
     for system, options, words in (
-        ("RADD", {"order": "l2r"}, "is an encoder and has no left-to-right likelihood; take order random"),
+        (
+            "RADD",
+            {"order": "l2r"},
+            "is an encoder and has no left-to-right likelihood; take order random",
+        ),
         ("GPT-2", {"order": "random"}, "not told its target position; take order l2r and mode l2r"),
         ("GPT-2", {"mode": "mdm"}, "not told its target position"),
         ("AO-GPT", {"order": "backwards"}, "order is 'backwards'; it must be one of"),
@@ -378,8 +451,16 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
         ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a whole number from 1"),
         ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'"),
         ("AO-GPT", {"seed": -1}, "seed is -1"),
-        ("AO-GPT", {"facts": {"vocab_size": 200}}, "test.pt knows 200 tokens, but its tokenizer, bytes, has 257"),
-        ("AO-GPT", {"settings": {"tokens": 256}}, "knows 256 tokens, but its tokenizer, bytes, has 257"),
+        (
+            "AO-GPT",
+            {"facts": {"vocab_size": 200}},
+            "test.pt knows 200 tokens, but its tokenizer, bytes, has 257",
+        ),
+        (
+            "AO-GPT",
+            {"settings": {"tokens": 256}},
+            "knows 256 tokens, but its tokenizer, bytes, has 257",
+        ),
         ("RADD", {"settings": {"tokens": 100}}, "knows 100 tokens"),
         ("AO-GPT", {"facts": {"tokenizer": "words"}}, "unknown tokenizer 'words'"),
     ):
@@ -387,12 +468,16 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
             adapter(system, **options)
 
 
-def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(adapter, monkeypatch):
+def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(
+    adapter, monkeypatch
+):
     lm = adapter()
     assert len(lm.loglikelihood([request("a", "b" * (BLOCK - 1))])) == 1
     monkeypatch.setattr(lm, "score", None)
     requests = [request("a", "b"), request("a", "c" * BLOCK), request("see this", "order" * BLOCK)]
-    with pytest.raises(ValueError, match="2 of 3 requests have no room: the model takes 24 tokens, one of") as refused:
+    with pytest.raises(
+        ValueError, match="2 of 3 requests have no room: the model takes 24 tokens, one of"
+    ) as refused:
         lm.loglikelihood(requests)
     message = f"request 3 has a continuation of 120 tokens, which begins '{('order' * 7)[:32]}' after a context that "
     assert message + "ends in 'see this'. Leave its task or its row out" in str(refused.value)
@@ -401,8 +486,11 @@ def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
     start = "import sys; sys.modules['lm_eval'] = None; from evaluation import harness; import eval_tasks"
     done = run_script("-c", f"{start}; harness.HarnessModel('nowhere')", check=False)
-    assert "ValueError: this needs the package lm_eval: pip install -r requirements-harness.txt" in done.stderr
-    main = "from runtime.processes import run_script; run_script(eval_tasks.main)"
+    assert (
+        "ValueError: this needs the package lm_eval: pip install -r requirements-harness.txt"
+        in done.stderr
+    )
+    main = "from runtime.command_line import run_script; run_script(eval_tasks.main)"
     done = run_script("-c", f"{start}; {main}", "nowhere", "--tasks", "a", check=False)
     assert_user_error(done, "pip install -r requirements-harness.txt")
     assert "--num-orders" in run_script("-c", f"{start}; {main}", "--help").stdout
@@ -411,7 +499,16 @@ def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs
 def test_help_shows_an_example_and_every_option(script):
     status, out, _ = script(eval_tasks, "--help")
     assert status == 0 and "python eval_tasks.py" in out
-    for name in ("tasks", "include-path", "order", "num-orders", "limit", "json", "gen-kwargs", "samples"):
+    for name in (
+        "tasks",
+        "include-path",
+        "order",
+        "num-orders",
+        "limit",
+        "json",
+        "gen-kwargs",
+        "samples",
+    ):
         assert f"--{name}" in out
 
 
@@ -433,7 +530,9 @@ doc_to_text: "{text}"
 CHOICE = 'doc_to_choice: "{{choices}}"\ndoc_to_target: gold\ntarget_delimiter: ""\nmetric_list: [{metric: acc}]\n'
 ANSWER = 'doc_to_target: "{{target}}"\ngeneration_kwargs: {until: [" "], max_gen_toks: 8}\n'
 ANSWER += "metric_list: [{metric: exact_match}]\n"
-ROLLING = 'doc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n'
+ROLLING = (
+    'doc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n'
+)
 
 
 @pytest.fixture
@@ -447,7 +546,9 @@ def tasks(tmp_path, monkeypatch, adapter, run):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     lm = harness.HarnessModel(run, device="cpu")
-    answers = lm.generate_until([request(row["text"], {"until": [" "], "max_gen_toks": 8}) for row in ROWS])
+    answers = lm.generate_until(
+        [request(row["text"], {"until": [" "], "max_gen_toks": 8}) for row in ROWS]
+    )
     targets = [answers[0], answers[1], "?", "?"]
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -461,7 +562,9 @@ def tasks(tmp_path, monkeypatch, adapter, run):
         task = TASK.format(name=f"tiny_{name}", kind=kind, text=text, path=folder / "rows.jsonl")
         (folder / f"{name}.yaml").write_text(task + rest)
     real = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: real(include_defaults=False, **options))
+    monkeypatch.setattr(
+        lm_eval.tasks, "TaskManager", lambda **options: real(include_defaults=False, **options)
+    )
     return folder
 
 
@@ -469,7 +572,12 @@ def expected_results(lm):
     """Accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
     right = 0
     for row in ROWS:
-        values = [value for value, _ in lm.loglikelihood([request(row["text"], choice) for choice in row["choices"]])]
+        values = [
+            value
+            for value, _ in lm.loglikelihood(
+                [request(row["text"], choice) for choice in row["choices"]]
+            )
+        ]
         right += values.index(max(values)) == row["gold"]
     nats = sum(lm.loglikelihood_rolling([request(row["text"]) for row in ROWS]))
     return right / len(ROWS), -nats / math.log(2) / sum(len(row["text"]) for row in ROWS)
@@ -480,12 +588,23 @@ def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, o
     names = ["tiny_choose", "tiny_answer", "tiny_roll"]
     files = ["--json", tmp_path / "results.json", "--samples", tmp_path / "samples.jsonl"]
     status, out, err = script(
-        eval_tasks, run, "--tasks", *names, "--include-path", tasks, "--device", "cpu", *order, *files
+        eval_tasks,
+        run,
+        "--tasks",
+        *names,
+        "--include-path",
+        tasks,
+        "--device",
+        "cpu",
+        *order,
+        *files,
     )
     assert status == 0, err
     report = json.loads((tmp_path / "results.json").read_text())
     kind = "random" if order else "l2r"
-    accuracy, bits = expected_results(harness.HarnessModel(run, device="cpu", order=kind, num_orders=3))
+    accuracy, bits = expected_results(
+        harness.HarnessModel(run, device="cpu", order=kind, num_orders=3)
+    )
     assert report["results"]["tiny_choose"]["acc,none"] == accuracy
     assert report["results"]["tiny_answer"]["exact_match,none"] == 0.5
     # float32, in other batches
@@ -494,15 +613,46 @@ def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, o
         assert name in out
     assert f"log-likelihoods: {kind}, generation: l2r" in out
     settings = report["settings"]
-    assert (settings["order"], settings["mode"], settings["seed"], settings["dtype"]) == (kind, "l2r", 0, "float32")
-    assert report["checkpoint"]["step"] == 40 and report["versions"]["lm_eval"] and report["processes"] == 1
+    assert (settings["order"], settings["mode"], settings["seed"], settings["dtype"]) == (
+        kind,
+        "l2r",
+        0,
+        "float32",
+    )
+    assert (
+        report["checkpoint"]["step"] == 40
+        and report["versions"]["lm_eval"]
+        and report["processes"] == 1
+    )
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [line["task"] for line in samples] == [name for name in names for _ in ROWS]
 
 
-def test_limit_shots_patterns_and_generation_settings_reach_the_harness(script, run, tasks, tmp_path):
-    pattern = ["--tasks", "tiny_[ca]*", "--include-path", tasks, "--json", tmp_path / "r.json", "--device", "cpu"]
-    options = ["--limit", 2, "--num-fewshot", 0, "--gen-kwargs", "max_gen_toks=1", "--mode", "mdm", "--steps", 1]
+def test_limit_shots_patterns_and_generation_settings_reach_the_harness(
+    script, run, tasks, tmp_path
+):
+    pattern = [
+        "--tasks",
+        "tiny_[ca]*",
+        "--include-path",
+        tasks,
+        "--json",
+        tmp_path / "r.json",
+        "--device",
+        "cpu",
+    ]
+    options = [
+        "--limit",
+        2,
+        "--num-fewshot",
+        0,
+        "--gen-kwargs",
+        "max_gen_toks=1",
+        "--mode",
+        "mdm",
+        "--steps",
+        1,
+    ]
     status, _, err = script(eval_tasks, run, *pattern, *options)
     assert status == 0, err
     report = json.loads((tmp_path / "r.json").read_text())
@@ -523,13 +673,21 @@ def test_the_model_is_registered_under_its_name(run, tasks):
         batch_size=4,
         task_manager=TaskManager(include_path=str(tasks)),
     )
-    accuracy, _ = expected_results(harness.HarnessModel(run, device="cpu", order="random", num_orders=2))
+    accuracy, _ = expected_results(
+        harness.HarnessModel(run, device="cpu", order="random", num_orders=2)
+    )
     assert results["results"]["tiny_choose"]["acc,none"] == accuracy
 
 
-def test_mistakes_at_the_command_line_are_errors_without_a_traceback(script, run, plain, tasks, tmp_path):
+def test_mistakes_at_the_command_line_are_errors_without_a_traceback(
+    script, run, plain, tasks, tmp_path
+):
     for path, options, words in (
-        (run, ["--tasks", "tiny_chose", "--include-path", tasks], "no task 'tiny_chose': did you mean tiny_choose"),
+        (
+            run,
+            ["--tasks", "tiny_chose", "--include-path", tasks],
+            "no task 'tiny_chose': did you mean tiny_choose",
+        ),
         (
             run,
             ["--tasks", "tiny_roll"],
@@ -542,7 +700,11 @@ def test_mistakes_at_the_command_line_are_errors_without_a_traceback(script, run
         (run, ["--tasks"], "--tasks names no task"),
         (plain, ["--tasks", "a", "--order", "random"], "take order l2r"),
         (tmp_path / "no", ["--tasks", "a"], "give a run folder"),
-        (run, ["--tasks", "tiny_answer", "--include-path", tasks, "--gen-kwargs", "max_gen_toks=99"], "from 1 to 15"),
+        (
+            run,
+            ["--tasks", "tiny_answer", "--include-path", tasks, "--gen-kwargs", "max_gen_toks=99"],
+            "from 1 to 15",
+        ),
     ):
         status, _, err = script(eval_tasks, path, "--device", "cpu", *options)
         assert status == 2 and "Traceback" not in err
@@ -551,11 +713,30 @@ def test_mistakes_at_the_command_line_are_errors_without_a_traceback(script, run
 
 def test_two_processes_give_the_results_of_one(script, run, tasks, tmp_path):
     """Under torchrun, as a user runs it."""
-    common = [run, "--tasks", tasks / "choose.yaml", tasks / "answer.yaml", "--device", "cpu", "--order", "random"]
+    common = [
+        run,
+        "--tasks",
+        tasks / "choose.yaml",
+        tasks / "answer.yaml",
+        "--device",
+        "cpu",
+        "--order",
+        "random",
+    ]
     common += ["--gen-kwargs", "temperature=1.0,do_sample=True"]
     assert script(eval_tasks, *common, "--samples", tmp_path / "one.jsonl")[0] == 0
-    torchrun(2, "eval_tasks.py", *common, "--samples", tmp_path / "two.jsonl", "--json", tmp_path / "two.json")
-    one, two = ([json.loads(line) for line in open(tmp_path / f"{name}.jsonl")] for name in ("one", "two"))
+    torchrun(
+        2,
+        "eval_tasks.py",
+        *common,
+        "--samples",
+        tmp_path / "two.jsonl",
+        "--json",
+        tmp_path / "two.json",
+    )
+    one, two = (
+        [json.loads(line) for line in open(tmp_path / f"{name}.jsonl")] for name in ("one", "two")
+    )
     key = lambda line: (line["task"], line["doc_id"])  # noqa: E731
     assert len(one) == len(two) == 8
     for a, b in zip(sorted(one, key=key), sorted(two, key=key), strict=True):
@@ -571,4 +752,6 @@ def test_requests_are_shared_as_the_harness_expects(adapter):
     """Rank and world size come from the job; alone, gathering gives back what was given."""
     lm = adapter(processes=Processes(0, 1, torch.device("cpu")))
     assert (lm.rank, lm.world_size) == (0, 1)
-    assert lm.all_gather(torch.tensor(5)).tolist() == [5] and lm.gather_object({"a": 1}) == [{"a": 1}]
+    assert lm.all_gather(torch.tensor(5)).tolist() == [5] and lm.gather_object({"a": 1}) == [
+        {"a": 1}
+    ]

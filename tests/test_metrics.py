@@ -61,13 +61,17 @@ def test_a_long_curve_is_the_mean_over_equal_parts_of_the_order(run, data, point
     model = checkpoint.load_model(run, "ema")
     _, whole = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
     monkeypatch.setattr(train, "CURVE_POINTS", points)
-    loss, curve = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
+    loss, curve = train.validation(
+        model, TokenDataset(data, "val", LENGTH), "random", config, ALONE
+    )
     parts = [[whole[i] for i in range(LENGTH) if i * points // LENGTH == j] for j in range(points)]
     np.testing.assert_allclose(curve, [np.mean(part) for part in parts], rtol=1e-12)
     assert np.dot(curve, [len(part) for part in parts]) / LENGTH == pytest.approx(loss, rel=1e-12)
 
 
-def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of_known_ones(encoder, data):
+def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of_known_ones(
+    encoder, data
+):
     config = encoder_config(tiny_config(data, ""))
     model, tokens = checkpoint.load_model(encoder, "ema"), held_out(data, 7)
     masked = evaluation_masks(7, 0, range(7), 7, LENGTH).masked
@@ -75,8 +79,12 @@ def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of
     expected = [[] for _ in range(LENGTH)]
     for b in range(7):
         expected[LENGTH - int(masked[b].sum())] += (-log_probs[b][masked[b]]).tolist()
-    loss, curve = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
-    assert 0 < sum(value is None for value in curve) <= LENGTH - 2, "7 sequences cannot have 16 numbers of known tokens"
+    loss, curve = train.validation(
+        model, TokenDataset(data, "val", LENGTH), "random", config, ALONE
+    )
+    assert 0 < sum(value is None for value in curve) <= LENGTH - 2, (
+        "7 sequences cannot have 16 numbers of known tokens"
+    )
     assert [value is None for value in curve] == [not part for part in expected]
     for value, part in zip(curve, expected, strict=True):
         assert not part or value == pytest.approx(np.mean(part), rel=1e-5)
@@ -101,12 +109,19 @@ def drawn(lines, *keys, over="tokens"):
     """What draw_panel draws: [(x, y, line style)]."""
     axes = Figure().subplots()
     metrics.draw_panel(axes, lines, keys, "black", over)
-    return [(line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linestyle()) for line in axes.lines]
+    return [
+        (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linestyle())
+        for line in axes.lines
+    ]
 
 
 def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
     training = [{"step": step, "loss": 1.0, "tokens": 100 * step} for step in (10, 20)]
-    lines = [*training, {"step": 15, "val_loss_l2r": 2.0, "val_loss_l2r_raw": 3.0}, {"step": 20, "val_loss_l2r": 1.5}]
+    lines = [
+        *training,
+        {"step": 15, "val_loss_l2r": 2.0, "val_loss_l2r_raw": 3.0},
+        {"step": 20, "val_loss_l2r": 1.5},
+    ]
     keys = ("val_loss_l2r", "val_loss_l2r_raw")
     assert drawn(lines, *keys) == [([1500, 2000], [2.0, 1.5], "-"), ([1500], [3.0], "--")]
     assert drawn(lines, *keys, over="steps") == [([15, 20], [2.0, 1.5], "-"), ([15], [3.0], "--")]
@@ -114,13 +129,18 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
 
 
 def test_the_curve_drawn_is_that_of_the_last_evaluation_with_a_gap_where_nothing_was_measured():
-    lines = [{"step": 5, "val_curve_random": [9.0, 9.0]}, {"step": 9, "val_curve_random": [3.0, None, 2.0, 1.0]}]
+    lines = [
+        {"step": 5, "val_curve_random": [9.0, 9.0]},
+        {"step": 9, "val_curve_random": [3.0, None, 2.0, 1.0]},
+    ]
     ((x, y, _),) = drawn(lines, "val_curve_random", "val_curve_l2r")
     assert x == [0.125, 0.375, 0.625, 0.875] and y[::2] == [3.0, 2.0] and math.isnan(y[1])
 
 
 def test_skipped_steps_leave_no_point_in_the_training_loss():
-    lines = [{"step": step, "loss": None if step == 2 else 4.0, "tokens": step} for step in (1, 2, 3)]
+    lines = [
+        {"step": step, "loss": None if step == 2 else 4.0, "tokens": step} for step in (1, 2, 3)
+    ]
     plain, smooth = drawn(lines, "loss")
     assert plain[:2] == ([1, 3], [4.0, 4.0]) and smooth[1] == pytest.approx([4.0, 4.0])
 
@@ -144,10 +164,17 @@ def test_runs_are_called_by_their_names_or_where_these_are_alike_by_their_paths(
 
 def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path):
     before = [
-        {k: v for k, v in line.items() if k in ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")}
+        {
+            k: v
+            for k, v in line.items()
+            if k in ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")
+        }
         for line in lines_of(run)
     ]
-    old, out = write_lines(tmp_path / "old $x_1$ run", before), tmp_path / "pictures" / "compare.png"
+    old, out = (
+        write_lines(tmp_path / "old $x_1$ run", before),
+        tmp_path / "pictures" / "compare.png",
+    )
     done = run_script("train.py", "--plot", run, old, encoder, "--plot-out", out)
     assert f"wrote {out}" in done.stdout and out.read_bytes().startswith(PNG)
 
@@ -171,7 +198,10 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
         ([cut, *out], "cut: its metrics.jsonl has no whole line"),
         ([nothing, *out], "nothing: its metrics.jsonl holds no losses"),
         (out, "--plot needs run folders"),
-        ([run, "--plot-out", tmp_path / "out.pdf"], "out.pdf: the plot is a PNG; name a file that ends in .png"),
+        (
+            [run, "--plot-out", tmp_path / "out.pdf"],
+            "out.pdf: the plot is a PNG; name a file that ends in .png",
+        ),
     ):
         status, _, err = script(train, "--plot", *arguments)
         assert status == 2 and words in err, err

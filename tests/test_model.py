@@ -22,7 +22,13 @@ VARIANTS = {
     "adaln": {"target": "adaln"},
     "input": {"target": "input"},
     "none": {"target": "none"},
-    "sigma-gpt": {"target": "input", "norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False},
+    "sigma-gpt": {
+        "target": "input",
+        "norm": "layernorm",
+        "qk_norm": False,
+        "tied_head": True,
+        "head_bias": False,
+    },
     "gpt-2": {
         "target": "none",
         "norm": "layernorm",
@@ -96,7 +102,9 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(va
     tokens, order = random_tokens(11, 3, 7, seed=4), random_orders(3, 7, seed=5)
     weights = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     names, values = zip(*parameters(model).items(), strict=True)
-    expected = torch.autograd.grad(-(weights * log_probs(model.config, parameters(model), tokens, order)).sum(), values)
+    expected = torch.autograd.grad(
+        -(weights * log_probs(model.config, parameters(model), tokens, order)).sum(), values
+    )
     got = torch.autograd.grad((weights * model(tokens, order)).sum(), values)
     for name, a, b in zip(names, got, expected, strict=True):
         assert (a - b).abs().max() < 1e-9, name
@@ -106,7 +114,9 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(va
 def test_two_backward_passes_are_bitwise_equal():
     model = make_model(0, dtype=torch.float32)
     tokens, order = random_tokens(11, 32, 9, seed=0), random_orders(32, 9, seed=1)
-    runs = [torch.autograd.grad(model(tokens, order).sum(), list(model.parameters())) for _ in range(2)]
+    runs = [
+        torch.autograd.grad(model(tokens, order).sum(), list(model.parameters())) for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -116,7 +126,9 @@ def test_the_probabilities_of_all_sequences_sum_to_one_under_every_order(target)
     model = make_model(5, vocab_size=3, target=target)
     sequences = all_sequences(3, 4)
     for order in random_orders(6, 4, seed=3):
-        total = model.token_log_probs(sequences, order.expand(len(sequences), 4)).sum(dim=1).exp().sum()
+        total = (
+            model.token_log_probs(sequences, order.expand(len(sequences), 4)).sum(dim=1).exp().sum()
+        )
         assert abs(total - 1) < 1e-12  # 81 terms in float64
 
 
@@ -165,7 +177,9 @@ def test_permutation_gather_equals_plain_indexing_with_its_gradient():
         outputs.append(out)
         grads.append(torch.autograd.grad((out.sin() * weights).sum(), leaf)[0])
     assert torch.equal(*outputs)
-    assert (grads[0] - grads[1]).abs().max() < 1e-13  # five float64 terms a row, summed in another order
+    assert (
+        grads[0] - grads[1]
+    ).abs().max() < 1e-13  # five float64 terms a row, summed in another order
 
 
 def test_permutation_gather_sums_bfloat16_gradients_in_float32():
@@ -207,7 +221,9 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant):
     rates = torch.tensor([0.2, 0.5, 0.8, 0.5, 0.5, 0.5])[:, None]
     masked = torch.rand(6, 8, generator=torch.Generator().manual_seed(3)) < rates
     one = torch.eye(8, dtype=torch.bool)
-    masked = torch.cat([masked, torch.ones(1, 8).bool(), torch.zeros(1, 8).bool(), one[:1], ~one[5:6]])
+    masked = torch.cat(
+        [masked, torch.ones(1, 8).bool(), torch.zeros(1, 8).bool(), one[:1], ~one[5:6]]
+    )
     got = model.masked_log_probs(tokens, masked)
     assert (got - masked_by_single_orders(model, tokens, masked)).abs().max() < 1e-12
     assert (got[~masked] == 0).all() and (got[masked] < 0).all()
@@ -215,7 +231,10 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant):
 
 def test_masked_log_probs_do_not_look_at_masked_tokens():
     model = make_model(1)
-    tokens, masked = random_tokens(11, 2, 8, seed=0), torch.tensor([[1, 0, 1, 1, 0, 0, 1, 0]] * 2, dtype=torch.bool)
+    tokens, masked = (
+        random_tokens(11, 2, 8, seed=0),
+        torch.tensor([[1, 0, 1, 1, 0, 0, 1, 0]] * 2, dtype=torch.bool),
+    )
     tokens[1] = tokens[0]
     tokens[1, 2] = (tokens[0, 2] + 1) % 11
     a, b = model.masked_log_probs(tokens, masked)
@@ -246,7 +265,9 @@ def cached_logits(model, tokens, order, known, sizes, spares=(0, 0, 0)):
     known, cached, result = known.clone(), torch.zeros(B, dtype=torch.long), {}
     for size in sizes.T:
         count = (size > 0) * (known + size - cached)
-        seen = ordered.where(torch.arange(T) < known[:, None], 0)  # nobody may peek at what is not decoded yet
+        seen = ordered.where(
+            torch.arange(T) < known[:, None], 0
+        )  # nobody may peek at what is not decoded yet
         sizes_of_pass = (int(count.sum()), int(count.max()), int((cached + count).max()))
         items, width, length = (v + spare for v, spare in zip(sizes_of_pass, spares, strict=True))
         feed = Feed(cached, known, count, items, width, min(length, T))
@@ -293,7 +314,9 @@ def test_cached_logits_are_those_of_the_uncached_forward(variant, groups, spares
 # ---- the output head -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elements", [1, 2**25])  # chunks of 256 rows (the least), and one chunk for all
+@pytest.mark.parametrize(
+    "elements", [1, 2**25]
+)  # chunks of 256 rows (the least), and one chunk for all
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, elements, tied):
     monkeypatch.setattr(model_module, "HEAD_CHUNK_ELEMENTS", elements)
@@ -347,7 +370,11 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
         elif "norm" in name:
             assert (p == 1).all(), name
         else:
-            std = 0.02 / math.sqrt(6) if name.endswith(("attn.proj.weight", "mlp.proj.weight")) else 0.02
+            std = (
+                0.02 / math.sqrt(6)
+                if name.endswith(("attn.proj.weight", "mlp.proj.weight"))
+                else 0.02
+            )
             n = p.numel()
             assert abs(p.std() / (0.98658 * std) - 1) < 5 / math.sqrt(2 * n), name
             assert abs(p.mean()) < 5 * std / math.sqrt(n), name
@@ -368,11 +395,34 @@ def test_initialisation_follows_its_generator():
 
 def test_parameter_names_of_ao_gpt():
     """Checkpoints and converters build on these names."""
-    block = ["norm1.weight", "norm2.weight", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias"]
-    block += ["attn.q_norm.weight", "attn.k_norm.weight", "mlp.fc.weight", "mlp.fc.bias", "mlp.proj.weight"]
+    block = [
+        "norm1.weight",
+        "norm2.weight",
+        "attn.qkv.weight",
+        "attn.qkv.bias",
+        "attn.proj.weight",
+        "attn.proj.bias",
+    ]
+    block += [
+        "attn.q_norm.weight",
+        "attn.k_norm.weight",
+        "mlp.fc.weight",
+        "mlp.fc.bias",
+        "mlp.proj.weight",
+    ]
     block += ["mlp.proj.bias", "adaln.weight", "adaln.bias"]
-    expected = {"start", "wte.weight", "wpe.weight", "wtpe.weight", "norm_f.weight", "adaln_f.weight", "adaln_f.bias"}
-    expected |= {"head.weight", "head.bias"} | {f"blocks.{i}.{name}" for i in range(2) for name in block}
+    expected = {
+        "start",
+        "wte.weight",
+        "wpe.weight",
+        "wtpe.weight",
+        "norm_f.weight",
+        "adaln_f.weight",
+        "adaln_f.bias",
+    }
+    expected |= {"head.weight", "head.bias"} | {
+        f"blocks.{i}.{name}" for i in range(2) for name in block
+    }
     assert set(parameters(make_model())) == expected
 
 
@@ -409,7 +459,9 @@ def test_flops_per_token_is_what_pytorch_counts(length):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = ModelConfig(vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target="input")
+    config = ModelConfig(
+        vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target="input"
+    )
     model = AOGPT(config).eval()
     tokens, order = random_tokens(96, 2, length, 0), random_orders(2, length, 0)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -447,7 +499,9 @@ def test_training_forward_compiles_to_one_graph_once(target):
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim"])
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim"]
+)
 @pytest.mark.parametrize("value", [0, -3])
 def test_sizes_below_one_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"model\.{name} is {value}.*at least 1"):
@@ -455,7 +509,9 @@ def test_sizes_below_one_are_refused_by_name(name, value):
 
 
 def test_width_must_divide_into_heads():
-    with pytest.raises(ValueError, match=r"n_embd \(10\) must be a multiple of model\.n_head \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"n_embd \(10\) must be a multiple of model\.n_head \(4\)"
+    ):
         ModelConfig(n_embd=10, n_head=4)
 
 
@@ -479,6 +535,10 @@ def test_dropout_must_be_a_share(dropout):
 )
 def test_scoring_refuses_what_the_model_cannot_take(scores, tokens, shape, words):
     model = make_model()
-    other = torch.arange(shape[-1]).expand(shape) if scores == "token_log_probs" else torch.ones(shape).bool()
+    other = (
+        torch.arange(shape[-1]).expand(shape)
+        if scores == "token_log_probs"
+        else torch.ones(shape).bool()
+    )
     with pytest.raises(ValueError, match=words):
         getattr(model, scores)(tokens, other)

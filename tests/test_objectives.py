@@ -18,11 +18,26 @@ from reference import (
 )
 
 from model import AOGPT, Feed, ModelConfig
-from objectives import Estimate, ao_ar_loss, estimate, evaluation_masks, held_out_nll, t_quantile, token_nll
+from objectives import (
+    Estimate,
+    ao_ar_loss,
+    estimate,
+    evaluation_masks,
+    held_out_nll,
+    t_quantile,
+    token_nll,
+)
 from orders import OrderConfig, orders_at
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
-ENUMERABLE = {"vocab_size": V, "block_size": N, "n_layer": 2, "n_head": 2, "n_embd": 8, "cond_dim": 4}
+ENUMERABLE = {
+    "vocab_size": V,
+    "block_size": N,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 8,
+    "cond_dim": 4,
+}
 
 
 def make_model(seed, target="adaln"):
@@ -84,7 +99,9 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     for masked in mask_sets(N):
         context_orders = list(itertools.permutations([p for p in range(N) if p not in masked]))
         for position in masked:
-            nll = sum(-conditional[context, position].log() for context in context_orders) / len(context_orders)
+            nll = sum(-conditional[context, position].log() for context in context_orders) / len(
+                context_orders
+            )
             integral += float(mdm_weight(masked, N)) * nll
     assert (ao_ar_by_enumeration(model, sequences) - integral).abs().max() < 1e-12
     assert integral.std() > 0.1
@@ -113,7 +130,14 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
         for known in range(N):  # l - 1
             lengths = torch.full((len(orders),), known)
             with torch.no_grad():
-                feed = Feed(torch.zeros_like(lengths), lengths, torch.full_like(lengths, N), len(orders) * N, N, N)
+                feed = Feed(
+                    torch.zeros_like(lengths),
+                    lengths,
+                    torch.full_like(lengths, N),
+                    len(orders) * N,
+                    N,
+                    N,
+                )
                 hidden = model.parallel_hidden(ordered, orders, feed)
                 nll = model.head_nll(hidden.view(len(orders), N, -1), ordered)
             total += nll[:, known:].sum(dim=1).mean() / (N - known)
@@ -135,7 +159,9 @@ def test_order_invariant_decoder_is_a_masked_diffusion_model(seed):
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
         mask = torch.tensor([p in masked for p in range(N)]).expand(len(sequences), N)
-        integral -= float(mdm_weight(masked, N)) * model.masked_log_probs(sequences, mask).sum(dim=1)
+        integral -= float(mdm_weight(masked, N)) * model.masked_log_probs(sequences, mask).sum(
+            dim=1
+        )
     assert (ao_ar_by_enumeration(model, sequences) - integral).abs().max() < 1e-12
 
 
@@ -149,7 +175,9 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable():
 
 
 def test_any_order_loss_takes_a_wrapped_model():
-    class Wrapper(torch.nn.Module):  # as a distributed or compiled wrapper: it forwards, and has no other method
+    class Wrapper(
+        torch.nn.Module
+    ):  # as a distributed or compiled wrapper: it forwards, and has no other method
         def __init__(self, inner):
             super().__init__()
             self.inner = inner
@@ -157,7 +185,11 @@ def test_any_order_loss_takes_a_wrapped_model():
         def forward(self, *arguments):
             return self.inner(*arguments)
 
-    model, tokens, order = make_model(0), random_tokens(V, 2, N, seed=0), random_orders(2, N, seed=1)
+    model, tokens, order = (
+        make_model(0),
+        random_tokens(V, 2, N, seed=0),
+        random_orders(2, N, seed=1),
+    )
     assert torch.equal(ao_ar_loss(Wrapper(model), tokens, order), ao_ar_loss(model, tokens, order))
 
 
@@ -191,7 +223,9 @@ def test_estimate_averages_the_orders_of_a_sequence_first():
     got = estimate(torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]]))
     assert (got.nll, got.standard_error, got.sequences) == (2.0, 0.0, 3)
     values = torch.tensor([1.0, 2.0, 5.0])
-    assert estimate(values[:, None].expand(3, 7)).standard_error == pytest.approx(estimate(values).standard_error)
+    assert estimate(values[:, None].expand(3, 7)).standard_error == pytest.approx(
+        estimate(values).standard_error
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -201,7 +235,10 @@ def test_the_standard_error_is_the_spread_of_repeated_estimates(seed):
     the first beyond the second."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.randn(2000, 30, 1, generator=generator, dtype=torch.float64)
-    estimates = [estimate(x) for x in data + torch.randn(2000, 30, 2, generator=generator, dtype=torch.float64)]
+    estimates = [
+        estimate(x)
+        for x in data + torch.randn(2000, 30, 2, generator=generator, dtype=torch.float64)
+    ]
     spread = torch.tensor([e.nll for e in estimates]).std()
     claimed = sum(e.standard_error for e in estimates) / len(estimates)
     assert abs(claimed / float(spread) - 1) < 0.08
@@ -220,9 +257,13 @@ def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
     assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]
     assert torch.equal(whole.weight, 6 / counts)
     part = evaluation_masks(seed, 3, range(7, 20), 24, 6)
-    assert torch.equal(part.masked, whole.masked[7:20]) and torch.equal(part.weight, whole.weight[7:20])
+    assert torch.equal(part.masked, whole.masked[7:20]) and torch.equal(
+        part.weight, whole.weight[7:20]
+    )
     other = evaluation_masks(seed, 4, range(24), 24, 6)
-    assert not torch.equal(other.masked, whole.masked) and not torch.equal(other.weight, whole.weight)
+    assert not torch.equal(other.masked, whole.masked) and not torch.equal(
+        other.weight, whole.weight
+    )
 
 
 # ---- Monte Carlo errors and intervals --------------------------------------------------------------------------------
@@ -232,9 +273,9 @@ def test_the_monte_carlo_error_is_the_spread_of_the_draws_of_each_sequence():
     """By hand: variances 2, 8 and 0 within three sequences of two draws; the mean of six draws, 10/3 / 6."""
     draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
     got = estimate(draws)
-    assert got.monte_carlo_error == pytest.approx(math.sqrt(10 / 3 / 6)) and got.degrees == pytest.approx(
-        3 * 10**2 / 68 - 2
-    )
+    assert got.monte_carlo_error == pytest.approx(
+        math.sqrt(10 / 3 / 6)
+    ) and got.degrees == pytest.approx(3 * 10**2 / 68 - 2)
     alike = estimate(torch.tensor([[1.0, 3.0], [0.0, 2.0], [7.0, 9.0]]))
     assert alike.degrees == pytest.approx(3 * 6**2 / 12 - 2)
     assert estimate(draws[:1]).degrees == pytest.approx(1)
@@ -245,26 +286,43 @@ def test_the_monte_carlo_error_is_the_spread_of_the_draws_of_each_sequence():
 
 def test_values_that_are_known_have_no_monte_carlo_error_and_one_draw_does_not_tell_it():
     exact = estimate(torch.tensor([1.0, 2.0]))
-    assert exact.monte_carlo_error == 0 and exact.interval(given_data=True) == (exact.perplexity, exact.perplexity)
+    assert exact.monte_carlo_error == 0 and exact.interval(given_data=True) == (
+        exact.perplexity,
+        exact.perplexity,
+    )
     single = estimate(torch.tensor([[1.0], [2.0]]))
-    assert math.isnan(single.monte_carlo_error) and all(map(math.isnan, single.interval(given_data=True)))
+    assert math.isnan(single.monte_carlo_error) and all(
+        map(math.isnan, single.interval(given_data=True))
+    )
     assert single.standard_error == exact.standard_error > 0
 
 
 def test_parts_add_up():
     """The sequence means of both parts are added before their deviation is taken; Monte Carlo variances are added."""
-    first, second = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 5.0]]), torch.tensor([[1.0, 2.0, 3.0]] * 3)
+    first, second = (
+        torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 5.0]]),
+        torch.tensor([[1.0, 2.0, 3.0]] * 3),
+    )
     got, one, two = estimate(first, second), estimate(first), estimate(second)
     assert got.nll == pytest.approx(one.nll + two.nll)
     assert got.standard_error == pytest.approx(one.standard_error)
-    assert got.monte_carlo_error == pytest.approx(math.hypot(one.monte_carlo_error, two.monte_carlo_error))
+    assert got.monte_carlo_error == pytest.approx(
+        math.hypot(one.monte_carlo_error, two.monte_carlo_error)
+    )
     v, w = one.monte_carlo_error**2, two.monte_carlo_error**2
     assert got.degrees == pytest.approx((v + w) ** 2 / (v**2 / one.degrees + w**2 / two.degrees))
 
 
 @pytest.mark.parametrize(
     "degrees, expected",
-    [(1, 12.70620), (2, 4.30265), (5, 2.57058), (30, 2.04227), (1000, 1.96234), (math.inf, 1.95996)],
+    [
+        (1, 12.70620),
+        (2, 4.30265),
+        (5, 2.57058),
+        (30, 2.04227),
+        (1000, 1.96234),
+        (math.inf, 1.95996),
+    ],
 )
 def test_quantiles_of_students_t_are_those_of_the_tables(degrees, expected):
     assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
@@ -272,8 +330,12 @@ def test_quantiles_of_students_t_are_those_of_the_tables(degrees, expected):
 
 def test_the_interval_of_the_perplexity_is_that_of_the_loss():
     got = Estimate(1.0, 0.1, 6, 0.02, 2)
-    assert got.interval() == pytest.approx((math.exp(1 - 0.257058), math.exp(1 + 0.257058)), rel=1e-5)
-    assert got.interval(given_data=True) == pytest.approx((math.exp(1 - 0.0860530), math.exp(1 + 0.0860530)), rel=1e-5)
+    assert got.interval() == pytest.approx(
+        (math.exp(1 - 0.257058), math.exp(1 + 0.257058)), rel=1e-5
+    )
+    assert got.interval(given_data=True) == pytest.approx(
+        (math.exp(1 - 0.0860530), math.exp(1 + 0.0860530)), rel=1e-5
+    )
 
 
 REPEATS, TEXTS = 200, 12
@@ -287,7 +349,9 @@ def covered(estimates, exact, given_data):
 def drawn_texts(given_data):
     """Indices of sequences, (REPEATS, TEXTS): the same texts every time, or texts that are drawn anew."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator).expand(REPEATS, TEXTS)
+    return torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator).expand(
+        REPEATS, TEXTS
+    )
 
 
 @pytest.mark.parametrize("given_data", [True, False])
@@ -297,7 +361,10 @@ def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws,
     model, index = make_model(0), drawn_texts(given_data)
     exact = ao_ar_by_enumeration(model, all_sequences(V, N)) / N
     tokens, rows = all_sequences(V, N)[index.flatten()], range(REPEATS * TEXTS)
-    nll = [token_nll(model, tokens, OrderConfig("random"), 0, draw, rows, 0).mean(dim=1) for draw in range(draws)]
+    nll = [
+        token_nll(model, tokens, OrderConfig("random"), 0, draw, rows, 0).mean(dim=1)
+        for draw in range(draws)
+    ]
     estimates = [estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)]
     target = float(exact[index[0]].mean() if given_data else exact.mean())
     assert 0.90 <= covered(estimates, target, given_data) <= 0.99
@@ -308,12 +375,17 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_the_exact_any_order_loss
     """The any-order loss of an encoder's own conditionals, over all orders; its masks are stratified over the texts."""
     model, conditional = enumerable_system(system, seed=0)
     orders = list(itertools.permutations(range(N)))
-    exact = sum(-conditional[o[:i], o[i]].log() for o in orders for i in range(N)) / (N * len(orders))
+    exact = sum(-conditional[o[:i], o[i]].log() for o in orders for i in range(N)) / (
+        N * len(orders)
+    )
     index = drawn_texts(given_data=True)[0]
     tokens, random = all_sequences(V, N)[index], OrderConfig("random")
     estimates = []
     for seed in range(REPEATS):
-        nll = [held_out_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS) for draw in range(6)]
+        nll = [
+            held_out_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS)
+            for draw in range(6)
+        ]
         estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
     assert 0.90 <= covered(estimates, float(exact[index].mean()), given_data=True) <= 0.99
     values = torch.tensor([e.nll for e in estimates], dtype=torch.float64)

@@ -22,7 +22,9 @@ from training.optimizers import (
 
 
 def muon_config(**changes):
-    return tiny_config("", "", optim__kind="muon", optim__muon_lr=2e-2, optim__weight_decay=0.5, **changes)
+    return tiny_config(
+        "", "", optim__kind="muon", optim__muon_lr=2e-2, optim__weight_decay=0.5, **changes
+    )
 
 
 def with_gradients(config, seed=0):
@@ -39,7 +41,11 @@ def with_gradients(config, seed=0):
 
 def test_the_learning_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
     config = change(
-        tiny_config("", ""), train__steps=100, optim__warmup_steps=10, optim__lr=0.5, optim__min_lr_ratio=0.2
+        tiny_config("", ""),
+        train__steps=100,
+        optim__warmup_steps=10,
+        optim__lr=0.5,
+        optim__min_lr_ratio=0.2,
     )
     rates = [learning_rate(step, config) for step in range(101)]
     np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11))
@@ -75,7 +81,9 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     matrices = muon_matrices(model) if kind == "muon" else {}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # without a gradient either optimizer moves a weight by its decay alone
+        p.grad = torch.zeros_like(
+            p
+        )  # without a gradient either optimizer moves a weight by its decay alone
     optimizer.step()
     for name, p in model.named_parameters():
         rate = 2e-2 if name in matrices else 3e-3
@@ -105,10 +113,15 @@ def newton_schulz(gradient):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.95])
-def test_two_steps_of_muon_are_those_of_its_formula_and_the_other_weights_move_as_under_adamw(momentum):
+def test_two_steps_of_muon_are_those_of_its_formula_and_the_other_weights_move_as_under_adamw(
+    momentum,
+):
     config = muon_config(optim__muon_momentum=momentum)
     model, plain = with_gradients(config), with_gradients(config)
-    optimizer, adamw = make_optimizer(model, config), make_optimizer(plain, change(config, optim__kind="adamw"))
+    optimizer, adamw = (
+        make_optimizer(model, config),
+        make_optimizer(plain, change(config, optim__kind="adamw")),
+    )
     expected = {name: p.detach().double() for name, p in muon_matrices(model).items()}
     buffers = {name: torch.zeros_like(value) for name, value in expected.items()}
     for seed in (0, 5):
@@ -127,7 +140,10 @@ def test_two_steps_of_muon_are_those_of_its_formula_and_the_other_weights_move_a
     others = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         if name in expected:  # Muon iterates in bfloat16, whose numbers are 2^-8 apart
-            step = expected[name] - dict(with_gradients(config).named_parameters())[name].detach().double()
+            step = (
+                expected[name]
+                - dict(with_gradients(config).named_parameters())[name].detach().double()
+            )
             error = (p.detach().double() - expected[name]).norm() / step.norm()
             assert error < 0.03, (name, error)
         else:
@@ -160,7 +176,8 @@ def test_muon_where_pytorch_has_none_is_an_error_that_says_what_to_do(monkeypatc
     model = AOGPT(config.model)
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(
-        ValueError, match="needs PyTorch 2.9 or newer, but this is .*; upgrade torch, or set optim.kind"
+        ValueError,
+        match="needs PyTorch 2.9 or newer, but this is .*; upgrade torch, or set optim.kind",
     ):
         make_optimizer(model, config)
     make_optimizer(model, change(config, optim__kind="adamw"))

@@ -17,7 +17,9 @@ def counts_of(orders):
     """How often each of the T! permutations occurs, (T!,), in lexicographic order of the permutations."""
     length = orders.shape[1]
     index = {perm: i for i, perm in enumerate(itertools.permutations(range(length)))}
-    codes = torch.tensor([index[tuple(row)] for row in orders.tolist()])  # KeyError unless every row is a permutation
+    codes = torch.tensor(
+        [index[tuple(row)] for row in orders.tolist()]
+    )  # KeyError unless every row is a permutation
     return codes.bincount(minlength=math.factorial(length))
 
 
@@ -34,10 +36,14 @@ def test_every_row_is_a_permutation(kind, length):
 
 
 def test_left_to_right_is_the_identity():
-    assert torch.equal(orders_at(OrderConfig(kind="l2r"), 0, 0, range(3), 6), torch.arange(6).expand(3, 6))
+    assert torch.equal(
+        orders_at(OrderConfig(kind="l2r"), 0, 0, range(3), 6), torch.arange(6).expand(3, 6)
+    )
 
 
-@pytest.mark.parametrize("length", [4, 7, 8, 33])  # length + 1 numbers a row: with and without a remainder by four
+@pytest.mark.parametrize(
+    "length", [4, 7, 8, 33]
+)  # length + 1 numbers a row: with and without a remainder by four
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length):
     config = OrderConfig(kind=kind, block=3, l2r_prob=0.3)
@@ -48,7 +54,9 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length):
     assert torch.equal(together, apart)
     assert torch.equal(together, shards)
     assert torch.equal(together[:5], prefix)
-    assert torch.equal(together, orders_at(config, 5, 7, range(12), length))  # no hidden state between calls
+    assert torch.equal(
+        together, orders_at(config, 5, 7, range(12), length)
+    )  # no hidden state between calls
 
 
 @pytest.mark.parametrize("kind", ["random", "mixture"])
@@ -104,7 +112,9 @@ def test_mixture_is_uniform_besides_its_left_to_right_share(seed):
 
 
 def test_mixture_at_its_ends_is_left_to_right_or_random():
-    ends = [orders_at(OrderConfig(kind="mixture", l2r_prob=p), 4, 4, range(200), 12) for p in (0.0, 1.0)]
+    ends = [
+        orders_at(OrderConfig(kind="mixture", l2r_prob=p), 4, 4, range(200), 12) for p in (0.0, 1.0)
+    ]
     identity = torch.arange(12)
     assert not (ends[0] == identity).all(dim=1).any()
     assert (ends[1] == identity).all()
@@ -114,7 +124,11 @@ def test_fixed_random_is_one_permutation_for_the_run_and_differs_by_its_seed():
     runs = []
     for seed in range(3):
         config = OrderConfig(kind="fixed_random", seed=seed)
-        runs.append(torch.cat([orders_at(config, *table, range(4), 32) for table in ((0, 0), (0, 5), (9, 1))]))
+        runs.append(
+            torch.cat(
+                [orders_at(config, *table, range(4), 32) for table in ((0, 0), (0, 5), (9, 1))]
+            )
+        )
     for run in runs:
         assert (run == run[0]).all()
         assert not torch.equal(run[0], torch.arange(32))
@@ -122,7 +136,12 @@ def test_fixed_random_is_one_permutation_for_the_run_and_differs_by_its_seed():
 
 
 def test_fixed_random_is_uniform_over_its_seeds():
-    order = torch.cat([orders_at(OrderConfig(kind="fixed_random", seed=s), 0, 0, range(1), 4) for s in range(4000)])
+    order = torch.cat(
+        [
+            orders_at(OrderConfig(kind="fixed_random", seed=s), 0, 0, range(1), 4)
+            for s in range(4000)
+        ]
+    )
     assert chi_square_p(counts_of(order), uniform_counts(order, 24)) > LEVEL
 
 
@@ -134,7 +153,9 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(leng
         assert (order == order[0]).all()
         assert torch.equal(order, orders_at(config, 8, 9, range(3), length))
         order = order[0]
-        assert torch.equal(order // block, torch.arange(length) // block)  # blocks from left to right
+        assert torch.equal(
+            order // block, torch.arange(length) // block
+        )  # blocks from left to right
         whole = orders_at(config, 1, 2, range(1), block)[0].tolist()
         for start in range(0, length, block):
             inside = (order[start : start + block] - start).tolist()
@@ -142,7 +163,10 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(leng
 
 
 def test_fixed_blockwise_does_permute_and_differs_by_its_seed():
-    orders = [orders_at(OrderConfig(kind="fixed_blockwise", block=16, seed=s), 0, 0, range(1), 48)[0] for s in range(3)]
+    orders = [
+        orders_at(OrderConfig(kind="fixed_blockwise", block=16, seed=s), 0, 0, range(1), 48)[0]
+        for s in range(3)
+    ]
     rows = {tuple(order.tolist()) for order in orders} | {tuple(range(48))}
     assert len(rows) == 4
 
@@ -170,7 +194,9 @@ def test_sample_orders_uses_no_other_randomness():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sample_orders_is_uniform_over_calls(seed):
     generator = torch.Generator().manual_seed(seed)
-    order = torch.cat([sample_orders(OrderConfig(kind="random"), 2, 3, generator) for _ in range(3000)])
+    order = torch.cat(
+        [sample_orders(OrderConfig(kind="random"), 2, 3, generator) for _ in range(3000)]
+    )
     assert chi_square_p(counts_of(order), uniform_counts(order, 6)) > LEVEL
 
 

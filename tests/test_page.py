@@ -27,7 +27,13 @@ MIXED = PageSample(
     [-1, -1, 5, 0, 4, 2, 4],
     [math.nan, 0.0, -1.5, -20.0, -0.25, -2.1, math.log(0.123)],
 )
-REVEALED = [{0, 1}, {0, 1, 3}, {0, 1, 3, 5}, {0, 1, 3, 4, 5, 6}, set(range(7))]  # after each of the page's steps
+REVEALED = [
+    {0, 1},
+    {0, 1, 3},
+    {0, 1, 3, 5},
+    {0, 1, 3, 4, 5, 6},
+    set(range(7)),
+]  # after each of the page's steps
 
 
 def data_of(document: str) -> dict:
@@ -57,7 +63,9 @@ def test_data_survives():
 
 
 def test_hostile_text_stays_data():
-    document = render([PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[1]})
+    document = render(
+        [PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[1]}
+    )
     data = data_of(document)
     assert data["samples"][0]["pieces"] == HOSTILE and data["settings"] == {HOSTILE[0]: HOSTILE[1]}
     assert "onerror" in document
@@ -85,8 +93,12 @@ def test_mistakes_are_named():
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (requirements-dev.txt)")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright (requirements-dev.txt)"
+    )
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if path is None:
         pytest.skip("needs Chromium: none of chromium, chromium-browser, google-chrome is on PATH")
     with playwright.sync_playwright() as driver:
@@ -137,7 +149,9 @@ def wait_until(tab, condition: str) -> None:
 
 
 def slide(tab, step: int) -> None:
-    tab.locator("#slider").evaluate("(s, v) => { s.value = v; s.dispatchEvent(new Event('input')); }", step)
+    tab.locator("#slider").evaluate(
+        "(s, v) => { s.value = v; s.dispatchEvent(new Event('input')); }", step
+    )
 
 
 def test_it_opens_with_the_whole_text(show):
@@ -152,12 +166,19 @@ def test_it_opens_with_the_whole_text(show):
 
 def test_the_slider_shows_what_is_revealed_by_then(show):
     tab = show([MIXED])
-    boxes = tab.evaluate("() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))")
+    boxes = tab.evaluate(
+        "() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))"
+    )
     for step in (0, 3, 1, 4, 2):
         slide(tab, step)
         count = len(REVEALED[step]) - 2
-        assert state(tab) == (REVEALED[step], f"step {step} of 4, {count} of 5 tokens (and 2 given)")
-        now = tab.evaluate("() => [...document.querySelectorAll('#text .now')].map(token => token.position)")
+        assert state(tab) == (
+            REVEALED[step],
+            f"step {step} of 4, {count} of 5 tokens (and 2 given)",
+        )
+        now = tab.evaluate(
+            "() => [...document.querySelectorAll('#text .now')].map(token => token.position)"
+        )
         assert set(now) == (REVEALED[step] - REVEALED[step - 1] if step else set())
         after = tab.evaluate(
             "() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))"
@@ -167,7 +188,13 @@ def test_the_slider_shows_what_is_revealed_by_then(show):
 
 def test_keys(show):
     tab = show([MIXED])
-    for key, step in [("ArrowLeft", 3), ("ArrowLeft", 2), ("ArrowRight", 3), ("ArrowRight", 4), ("ArrowRight", 4)]:
+    for key, step in [
+        ("ArrowLeft", 3),
+        ("ArrowLeft", 2),
+        ("ArrowRight", 3),
+        ("ArrowRight", 4),
+        ("ArrowRight", 4),
+    ]:
         tab.keyboard.press(key)
         assert state(tab)[0] == REVEALED[step]
     tab.locator("#slider").focus()  # a range has arrow keys of its own: one step all the same
@@ -194,17 +221,40 @@ def test_play_pause_and_speed(show):
 
 
 def test_every_token_tells_its_probability(show):
-    tab = show([PageSample(MIXED.pieces, MIXED.step, [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]])])
+    tab = show(
+        [
+            PageSample(
+                MIXED.pieces, MIXED.step, [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]]
+            )
+        ]
+    )
     expected = {
         0: ["Once", "position 1 of 7", "given"],
-        2: ["↵↵", "position 3 of 7", "step 4 of 4 (6 in the plan)", "model's probability 22.3%, -1.500 nats"],
+        2: [
+            "↵↵",
+            "position 3 of 7",
+            "step 4 of 4 (6 in the plan)",
+            "model's probability 22.3%, -1.500 nats",
+        ],
         3: ["␣a", "position 4 of 7", "step 1 of 4", "model's probability 2.1e-9, -20.000 nats"],
-        5: ["é", "position 6 of 7", "step 2 of 4 (3 in the plan)", "model's probability not finite"],
-        6: ["␣time", "position 7 of 7", "step 3 of 4 (5 in the plan)", "model's probability 12.3%, -2.096 nats"],
+        5: [
+            "é",
+            "position 6 of 7",
+            "step 2 of 4 (3 in the plan)",
+            "model's probability not finite",
+        ],
+        6: [
+            "␣time",
+            "position 7 of 7",
+            "step 3 of 4 (5 in the plan)",
+            "model's probability 12.3%, -2.096 nats",
+        ],
     }
     for position, lines in expected.items():
         token = tab.locator("#text .token").nth(position)
-        box = token.evaluate("token => token.getClientRects()[0].toJSON()")  # the first line of a token of several
+        box = token.evaluate(
+            "token => token.getClientRects()[0].toJSON()"
+        )  # the first line of a token of several
         tab.mouse.move(box["x"] + 3, box["y"] + 8)
         assert tab.locator("#tip").inner_text().split("\n") == lines
         tab.mouse.move(5, 5)
@@ -219,7 +269,10 @@ def test_every_token_tells_its_probability(show):
 
 
 def test_the_fragment_is_the_state(show):
-    tab = show([PageSample(["x"], [0], [-1.0]), MIXED, PageSample(["y"], [-1], [0.0])], fragment="#sample=2&step=1")
+    tab = show(
+        [PageSample(["x"], [0], [-1.0]), MIXED, PageSample(["y"], [-1], [0.0])],
+        fragment="#sample=2&step=1",
+    )
     assert state(tab)[0] == REVEALED[1] and tab.locator("#sample").input_value() == "1"
     tab.keyboard.press("ArrowRight")
     tab.wait_for_url("**#sample=2&step=2")
@@ -236,9 +289,15 @@ def test_the_fragment_is_the_state(show):
 
 
 def test_hostile_text_is_shown_and_runs_nothing(show):
-    tab = show([PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[0]})
-    texts = tab.locator("#text .token").evaluate_all("tokens => tokens.map(token => token.textContent)")
-    assert texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]  # a lone surrogate does not travel back from the browser
+    tab = show(
+        [PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[0]}
+    )
+    texts = tab.locator("#text .token").evaluate_all(
+        "tokens => tokens.map(token => token.textContent)"
+    )
+    assert (
+        texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]
+    )  # a lone surrogate does not travel back from the browser
     assert tab.locator("#settings dd").evaluate("e => e.textContent") == HOSTILE[0]
     for position in range(len(HOSTILE)):
         tab.locator("#text .token").nth(position).focus()
@@ -248,7 +307,9 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
 
 def test_a_thousand_steps_do_not_lag(show):
     T = 1024
-    tab = show([PageSample([" token"] * T, [i * 389 % T for i in range(T)], [-1.0] * T) for _ in range(64)])
+    tab = show(
+        [PageSample([" token"] * T, [i * 389 % T for i in range(T)], [-1.0] * T) for _ in range(64)]
+    )
     seconds = tab.evaluate(
         """() => {
             const before = performance.now();

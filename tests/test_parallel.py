@@ -67,19 +67,31 @@ def everywhere(data, tmp_path_factory, pairs, short):
     """
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, train__micro_batch_size=2)
-    base = change(base, model__n_layer=1, checkpoint__keep=99, checkpoint__interval=MOVED, eval__interval=10)
+    base = change(
+        base, model__n_layer=1, checkpoint__keep=99, checkpoint__interval=MOVED, eval__interval=10
+    )
     runs = {to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0]) for to in PLACES}
     moves = {
-        (source, to): change(runs[to], name=f"{runs[source].name}_to_{runs[to].name}", eval__interval=0)
+        (source, to): change(
+            runs[to], name=f"{runs[source].name}_to_{runs[to].name}", eval__interval=0
+        )
         for source, to in MOVES
     }
 
     def jobs(world, sources):
-        return [("moved", config) for (source, to), config in moves.items() if source[1] in sources and to[1] == world]
+        return [
+            ("moved", config)
+            for (source, to), config in moves.items()
+            if source[1] in sources and to[1] == world
+        ]
 
     for world in (1, 2, 4):
         own = [("run", config) for (_, processes), config in runs.items() if processes == world]
-        more = [("steps", shards) for _, shards in pairs.values()] + compiled_pair(short) if world == 2 else []
+        more = (
+            [("steps", shards) for _, shards in pairs.values()] + compiled_pair(short)
+            if world == 2
+            else []
+        )
         do(world, *own, *jobs(world, range(world + 1)), *more)
     do(1, *jobs(1, (2, 4)))
     return runs, moves
@@ -92,7 +104,9 @@ def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(everywh
     assert_same_losses(runs[place], runs["ddp", 1], 1e-5)
 
 
-def test_a_checkpoint_gives_its_state_bit_for_bit_to_any_number_of_processes_under_ddp_and_fsdp(everywhere):
+def test_a_checkpoint_gives_its_state_bit_for_bit_to_any_number_of_processes_under_ddp_and_fsdp(
+    everywhere,
+):
     runs, moves = everywhere
     for (source, _), config in moves.items():
         path = runs[source].run_folder / "checkpoints" / f"step_{MOVED:08d}"
@@ -120,12 +134,18 @@ def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywh
     runs, _ = everywhere
     source = runs["fsdp", 4]
     config = change(source, name="script", train__parallel="fsdp")
-    shutil.copytree(source.run_folder, config.run_folder)  # which makes the link to the best one a folder
+    shutil.copytree(
+        source.run_folder, config.run_folder
+    )  # which makes the link to the best one a folder
     shutil.rmtree(checkpoint.find(config.run_folder)[-1])
     done = torchrun(2, "train.py", write_config(config))
-    assert f"resumed from {checkpoint.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
+    assert (
+        f"resumed from {checkpoint.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
+    )
     assert_same_losses(config, source, 1e-5)
-    assert (config.run_folder / "best").resolve() == checkpoint.find(config.run_folder)[-1].resolve()
+    assert (config.run_folder / "best").resolve() == checkpoint.find(config.run_folder)[
+        -1
+    ].resolve()
 
 
 # ---- every system, sharded -------------------------------------------------------------------------------------------
@@ -137,14 +157,24 @@ SYSTEMS = {  # changes of the model, objective, order
     "tied head": ({"tied_head": True}, ObjectiveConfig(), OrderConfig("random")),
     "shared": ({"target": "shared"}, ObjectiveConfig(), OrderConfig("random")),
     "per block": ({"target": "per_block"}, ObjectiveConfig(), OrderConfig("random")),
-    "two streams": ({"target": "two_stream"}, ObjectiveConfig("groupwise", group=4), OrderConfig("random")),
+    "two streams": (
+        {"target": "two_stream"},
+        ObjectiveConfig("groupwise", group=4),
+        OrderConfig("random"),
+    ),
     "encoder": (
         {"target": "none", "attention": "full", "mask_token": 257},
         ObjectiveConfig("lambda_dce"),
         OrderConfig("random"),
     ),
     "score entropy": (
-        {"target": "none", "attention": "full", "mask_token": 257, "noise": True, "position": "rotary"},
+        {
+            "target": "none",
+            "attention": "full",
+            "mask_token": 257,
+            "noise": True,
+            "position": "rotary",
+        },
         ObjectiveConfig("score_entropy"),
         OrderConfig("random"),
     ),
@@ -154,7 +184,11 @@ SYSTEMS = {  # changes of the model, objective, order
 def system(base, name, **changes):
     model, objective, order = SYSTEMS[name]
     config = replace(
-        base, name=name.replace(" ", "_"), model=replace(base.model, **model), objective=objective, order=order
+        base,
+        name=name.replace(" ", "_"),
+        model=replace(base.model, **model),
+        objective=objective,
+        order=order,
     )
     return change(config, **changes)
 
@@ -163,7 +197,9 @@ def system(base, name, **changes):
 def short(data, tmp_path_factory):
     """Four steps of four micro-batches, or of two on each of two processes."""
     out = tmp_path_factory.mktemp("short")
-    base = tiny_config(data, out, steps=5, model__dropout=0.0, eval__interval=0, checkpoint__interval=99)
+    base = tiny_config(
+        data, out, steps=5, model__dropout=0.0, eval__interval=0, checkpoint__interval=99
+    )
     return change(base, optim__warmup_steps=1, train__micro_batch_size=2, train__steps=4)
 
 
@@ -175,14 +211,22 @@ def pairs(short, run):
     alone["muon"] = change(short, name="muon", optim__kind="muon")
     alone["started"] = change(short, name="started", train__init_from=str(run))
     shards = {
-        name: change(c, name=f"{c.name}_2", train__parallel="fsdp", train__activation_checkpointing=next(checkpointing))
+        name: change(
+            c,
+            name=f"{c.name}_2",
+            train__parallel="fsdp",
+            train__activation_checkpointing=next(checkpointing),
+        )
         for name, c in alone.items()
     }
     for kind, every in itertools.product(("ddp", "fsdp"), (False, True)):
         name = f"{kind} {every}"
         alone[name] = change(short, name="reduced")
         shards[name] = change(
-            short, name=f"reduced_{kind}_{every}", train__parallel=kind, train__reduce_every_micro_batch=every
+            short,
+            name=f"reduced_{kind}_{every}",
+            train__parallel=kind,
+            train__reduce_every_micro_batch=every,
         )
     return {name: (alone[name], shards[name]) for name in alone}
 
@@ -191,35 +235,53 @@ def compiled_pair(short):
     """Jobs of two runs in shards, eager and compiled; none without a compiler."""
     base = change(short, train__parallel="fsdp", train__activation_checkpointing="selective")
     found = any(map(shutil.which, ("c++", "g++", "clang++")))
-    jobs = [("run", change(base, name="eager")), ("compiled", change(base, name="compiled", train__compile=True))]
+    jobs = [
+        ("run", change(base, name="eager")),
+        ("compiled", change(base, name="compiled", train__compile=True)),
+    ]
     return jobs if found else []
 
 
 @pytest.mark.parametrize("name", [*SYSTEMS, "muon", "started"])
-def test_every_system_takes_the_same_steps_in_shards_on_two_processes_as_alone(pairs, everywhere, name):
+def test_every_system_takes_the_same_steps_in_shards_on_two_processes_as_alone(
+    pairs, everywhere, name
+):
     """Four losses, hence three updates, and gradient norms; with activation checkpointing, too.
 
     Muon iterates in bfloat16: where the other order of the sums of a gradient, of a relative 1e-7, crosses a boundary
     of it, an entry of an update of 0.2 * 3e-3 moves by 2^-8 of itself.
     """
     alone, shards = pairs[name]
-    expected, ours = torch.tensor(parallel_jobs.steps(alone, ALONE)), torch.tensor(result("steps", shards))
+    expected, ours = (
+        torch.tensor(parallel_jobs.steps(alone, ALONE)),
+        torch.tensor(result("steps", shards)),
+    )
     assert len(ours) == 4 and expected[0, 0] != expected[3, 0]
-    torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-4 if name == "muon" else 1e-5)
-    torch.testing.assert_close(ours[:, 1], expected[:, 1], rtol=1e-3 if name == "muon" else 1e-4, atol=0)
+    torch.testing.assert_close(
+        ours[:, 0], expected[:, 0], rtol=0, atol=1e-4 if name == "muon" else 1e-5
+    )
+    torch.testing.assert_close(
+        ours[:, 1], expected[:, 1], rtol=1e-3 if name == "muon" else 1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("kind, groups", [("ddp", 1), ("fsdp", 3)])
-def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(pairs, everywhere, kind, groups):
+def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(
+    pairs, everywhere, kind, groups
+):
     """ddp has one bucket for such a small model, fsdp a group of weights for each of two blocks and for the rest."""
-    once, every = (torch.tensor(result("steps", pairs[f"{kind} {often}"][1])) for often in (False, True))
+    once, every = (
+        torch.tensor(result("steps", pairs[f"{kind} {often}"][1])) for often in (False, True)
+    )
     expected = torch.tensor(parallel_jobs.steps(pairs[f"{kind} True"][0], ALONE))
     assert once[:, 2].tolist() == [groups] * 4 and every[:, 2].tolist() == [2 * groups] * 4
     for ours in (once, every):
         torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
 
 
-def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(everywhere, short):
+def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(
+    everywhere, short
+):
     if not compiled_pair(short):
         pytest.skip("torch.compile needs a C++ compiler")
     (_, eager), (_, compiled) = compiled_pair(short)
@@ -272,12 +334,17 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_less(short, name
     torch.set_default_dtype(torch.float64)
     try:
         kinds = ("none", "selective", "block")
-        results = [gradients(change(config, train__activation_checkpointing=kind), batch) for kind in kinds]
+        results = [
+            gradients(change(config, train__activation_checkpointing=kind), batch) for kind in kinds
+        ]
     finally:
         torch.set_default_dtype(torch.float32)
     (expected, all_of_it), (selective, some), (block, least) = results
     assert any(g.abs().sum() > 0 for g in expected.values())
-    for ours in (selective, block):  # the same operations on the same numbers, summed in the same order
+    for ours in (
+        selective,
+        block,
+    ):  # the same operations on the same numbers, summed in the same order
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
     assert least < 0.9 * some and some < 0.9 * all_of_it
 
@@ -288,7 +355,9 @@ def test_selective_checkpointing_keeps_nothing_random():
 
     def kept(dropout):
         block, config = torch.nn.Module(), Config()
-        checkpoint_of = change(config, model__dropout=dropout, train__activation_checkpointing="selective")
+        checkpoint_of = change(
+            config, model__dropout=dropout, train__activation_checkpointing="selective"
+        )
         block.forward = lambda: None
         parallel.checkpoint_activations(block, checkpoint_of)
         return set(block.forward.keywords["context_fn"].args[0])
@@ -303,14 +372,20 @@ def test_selective_checkpointing_keeps_nothing_random():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_untouched(short, kind, optimizer):
-    config = change(short, name=f"skips_{kind}_{optimizer}", train__parallel=kind, optim__kind=optimizer)
+def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_untouched(
+    short, kind, optimizer
+):
+    config = change(
+        short, name=f"skips_{kind}_{optimizer}", train__parallel=kind, optim__kind=optimizer
+    )
     with processes("cpu", 60.0, group=True) as procs:
         state, data = parallel_jobs.start(config, procs)
         batches = train.Batches(data, config, procs, 0)
 
         def step(number, spoilt):
-            loss, norm = train.train_step(number, state.model, state.optimizer, batches, config, procs)
+            loss, norm = train.train_step(
+                number, state.model, state.optimizer, batches, config, procs
+            )
             for p in state.model.parameters() if spoilt else ():
                 p.grad.mul_(math.nan)
             train.update(state, loss, norm * math.nan if spoilt else norm)
@@ -332,14 +407,18 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_nothing_in_a_step_waits_for_the_gpu(short, kind):
-    config = change(short, name=f"waits_{kind}", train__parallel=kind, train__device="cuda", train__steps=20)
+    config = change(
+        short, name=f"waits_{kind}", train__parallel=kind, train__device="cuda", train__steps=20
+    )
     with processes("cuda", 60.0, group=True) as procs:
         state, data = parallel_jobs.start(config, procs)
         batches, results = train.Batches(data, config, procs, 0), train.Results()
         try:
             for number in range(10):
                 torch.cuda.set_sync_debug_mode("error" if number > 4 else "default")
-                loss, norm = train.train_step(number, state.model, state.optimizer, batches, config, procs)
+                loss, norm = train.train_step(
+                    number, state.model, state.optimizer, batches, config, procs
+                )
                 train.update(state, loss, norm)
                 results.put(number + 1, loss, norm)
                 list(results.ready())
@@ -354,7 +433,13 @@ def test_shards_in_bfloat16_on_a_gpu_give_the_loss_of_replicas_within_its_roundi
     """The first loss: weights of norms and adaLN's tables are rounded to 8 bits at another place."""
     losses = []
     for kind in ("ddp", "fsdp"):
-        config = change(short, name=f"gpu_{kind}", train__parallel=kind, train__device="cuda", train__dtype="bfloat16")
+        config = change(
+            short,
+            name=f"gpu_{kind}",
+            train__parallel=kind,
+            train__device="cuda",
+            train__dtype="bfloat16",
+        )
         with processes("cuda", 60.0, group=True) as procs:
             losses.append([loss for loss, *_ in parallel_jobs.steps(config, procs)])
     assert abs(losses[0][0] - losses[1][0]) < 2**-8 * losses[0][0]
@@ -365,12 +450,19 @@ def test_compiled_replicas_whose_gradients_go_in_several_buckets_have_eager_grad
     """torch.compile cuts the model where a bucket of gradients ends, also around what the backward pass makes again."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        config = tiny_config("", "", model__n_embd=256, model__dropout=0.0, train__activation_checkpointing=kind)
+        config = tiny_config(
+            "", "", model__n_embd=256, model__dropout=0.0, train__activation_checkpointing=kind
+        )
         eager, compiled = parallel.build(config, ALONE), parallel.build(config, ALONE)
         graphs = []
-        compiled.compile(dynamic=False, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+        compiled.compile(
+            dynamic=False, backend=lambda graph, inputs: graphs.append(graph) or graph.forward
+        )
         replica = DistributedDataParallel(compiled, bucket_cap_mb=1)
-        tokens, order = torch.arange(16).repeat(2, 1), torch.stack([torch.randperm(16) for _ in range(2)])
+        tokens, order = (
+            torch.arange(16).repeat(2, 1),
+            torch.stack([torch.randperm(16) for _ in range(2)]),
+        )
         for model in (eager, replica):
             model(tokens, order).mean().backward()
         assert len(graphs) > 1, "one bucket only"

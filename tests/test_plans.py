@@ -8,7 +8,15 @@ import pytest
 import torch
 from reference import LEVEL, chi_square_p, even_sizes, exact_plans, make_plan, seeded, some_given
 
-from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, random_plan, speculative_plan
+from sampling.plans import (
+    Plan,
+    adaptive_plan,
+    group_sizes,
+    l2r_plan,
+    mdm_plan,
+    random_plan,
+    speculative_plan,
+)
 
 MODES = [
     "l2r",
@@ -55,7 +63,9 @@ def test_given_positions_come_first_in_ascending_order(mode, lengths):
     for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
         context = [p for p in range(len(order)) if row[p]]
         assert order[: len(context)] == context
-        assert all(s == -1 for s in step[: len(context)]) and all(s >= 0 for s in step[len(context) :])
+        assert all(s == -1 for s in step[: len(context)]) and all(
+            s >= 0 for s in step[len(context) :]
+        )
         assert sorted(order) == list(range(len(order)))
 
 
@@ -81,7 +91,9 @@ def test_group_sizes_of_rows_without_anything_to_reveal():
     assert group_sizes(l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())).shape == (2, 0)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("l2r") and mode != "speculative 3"])
+@pytest.mark.parametrize(
+    "mode", [mode for mode in MODES if not mode.startswith("l2r") and mode != "speculative 3"]
+)
 def test_plans_follow_their_generator(mode):
     a, b, c = (make_plan(mode, 4, 16, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(a.order, b.order) and torch.equal(a.step, b.step)
@@ -104,23 +116,32 @@ def test_rows_of_a_plan_are_a_plan(mode):
 @pytest.mark.parametrize("group", [1, 2, 4, 20])
 def test_left_to_right_plan_reveals_groups_in_ascending_order(group):
     given = some_given(10, 9, seed=2)
-    for (order, step), row in zip(rows_of(l2r_plan(10, LENGTHS, given, group)), given.tolist(), strict=True):
+    for (order, step), row in zip(
+        rows_of(l2r_plan(10, LENGTHS, given, group)), given.tolist(), strict=True
+    ):
         free = [p for p in range(len(order)) if not row[p]]
         k = len(order) - len(free)
         assert order[k:] == free and step[k:] == [i // group for i in range(len(free))]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("mode", ["random 2", "even 2", "even-cosine 2", "any 3", "speculative-random 2"])
+@pytest.mark.parametrize(
+    "mode", ["random 2", "even 2", "even-cosine 2", "any 3", "speculative-random 2"]
+)
 def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
     """Half of the rows are 4 long: 24 orders. The others are 5 long with two given: 6 orders of the rest."""
     length = torch.tensor([4, 5]).repeat(6000)
     given = torch.zeros(12_000, 5, dtype=torch.bool)
     given[1::2, 1] = given[1::2, 4] = True
     plan = make_plan(mode, 12_000, length, given, seed)
-    for rows, context, free in ((plan.order[::2, :4], (), range(4)), (plan.order[1::2], (1, 4), (0, 2, 3))):
+    for rows, context, free in (
+        (plan.order[::2, :4], (), range(4)),
+        (plan.order[1::2], (1, 4), (0, 2, 3)),
+    ):
         cell = {(*context, *perm): i for i, perm in enumerate(itertools.permutations(free))}
-        observed = torch.tensor([cell[tuple(row)] for row in rows.tolist()]).bincount(minlength=len(cell))
+        observed = torch.tensor([cell[tuple(row)] for row in rows.tolist()]).bincount(
+            minlength=len(cell)
+        )
         assert chi_square_p(observed, torch.full((len(cell),), 6000 / len(cell))) > LEVEL
 
 
@@ -136,7 +157,9 @@ def test_random_and_adaptive_plans_have_groups_of_the_size_asked_for():
 
 
 def test_what_adaptive_and_speculative_plans_say():
-    by = {name: adaptive_plan(2, 5, name, seeded(0)) for name in ("confidence", "entropy", "random")}
+    by = {
+        name: adaptive_plan(2, 5, name, seeded(0)) for name in ("confidence", "entropy", "random")
+    }
     assert {name: plan.reveal for name, plan in by.items()} == {
         "confidence": "confidence",
         "entropy": "entropy",
@@ -171,16 +194,22 @@ def test_even_cosine_plan_has_the_rounded_expected_sizes(n, steps):
     step = mdm_plan(1, n, steps, seeded(0), even=True, schedule="cosine").step[0].tolist()
     sizes, expected = sizes_of(step), list(even_sizes(n, steps, "cosine"))
     sizes += [0] * (len(expected) - len(sizes))
-    halves = [n * (1 - math.cos(math.pi / 2 * (k + 1) / len(expected))) % 1 for k in range(len(expected))]
+    halves = [
+        n * (1 - math.cos(math.pi / 2 * (k + 1) / len(expected))) % 1 for k in range(len(expected))
+    ]
     if any(abs(share - 0.5) < 1e-9 for share in halves):
         reached, wanted = (torch.tensor(v).cumsum(0) for v in (sizes, expected))
-        assert ((reached - wanted).abs() <= torch.tensor([abs(share - 0.5) < 1e-9 for share in halves])).all()
+        assert (
+            (reached - wanted).abs() <= torch.tensor([abs(share - 0.5) < 1e-9 for share in halves])
+        ).all()
     else:
         assert sizes == expected
     assert sum(sizes) == n
     if n >= 2 * steps > 2:
         assert sizes[0] < n / steps < sizes[-1]
-        assert all(b >= a - 1 for a, b in itertools.pairwise(sizes))  # the expected sizes rise; rounding takes 1
+        assert all(
+            b >= a - 1 for a, b in itertools.pairwise(sizes)
+        )  # the expected sizes rise; rounding takes 1
 
 
 def steps_of(counts):
@@ -198,7 +227,12 @@ def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, se
     cell = {(order, steps_of(counts)): i for i, (_, order, counts) in enumerate(plans)}
     drawn = zip(map(tuple, plan.order.tolist()), map(tuple, plan.step.tolist()), strict=True)
     observed = torch.tensor([cell[outcome] for outcome in drawn]).bincount(minlength=len(plans))
-    assert chi_square_p(observed, 12_000 * torch.tensor([float(p) for p, _, _ in plans], dtype=torch.float64)) > LEVEL
+    assert (
+        chi_square_p(
+            observed, 12_000 * torch.tensor([float(p) for p, _, _ in plans], dtype=torch.float64)
+        )
+        > LEVEL
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -206,7 +240,9 @@ def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, se
 def test_steps_of_the_cosine_schedule_have_their_distribution(steps, seed):
     """A position unmasks between the times t > s with probability sin(pi t / 2) - sin(pi s / 2), whatever its row's
     length; the linear schedule is told apart beyond doubt."""
-    plan = mdm_plan(3000, torch.tensor([9, 4, 7]).repeat(1000), steps, seeded(seed), schedule="cosine")
+    plan = mdm_plan(
+        3000, torch.tensor([9, 4, 7]).repeat(1000), steps, seeded(seed), schedule="cosine"
+    )
     observed = plan.step[plan.exists()].bincount(minlength=steps)
     edges = (torch.arange(steps, -1, -1, dtype=torch.float64) / steps * math.pi / 2).sin()
     assert chi_square_p(observed, observed.sum() * -edges.diff()) > LEVEL
@@ -246,7 +282,10 @@ def test_what_is_not_a_plan_is_refused(order, step, words):
         ({"length": torch.tensor([3])}, "2 numbers from 0 to 3"),
         ({"length": torch.tensor([3, 4])}, "2 numbers from 0 to 3"),
         ({"length": torch.tensor([-1, 3])}, "2 numbers from 0 to 3"),
-        ({"order": torch.tensor([[0, 1, 2], [0, 2, 1]]), "length": torch.tensor([3, 2])}, "before those it does not"),
+        (
+            {"order": torch.tensor([[0, 1, 2], [0, 2, 1]]), "length": torch.tensor([3, 2])},
+            "before those it does not",
+        ),
         ({"reveal": "random"}, "'random'.*'order', 'confidence' or 'entropy'"),
         ({"draft": 1}, "draft of 1 .*at least 2"),
         ({"draft": -2}, "draft of -2 .*at least 2"),
@@ -262,7 +301,9 @@ def test_an_impossible_plan_is_refused_by_name(settings, words):
 def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
     order, length = torch.arange(4).expand(1, 4), torch.tensor([2])
     plan = Plan(order, torch.tensor([[1, 3, 0, -1]]), length)
-    assert group_sizes(plan).tolist() == [[1, 1]] and plan.revealed().tolist() == [[True, True, False, False]]
+    assert group_sizes(plan).tolist() == [[1, 1]] and plan.revealed().tolist() == [
+        [True, True, False, False]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +316,10 @@ def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
         (lambda: l2r_plan(1, 4, group=0), "group of 0"),
         (lambda: random_plan(1, 4, seeded(0), group=-1), "group of -1"),
         (lambda: adaptive_plan(1, 4, "entropy", seeded(0), group=0), "group of 0"),
-        (lambda: adaptive_plan(1, 4, "margin", seeded(0)), "'margin'.*'order', 'confidence' or 'entropy'"),
+        (
+            lambda: adaptive_plan(1, 4, "margin", seeded(0)),
+            "'margin'.*'order', 'confidence' or 'entropy'",
+        ),
         (lambda: speculative_plan(1, 4, 1), "draft of 1 .*at least 2"),
     ],
 )
@@ -290,7 +334,11 @@ def test_settings_of_a_plan_are_refused_by_name(make, words):
         (-1, None, "length must be a number >= 0, or 2 of them"),
         (torch.tensor([3, 4, 5]), None, "length must be a number >= 0, or 2 of them"),
         (torch.tensor([3, -4]), None, "length must be a number >= 0, or 2 of them"),
-        (4, torch.zeros(2, 5, dtype=torch.bool), r"given is \(2, 5\), but the samples are \(2, 4\)"),
+        (
+            4,
+            torch.zeros(2, 5, dtype=torch.bool),
+            r"given is \(2, 5\), but the samples are \(2, 4\)",
+        ),
         (torch.tensor([3, 4]), torch.zeros(4, dtype=torch.bool), r"given is \(4,\)"),
     ],
 )

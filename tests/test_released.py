@@ -22,7 +22,7 @@ import sample
 from checkpoints import store as checkpoint
 from checkpoints.store import CheckpointError
 from model import AOGPT, ModelConfig
-from runtime.processes import run_script as run_main
+from runtime.command_line import run_script as run_main
 
 VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11
 TOKENS = 31  # of the tokenizer, where [MASK] follows
@@ -39,7 +39,9 @@ def fill(shapes, seed):
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1:
             noise = 0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise
-        elif "embed" not in name and ".w" not in name.removesuffix(".weight"):  # wte, wpe, wtpe, wnonee keep their size
+        elif "embed" not in name and ".w" not in name.removesuffix(
+            ".weight"
+        ):  # wte, wpe, wtpe, wnonee keep their size
             noise = noise / math.sqrt(shape[1])
         state[name] = noise
     return state
@@ -56,9 +58,15 @@ def ao_gpt_shapes():
     for i in range(LAYERS):
         h = f"transformer.h.{i}."
         shapes |= {h + "ln_1.weight": (WIDTH,)}
-        shapes |= {h + "attn.c_attn.weight": (3 * WIDTH, WIDTH), h + "attn.c_attn.bias": (3 * WIDTH,)}
+        shapes |= {
+            h + "attn.c_attn.weight": (3 * WIDTH, WIDTH),
+            h + "attn.c_attn.bias": (3 * WIDTH,),
+        }
         shapes |= {h + "attn.c_proj.weight": (WIDTH, WIDTH), h + "attn.c_proj.bias": (WIDTH,)}
-        shapes |= {h + "attn.q_norm.weight": (WIDTH // HEADS,), h + "attn.k_norm.weight": (WIDTH // HEADS,)}
+        shapes |= {
+            h + "attn.q_norm.weight": (WIDTH // HEADS,),
+            h + "attn.k_norm.weight": (WIDTH // HEADS,),
+        }
         shapes |= {h + "ln_2.weight": (WIDTH,)}
         shapes |= {h + "mlp.c_fc.weight": (4 * WIDTH, WIDTH), h + "mlp.c_fc.bias": (4 * WIDTH,)}
         shapes |= {h + "mlp.c_proj.weight": (WIDTH, 4 * WIDTH), h + "mlp.c_proj.bias": (WIDTH,)}
@@ -80,7 +88,10 @@ def sigma_gpt_shapes(bias):
     for i in range(LAYERS):
         h = f"transformer.h.{i}."
         shapes |= {h + "ln_1.weight": (WIDTH,), h + "ln_1.bias": (WIDTH,)}
-        shapes |= {h + "attn.c_attn.weight": (3 * WIDTH, WIDTH), h + "attn.c_attn.bias": (3 * WIDTH,)}
+        shapes |= {
+            h + "attn.c_attn.weight": (3 * WIDTH, WIDTH),
+            h + "attn.c_attn.bias": (3 * WIDTH,),
+        }
         shapes |= {h + "attn.c_proj.weight": (WIDTH, WIDTH), h + "attn.c_proj.bias": (WIDTH,)}
         shapes |= {h + "ln_2.weight": (WIDTH,), h + "ln_2.bias": (WIDTH,)}
         shapes |= {h + "mlp.c_fc.weight": (4 * WIDTH, WIDTH), h + "mlp.c_fc.bias": (4 * WIDTH,)}
@@ -122,18 +133,36 @@ def diffusion(layout):
         shapes |= {b + "mlp.0.weight": (4 * WIDTH, WIDTH), b + "mlp.0.bias": (4 * WIDTH,)}
         shapes |= {b + "mlp.2.weight": (WIDTH, 4 * WIDTH), b + "mlp.2.bias": (WIDTH,)}
         if sedd:
-            shapes |= {b + "adaLN_modulation.weight": (6 * WIDTH, COND), b + "adaLN_modulation.bias": (6 * WIDTH,)}
+            shapes |= {
+                b + "adaLN_modulation.weight": (6 * WIDTH, COND),
+                b + "adaLN_modulation.bias": (6 * WIDTH,),
+            }
         else:
             shapes |= {b + "norm1.bias": (WIDTH,), b + "norm2.bias": (WIDTH,)}
     o = "output_layer."
-    shapes |= {o + "norm_final.weight": (WIDTH,), o + "linear.weight": (rows, WIDTH), o + "linear.bias": (rows,)}
+    shapes |= {
+        o + "norm_final.weight": (WIDTH,),
+        o + "linear.weight": (rows, WIDTH),
+        o + "linear.bias": (rows,),
+    }
     if sedd:
-        shapes |= {o + "adaLN_modulation.weight": (2 * WIDTH, COND), o + "adaLN_modulation.bias": (2 * WIDTH,)}
+        shapes |= {
+            o + "adaLN_modulation.weight": (2 * WIDTH, COND),
+            o + "adaLN_modulation.bias": (2 * WIDTH,),
+        }
     else:
         shapes |= {o + "norm_final.bias": (WIDTH,)}
     size = WIDTH // HEADS
-    state = fill(shapes, 3) | {"rotary_emb.inv_freq": 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size)}
-    settings = {"hidden_size": WIDTH, "n_blocks": LAYERS, "n_heads": HEADS, "dropout": 0.1, "name": "small"}
+    state = fill(shapes, 3) | {
+        "rotary_emb.inv_freq": 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size)
+    }
+    settings = {
+        "hidden_size": WIDTH,
+        "n_blocks": LAYERS,
+        "n_heads": HEADS,
+        "dropout": 0.1,
+        "name": "small",
+    }
     settings |= {"cond_dim": COND, "scale_by_sigma": True, "length": BLOCK} if sedd else {}
     return {"ngpus": 8, "tokens": TOKENS, "graph": {"type": "absorb"}, "model": settings}, state
 
@@ -154,7 +183,11 @@ def write_folder(folder, settings, state, name="model.safetensors"):
 
 
 def layer_norm(p, name, x):
-    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * p[name + "weight"]
+    x = (
+        (x - x.mean(-1, keepdim=True))
+        / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        * p[name + "weight"]
+    )
     return x + p.get(name + "bias", 0)
 
 
@@ -211,15 +244,20 @@ def decoder_log_probs(state, tokens, order):
             q, k, v = a.split(WIDTH, dim=-1)
             if adaln:
                 q, k = (
-                    torch.cat([rms_norm(p, b + name, head) for head in t.chunk(HEADS, dim=-1)], dim=-1)
+                    torch.cat(
+                        [rms_norm(p, b + name, head) for head in t.chunk(HEADS, dim=-1)], dim=-1
+                    )
                     for name, t in (("attn.q_norm.", q), ("attn.k_norm.", k))
                 )
             h = h + gate1 * linear(p, b + "attn.c_proj.", attend(q, k, v, seen))
-            m = gelu_erf(linear(p, b + "mlp.c_fc.", modulated(norm(p, b + "ln_2.", h), shift2, scale2)))
+            m = gelu_erf(
+                linear(p, b + "mlp.c_fc.", modulated(norm(p, b + "ln_2.", h), shift2, scale2))
+            )
             h = h + gate2 * linear(p, b + "mlp.c_proj.", m)
         if adaln:
             h = modulated(
-                norm(p, "final_layer.ln_f.", h), *linear(p, "final_layer.adaLN_final.1.", silu(c)).chunk(2, -1)
+                norm(p, "final_layer.ln_f.", h),
+                *linear(p, "final_layer.adaLN_final.1.", silu(c)).chunk(2, -1),
             )
             logits = linear(p, "lm_head.", h)
         else:
@@ -256,7 +294,9 @@ def encoder_outputs(state, tokens, sigma=None):
         a = linear(p, b + "attn_qkv.", modulated(layer_norm(p, b + "norm1.", h), shift1, scale1))
         q, k, v = a.split(WIDTH, dim=-1)
         h = h + gate1 * linear(p, b + "attn_out.", attend(turned(q), turned(k), v, seen))
-        m = gelu_tanh(linear(p, b + "mlp.0.", modulated(layer_norm(p, b + "norm2.", h), shift2, scale2)))
+        m = gelu_tanh(
+            linear(p, b + "mlp.0.", modulated(layer_norm(p, b + "norm2.", h), shift2, scale2))
+        )
         h = h + gate2 * linear(p, b + "mlp.2.", m)
     h = layer_norm(p, "output_layer.norm_final.", h)
     if c is not None:
@@ -272,16 +312,27 @@ PT_LAYOUTS = ("AO-GPT", "sigma-GPT", "sigma-GPT, no bias")
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("layout", PT_LAYOUTS)
-def test_a_released_decoder_gives_the_probabilities_of_its_formulas(tmp_path, layout, prefix, weights):
+def test_a_released_decoder_gives_the_probabilities_of_its_formulas(
+    tmp_path, layout, prefix, weights
+):
     contents, raw, average = container(layout, prefix)
     torch.save(contents, tmp_path / "released.pt")
-    loaded = checkpoint.load(tmp_path / "released.pt", **({} if weights == "ema" else {"weights": "raw"}))
+    loaded = checkpoint.load(
+        tmp_path / "released.pt", **({} if weights == "ema" else {"weights": "raw"})
+    )
     assert (loaded.weights, loaded.step, loaded.scored_from) == (weights, 1234, 0)
-    assert (loaded.tokenizer, loaded.vocab_size, loaded.path) == ("gpt2", VOCAB, str(tmp_path / "released.pt"))
+    assert (loaded.tokenizer, loaded.vocab_size, loaded.path) == (
+        "gpt2",
+        VOCAB,
+        str(tmp_path / "released.pt"),
+    )
     assert not loaded.model.training
     tokens = random_tokens(VOCAB, 2, BLOCK, seed=0)
     order = torch.cat([random_orders(1, BLOCK, seed=0), torch.arange(BLOCK)[None]])
-    expected = {"ema": decoder_log_probs(average, tokens, order), "raw": decoder_log_probs(raw, tokens, order)}
+    expected = {
+        "ema": decoder_log_probs(average, tokens, order),
+        "raw": decoder_log_probs(raw, tokens, order),
+    }
     got = loaded.model.double().token_log_probs(tokens, order)
     # float64 rounding only: the weights themselves are the file's, exactly
     assert (got - expected[weights]).abs().max() < 1e-9
@@ -289,7 +340,9 @@ def test_a_released_decoder_gives_the_probabilities_of_its_formulas(tmp_path, la
 
 
 @pytest.mark.parametrize("layout", PT_LAYOUTS)
-def test_the_average_follows_the_order_of_the_parameters_however_the_names_lie_in_the_file(tmp_path, layout):
+def test_the_average_follows_the_order_of_the_parameters_however_the_names_lie_in_the_file(
+    tmp_path, layout
+):
     contents, _, average = container(layout)
     contents["model"] = dict(reversed(contents["model"].items()))
     torch.save(contents, tmp_path / "released.pt")
@@ -330,7 +383,10 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
 
 def masked_case(seed):
     generator = torch.Generator().manual_seed(seed)
-    tokens, masked = random_tokens(TOKENS, 3, BLOCK, seed), torch.rand(3, BLOCK, generator=generator) < 0.5
+    tokens, masked = (
+        random_tokens(TOKENS, 3, BLOCK, seed),
+        torch.rand(3, BLOCK, generator=generator) < 0.5,
+    )
     masked[0] = True
     return tokens, masked, torch.where(masked, TOKENS, tokens)
 
@@ -339,7 +395,12 @@ def masked_case(seed):
 def test_radd_gives_the_probabilities_of_its_formulas(tmp_path, file):
     settings, state = diffusion("RADD")
     loaded = checkpoint.load(write_folder(tmp_path, settings, state, file))
-    assert (loaded.tokenizer, loaded.vocab_size, loaded.weights, loaded.step) == ("gpt2", TOKENS, "raw", 0)
+    assert (loaded.tokenizer, loaded.vocab_size, loaded.weights, loaded.step) == (
+        "gpt2",
+        TOKENS,
+        "raw",
+        0,
+    )
     assert loaded.model.config.block_size == 1024  # the file does not say
     tokens, masked, inputs = masked_case(0)
     got = loaded.model.double().masked_log_probs(tokens, masked)
@@ -347,7 +408,9 @@ def test_radd_gives_the_probabilities_of_its_formulas(tmp_path, file):
         logits = encoder_outputs(state, inputs[b])[:, :TOKENS]
         expected = logits.log_softmax(-1)[torch.arange(BLOCK), tokens[b]] * masked[b]
         assert (got[b] - expected).abs().max() < 1e-9
-    assert torch.equal(checkpoint.load_model(tmp_path / file).wte.weight, state["vocab_embed.embedding"])
+    assert torch.equal(
+        checkpoint.load_model(tmp_path / file).wte.weight, state["vocab_embed.embedding"]
+    )
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -376,7 +439,10 @@ def test_sedd_hears_the_noise_level(tmp_path):
     """Else the comparison above would not show that the noise embedding is right."""
     _, state = diffusion("SEDD")
     inputs = masked_case(1)[2][0]
-    low, high = (encoder_outputs(state, inputs, torch.tensor(sigma, dtype=torch.float64)) for sigma in (0.1, 3.0))
+    low, high = (
+        encoder_outputs(state, inputs, torch.tensor(sigma, dtype=torch.float64))
+        for sigma in (0.1, 3.0)
+    )
     assert (low - high).abs().max() > 0.1
 
 
@@ -389,12 +455,17 @@ def gpt2(tmp_path_factory):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("gpt2")
-    config = GPT2Config(vocab_size=VOCAB, n_positions=BLOCK, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=BLOCK, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS
+    )
     reference = GPT2LMHeadModel(config).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, p in reference.named_parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * (0.3 if p.dim() == 1 else 0.5 if "wte" in name else 0.2))
+            p.add_(
+                torch.randn(p.shape, generator=generator)
+                * (0.3 if p.dim() == 1 else 0.5 if "wte" in name else 0.2)
+            )
     reference.save_pretrained(folder)
     return reference.double(), folder
 
@@ -409,17 +480,28 @@ def gpt2_files(reference, original, folder, kind):
             state[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, BLOCK, BLOCK).tril().bool()
             state[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
         return write_folder(folder, settings, state, "pytorch_model.bin")
-    state = {name.removeprefix("transformer."): t for name, t in state.items() if name != "lm_head.weight"}
+    state = {
+        name.removeprefix("transformer."): t
+        for name, t in state.items()
+        if name != "lm_head.weight"
+    }
     for i in range(LAYERS):
         state[f"h.{i}.attn.bias"] = torch.ones(1, 1, BLOCK, BLOCK).tril()
     return write_folder(folder, settings, state)
 
 
-@pytest.mark.parametrize("kind", ["saved by transformers", "bin with the masks of old versions", "without prefix"])
+@pytest.mark.parametrize(
+    "kind", ["saved by transformers", "bin with the masks of old versions", "without prefix"]
+)
 def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     reference, original = gpt2
     loaded = checkpoint.load(gpt2_files(reference, original, tmp_path, kind))
-    assert (loaded.scored_from, loaded.weights, loaded.step, loaded.vocab_size) == (1, "raw", 0, VOCAB)
+    assert (loaded.scored_from, loaded.weights, loaded.step, loaded.vocab_size) == (
+        1,
+        "raw",
+        0,
+        VOCAB,
+    )
     tokens = random_tokens(VOCAB, 3, BLOCK, seed=5)
     with torch.no_grad():
         logits = reference(tokens).logits
@@ -433,8 +515,20 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
 def test_gpt2_starts_an_ao_gpt_with_equal_logits_left_to_right(gpt2):
     reference, folder = gpt2
     source = checkpoint.load_model(folder).double()
-    settings = {"vocab_size": VOCAB, "block_size": BLOCK, "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH}
-    settings |= {"norm": "layernorm", "qk_norm": False, "gelu": "tanh", "tied_head": True, "head_bias": False}
+    settings = {
+        "vocab_size": VOCAB,
+        "block_size": BLOCK,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_embd": WIDTH,
+    }
+    settings |= {
+        "norm": "layernorm",
+        "qk_norm": False,
+        "gelu": "tanh",
+        "tied_head": True,
+        "head_bias": False,
+    }
     model = AOGPT(ModelConfig(**settings, target="adaln", start="hidden")).double()
     checkpoint.initialise(model, source)
     tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
@@ -463,7 +557,9 @@ LAYOUT_NAMES = ("AO-GPT", "sigma-GPT", "GPT-2", "RADD", "SEDD")
 
 
 def test_foreign_files_are_named_with_what_they_hold_and_what_is_supported(tmp_path):
-    torch.save({"net.0.weight": torch.zeros(2), "net.0.bias": torch.zeros(2)}, tmp_path / "foreign.pt")
+    torch.save(
+        {"net.0.weight": torch.zeros(2), "net.0.bias": torch.zeros(2)}, tmp_path / "foreign.pt"
+    )
     refused(tmp_path / "foreign.pt", "net.0.weight", "supported are", *LAYOUT_NAMES)
     torch.save({"model": {"net.weight": torch.zeros(2)}, "model_args": {}}, tmp_path / "nested.pt")
     refused(tmp_path / "nested.pt", "net.weight", *LAYOUT_NAMES)
@@ -480,7 +576,11 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     (folder / "model.safetensors").unlink()
     refused(folder, "holds no", "model.safetensors or pytorch_model.bin", *LAYOUT_NAMES)
     settings, state = diffusion("RADD")
-    refused(write_folder(tmp_path / "other", {"tokens": TOKENS}, state), "named as in RADD", "config.json")
+    refused(
+        write_folder(tmp_path / "other", {"tokens": TOKENS}, state),
+        "named as in RADD",
+        "config.json",
+    )
     refused(write_folder(tmp_path / "list", [1], state), "config.json holds a list")
     (tmp_path / "list" / "config.json").write_text("{not json")
     refused(tmp_path / "list", "config.json is not JSON")
@@ -497,7 +597,9 @@ def test_truncated_files_are_an_error_that_names_them(tmp_path, file, size):
     else:
         write_folder(tmp_path, *diffusion("RADD"), name=file)
     full = path.stat().st_size
-    os.truncate(path, full + size if size < 0 else size if isinstance(size, int) else int(full * size))
+    os.truncate(
+        path, full + size if size < 0 else size if isinstance(size, int) else int(full * size)
+    )
     refused(path, "cannot be read", "supported are")
 
 
@@ -509,11 +611,20 @@ def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path, archiv
     write_folder(tmp_path, settings, state)
     (tmp_path / "model.safetensors").unlink()
     hostile = Hostile(target)
-    torch.save(state | {"extra": hostile} if inside else hostile, path, _use_new_zipfile_serialization=archive)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read.* refused.* run code \(io\.open\)"):
+    torch.save(
+        state | {"extra": hostile} if inside else hostile,
+        path,
+        _use_new_zipfile_serialization=archive,
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"pytorch_model\.bin cannot be read.* refused.* run code \(io\.open\)",
+    ):
         checkpoint.load(tmp_path)
     assert not target.exists()
-    torch.load(path, weights_only=False)  # the file is a real attack: a reader that trusts it runs it
+    torch.load(
+        path, weights_only=False
+    )  # the file is a real attack: a reader that trusts it runs it
     assert target.exists()
 
 
@@ -547,7 +658,10 @@ WRONG = {
     ),
     "heads that do not divide": (lambda c: c["model_args"].update(n_head=5), ["n_head"]),
     "no model_args": (lambda c: c.pop("model_args"), ["no n_head"]),
-    "model_args that are text": (lambda c: c["model_args"].update(n_layer="two"), ["n_layer = 'two'"]),
+    "model_args that are text": (
+        lambda c: c["model_args"].update(n_layer="two"),
+        ["n_layer = 'two'"],
+    ),
     "integers": (
         lambda c: c["model"].update({"lm_head.bias": torch.zeros(VOCAB, dtype=torch.long)}),
         ["lm_head.bias holds torch.int64"],
@@ -561,7 +675,10 @@ WRONG = {
         lambda c: c["ema_model"]["shadow_params"].reverse(),
         ["transformer.wte.weight is (37, 24) in model, but (37,) in ema_model"],
     ),
-    "an average of another kind": (lambda c: c.update(ema_model={"decay": 0.9}), ["lacks 'shadow_params'"]),
+    "an average of another kind": (
+        lambda c: c.update(ema_model={"decay": 0.9}),
+        ["lacks 'shadow_params'"],
+    ),
 }
 
 
@@ -584,15 +701,25 @@ def test_a_sigma_gpt_without_a_start_vector_or_with_a_head_of_its_own_is_named(t
 
 def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
     settings, state = diffusion("SEDD")
-    refused(write_folder(tmp_path / "a", settings | {"graph": {"type": "uniform"}}, state), "'uniform'", "'absorb'")
+    refused(
+        write_folder(tmp_path / "a", settings | {"graph": {"type": "uniform"}}, state),
+        "'uniform'",
+        "'absorb'",
+    )
     base = 1 / 500 ** (torch.arange(0, 8, 2).float() / 8)
-    refused(write_folder(tmp_path / "b", settings, state | {"rotary_emb.inv_freq": base}), "base 10000")
+    refused(
+        write_folder(tmp_path / "b", settings, state | {"rotary_emb.inv_freq": base}), "base 10000"
+    )
     settings = json.loads((gpt2[1] / "config.json").read_text())
     state = safetensors.torch.load_file(gpt2[1] / "model.safetensors")
     for name, value in (("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True)):
         refused(write_folder(tmp_path / name, settings | {name: value}, state), name, repr(value))
     linear = {name: t.T if "c_attn.weight" in name else t for name, t in state.items()}
-    refused(write_folder(tmp_path / "c", settings, linear), "transformer.h.0.attn.c_attn.weight", "(24, 72)")
+    refused(
+        write_folder(tmp_path / "c", settings, linear),
+        "transformer.h.0.attn.c_attn.weight",
+        "(24, 72)",
+    )
 
 
 # ---- Hugging Face repos ----------------------------------------------------------------------------------------------
@@ -641,7 +768,11 @@ def all_sources(folder, gpt2_folder):
     for name in ("AO-GPT", "sigma-GPT"):
         torch.save(container(name)[0], folder / f"{name}.pt")
     folders = {name: write_folder(folder / name, *diffusion(name)) for name in ("RADD", "SEDD")}
-    return {name: folder / f"{name}.pt" for name in ("AO-GPT", "sigma-GPT")} | folders | {"GPT-2": gpt2_folder}
+    return (
+        {name: folder / f"{name}.pt" for name in ("AO-GPT", "sigma-GPT")}
+        | folders
+        | {"GPT-2": gpt2_folder}
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
@@ -669,7 +800,9 @@ def run(tmp_path_factory):
     model, ema = AOGPT(config), checkpoint.EMA(AOGPT(config), 0.9)
     data = {"tokenizer": "bytes", "vocab_size": 257}
     best = {"step": None, "loss": 1.0}
-    state = checkpoint.training_state(5, model, ema, torch.optim.AdamW(model.parameters()), {}, data, best)
+    state = checkpoint.training_state(
+        5, model, ema, torch.optim.AdamW(model.parameters()), {}, data, best
+    )
     checkpoint.save(folder / "run", state, keep=1, best=True)
     return folder / "run", make_data(folder)
 
@@ -687,7 +820,9 @@ def test_convert_as_a_process_and_the_scripts_on_the_export(run, tmp_path, monke
     same_weights(checkpoint.load_model(export), checkpoint.load_model(folder, "raw"))
     outputs = []
     for path in (export, folder):
-        scripts = {sample: ["--num-samples", 2, "--jsonl", tmp_path / "samples.jsonl", "--weights", "raw"]}
+        scripts = {
+            sample: ["--num-samples", 2, "--jsonl", tmp_path / "samples.jsonl", "--weights", "raw"]
+        }
         scripts[eval_ppl] = [
             "--datasets",
             data,
@@ -699,13 +834,18 @@ def test_convert_as_a_process_and_the_scripts_on_the_export(run, tmp_path, monke
             "raw",
         ]
         for module, arguments in scripts.items():
-            monkeypatch.setattr("sys.argv", [module.__name__, str(path), *map(str, arguments), "--device", "cpu"])
+            monkeypatch.setattr(
+                "sys.argv", [module.__name__, str(path), *map(str, arguments), "--device", "cpu"]
+            )
             with pytest.raises(SystemExit) as stop:
                 run_main(module.main)
             assert not stop.value.code, capsys.readouterr().err
         lines = (tmp_path / "samples.jsonl").read_text().splitlines()
         results = json.loads((tmp_path / "ppl.json").read_text())["results"]
-        results = [{name: value for name, value in r.items() if name != "seconds_of_all_sizes"} for r in results]
+        results = [
+            {name: value for name, value in r.items() if name != "seconds_of_all_sizes"}
+            for r in results
+        ]
         outputs.append(([json.loads(line)["tokens"] for line in lines], results))
     assert outputs[0] == outputs[1]
 
@@ -722,7 +862,9 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
         text = json.dumps({name: value for name, value in settings.items() if name != key})
         (tmp_path / "raw" / "config.json").write_text(text)
         refused(tmp_path / "raw", word)
-    (tmp_path / "raw" / "config.json").write_text(json.dumps(settings | {"model": settings["model"] | {"x": 1}}))
+    (tmp_path / "raw" / "config.json").write_text(
+        json.dumps(settings | {"model": settings["model"] | {"x": 1}})
+    )
     refused(tmp_path / "raw", "'x'")
 
 
@@ -732,7 +874,10 @@ def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path
     with pytest.raises(CheckpointError, match="there exists already"):
         checkpoint.convert(str(folder), tmp_path / "there")
     assert not list((tmp_path / "there").iterdir())
-    with pytest.raises(CheckpointError, match="could not write .*new: .*File too large"), limited_file_size(1000):
+    with (
+        pytest.raises(CheckpointError, match="could not write .*new: .*File too large"),
+        limited_file_size(1000),
+    ):
         checkpoint.convert(str(folder), tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     (tmp_path / "file").write_text("x")

@@ -30,7 +30,11 @@ MODES = {
     "speculative": ["--mode", "speculative", "--draft", 4],
     "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
 }
-ROWS = [{"prompt": "the "}, {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"}, {"prompt": "", "length": 7}]
+ROWS = [
+    {"prompt": "the "},
+    {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"},
+    {"prompt": "", "length": 7},
+]
 
 
 @pytest.fixture
@@ -51,7 +55,9 @@ def prompts(tmp_path):
 
     def write(content):
         path = tmp_path / ("prompts.txt" if isinstance(content, str) else "prompts.jsonl")
-        path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
+        path.write_text(
+            content if isinstance(content, str) else "\n".join(map(json.dumps, content))
+        )
         return path
 
     return write
@@ -67,9 +73,21 @@ def column(samples, key):
 
 def check_given(line, *expected):
     """The sample is what `expected` says: text that is given, and numbers of tokens that are not."""
-    given = [token for part in expected for token in (part.encode() if isinstance(part, str) else [None] * part)]
-    assert line["length"] == len(line["tokens"]) == len(line["step"]) == len(line["log_probs"]) == len(given)
-    for token, step, log_prob, wanted in zip(line["tokens"], line["step"], line["log_probs"], given, strict=True):
+    given = [
+        token
+        for part in expected
+        for token in (part.encode() if isinstance(part, str) else [None] * part)
+    ]
+    assert (
+        line["length"]
+        == len(line["tokens"])
+        == len(line["step"])
+        == len(line["log_probs"])
+        == len(given)
+    )
+    for token, step, log_prob, wanted in zip(
+        line["tokens"], line["step"], line["log_probs"], given, strict=True
+    ):
         if wanted is None:
             assert 0 <= token < 257 and step >= 0 and log_prob < 0
         else:
@@ -81,7 +99,9 @@ def check_given(line, *expected):
 
 def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
     path = tmp_path / "samples.jsonl"
-    status, out, err = script(sample, run, "--num-samples", 3, "--steps", 5, "--seed", 4, "--jsonl", path)
+    status, out, err = script(
+        sample, run, "--num-samples", 3, "--steps", 5, "--seed", 4, "--jsonl", path
+    )
     assert status == 0
     lines = read_lines(path)
     assert len(lines) == out.count("=== sample") == 3
@@ -91,17 +111,32 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, 
         check_given(line, LENGTH)
         assert all(step < 5 for step in line["step"])
         assert (line["prompt_index"], line["prompt"]) == (0, "")
-        assert 1 <= line["model_calls"] <= 5 and line["token_forwards"] >= 3 * LENGTH and line["seconds"] > 0
+        assert (
+            1 <= line["model_calls"] <= 5
+            and line["token_forwards"] >= 3 * LENGTH
+            and line["seconds"] > 0
+        )
         settings = line["settings"]
-        assert (settings["steps"], settings["seed"], settings["mode"], settings["top_p"]) == (5, 4, "mdm", 1.0)
-        assert (settings["schedule"], settings["noise"], settings["dtype"]) == ("linear", "float64", "float32")
+        assert (settings["steps"], settings["seed"], settings["mode"], settings["top_p"]) == (
+            5,
+            4,
+            "mdm",
+            1.0,
+        )
+        assert (settings["schedule"], settings["noise"], settings["dtype"]) == (
+            "linear",
+            "float64",
+            "float32",
+        )
         assert f"{checkpoint.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
         assert settings["versions"]["torch"] == torch.__version__
     assert "3 samples of 16 tokens" in err and "model calls" in err
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others(draw, prompts, mode):
+def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others(
+    draw, prompts, mode
+):
     """Prompts and infills of several lengths share their batches."""
     common = [*MODES[mode], "--num-samples", 2, "--prompts", prompts(ROWS)]
     samples = draw(*common, "--seed", 3)
@@ -127,7 +162,9 @@ def test_two_processes_give_the_samples_of_one(draw, run, tmp_path, count):
     assert done.stdout.count("=== sample") == count
 
 
-def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(draw, run, prompts, tmp_path):
+def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
+    draw, run, prompts, tmp_path
+):
     arguments = ["--mode", "adaptive", "--num-samples", 3, "--prompts", prompts(ROWS)]
     files = ["--jsonl", tmp_path / "two.jsonl", "--html", tmp_path / "two.html"]
     done = torchrun(2, "sample.py", run, *arguments, *files)
@@ -162,9 +199,15 @@ def test_the_modes_reveal_positions_as_they_say(draw):
         if "random" in mode:
             assert len(set(map(tuple, column(samples, "step")))) == 3
     one_step = draw("--mode", "mdm", "--steps", 1, "--num-samples", 3)
-    assert column(one_step, "step") == [[0] * LENGTH] * 3 and column(one_step, "model_calls") == [1] * 3
+    assert (
+        column(one_step, "step") == [[0] * LENGTH] * 3
+        and column(one_step, "model_calls") == [1] * 3
+    )
     # exact masked diffusion draws the number of tokens of a step: of 20 samples hardly two agree in all four
-    counts = {tuple(np.bincount(line["step"], minlength=4)) for line in draw("--steps", 4, "--num-samples", 20)}
+    counts = {
+        tuple(np.bincount(line["step"], minlength=4))
+        for line in draw("--steps", 4, "--num-samples", 20)
+    }
     assert len(counts) > 5
 
 
@@ -182,7 +225,9 @@ def test_adaptive_begins_where_the_model_is_surest(draw, run):
     assert line["log_probs"][surest] == pytest.approx(first[surest], abs=1e-5)
 
 
-def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(draw):
+def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(
+    draw,
+):
     """Greedy, what is verified is the most probable token at every step."""
     common = ["--num-samples", 1, "--temperature", 0, "--prompt", "the mo"]
     (plain_l2r,) = draw("--mode", "l2r", *common)
@@ -211,10 +256,14 @@ def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
     exact = draw("--mode", "l2r")
     for noise in ("float32", "bfloat16"):
         noisy = draw("--mode", "l2r", "--noise", noise)
-        assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != column(exact, "tokens")
+        assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != column(
+            exact, "tokens"
+        )
     compiled = []
     monkeypatch.setattr(
-        modes, "generate", lambda *a, compile, **k: compiled.append(compile) or decode.generate(*a, **k)
+        modes,
+        "generate",
+        lambda *a, compile, **k: compiled.append(compile) or decode.generate(*a, **k),
     )
     draw()
     draw("--compile")
@@ -250,7 +299,9 @@ def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
         ("[MASKED][MASK:1][mask]", ["[MASKED]", 1, "[mask]"]),
     ],
 )
-def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(draw, mode, infill, expected):
+def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
+    draw, mode, infill, expected
+):
     samples = draw(*MODES[mode], "--infill", infill, "--num-samples", 2)
     for line in samples:
         check_given(line, *expected)
@@ -265,7 +316,9 @@ def test_what_is_given_is_what_the_model_sees(draw, run):
     with torch.no_grad():
         model = checkpoint.load_model(run)
         logits = model.head(model.hidden(tokens, torch.tensor([order])))[0, -1, :257]
-    assert line["log_probs"][6] == pytest.approx(float(logits.log_softmax(-1)[line["tokens"][6]]), abs=1e-5)
+    assert line["log_probs"][6] == pytest.approx(
+        float(logits.log_softmax(-1)[line["tokens"][6]]), abs=1e-5
+    )
 
 
 def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
@@ -284,7 +337,9 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
     for number, line in enumerate(samples):
         check_given(line, *[["the ", 12], [2, "the", 1, " é", 3], [7]][number // 2])
-        assert {key: line[key] for key in ("prompt", "infill") if key in line}.items() <= ROWS[number // 2].items()
+        assert {key: line[key] for key in ("prompt", "infill") if key in line}.items() <= ROWS[
+            number // 2
+        ].items()
     status, out, err = script(sample, run, "--prompts", prompts(ROWS), "--num-samples", 2)
     assert status == 0 and "6 samples of 7 to 16 tokens" in err
     for line in samples:
@@ -302,14 +357,18 @@ def test_an_encoder_takes_every_mode_but_speculation(draw, script, encoder, prom
     for mode, options in MODES.items():
         if "speculative" not in mode:
             samples = draw(*options, "--prompts", prompts(ROWS), "--num-samples", 1, path=encoder)
-            for line, expected in zip(samples, [["the ", 12], [2, "the", 1, " é", 3], [7]], strict=True):
+            for line, expected in zip(
+                samples, [["the ", 12], [2, "the", 1, " é", 3], [7]], strict=True
+            ):
                 check_given(line, *expected)
     status, _, err = script(sample, encoder, "--mode", "speculative")
     assert status == 2 and "needs causal attention" in err and "take another mode" in err
 
 
 def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
-    assert column(draw("--mode", "l2r", "--num-samples", 1, path=plain), "step") == [list(range(LENGTH))]
+    assert column(draw("--mode", "l2r", "--num-samples", 1, path=plain), "step") == [
+        list(range(LENGTH))
+    ]
     rows = prompts([{"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}])
     samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
     assert column(samples, "step") == [[-1] * 3 + list(range(13)), [-1] * 3 + list(range(4))]
@@ -323,7 +382,9 @@ def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, d
     _, out, _ = script(sample, run, *arguments)
     middle = get_tokenizer("bytes").decode(line["tokens"][4:7])
     assert f"the \033[1m{middle}\033[0mé\033[1m" in out
-    assert "\033" not in script(sample, run, "--num-samples", 1)[1]  # nothing given, nothing to tell apart
+    assert (
+        "\033" not in script(sample, run, "--num-samples", 1)[1]
+    )  # nothing given, nothing to tell apart
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -331,14 +392,33 @@ def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, d
 
 def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
     path = tmp_path / "order.html"
-    arguments = ["--infill", "the [MASK:3]</script>", "--mode", "l2r", "--num-samples", 2, "--html", path]
-    done = run_script("sample.py", run, *arguments, "--jsonl", tmp_path / "samples.jsonl", "--length=16", check=False)
+    arguments = [
+        "--infill",
+        "the [MASK:3]</script>",
+        "--mode",
+        "l2r",
+        "--num-samples",
+        2,
+        "--html",
+        path,
+    ]
+    done = run_script(
+        "sample.py",
+        run,
+        *arguments,
+        "--jsonl",
+        tmp_path / "samples.jsonl",
+        "--length=16",
+        check=False,
+    )
     assert_user_error(done, "--infill", "leave out --length")
     assert not path.exists()
     arguments[1] = "the [MASK:3]</b>"
     run_script("sample.py", run, *arguments, "--jsonl", tmp_path / "samples.jsonl")
     shown = data_of(path.read_text(encoding="utf-8"))
-    for line, page_sample in zip(read_lines(tmp_path / "samples.jsonl"), shown["samples"], strict=True):
+    for line, page_sample in zip(
+        read_lines(tmp_path / "samples.jsonl"), shown["samples"], strict=True
+    ):
         check_given(line, "the ", 3, "</b>")
         assert "".join(page_sample["pieces"]) == line["text"]
         assert (page_sample["step"], page_sample["log_probs"]) == (line["step"], line["log_probs"])
@@ -359,11 +439,17 @@ def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
         (["--length", 0], ["--length is 0"]),
         (["--steps", 0], ["--steps is 0"]),
         (["--mode", "even", "--steps", -3], ["--steps is -3"]),
-        (["--mode", "l2r", "--steps", 4], ["--steps has no meaning with --mode l2r", "--mode mdm or even"]),
+        (
+            ["--mode", "l2r", "--steps", 4],
+            ["--steps has no meaning with --mode l2r", "--mode mdm or even"],
+        ),
         (["--mode", "random", "--schedule", "cosine"], ["--schedule", "random", "mdm or even"]),
         (["--group-size", 1], ["--group-size", "mdm", "l2r or random or adaptive"]),
         (["--mode", "speculative", "--group-size", 2], ["--group-size", "speculative"]),
-        (["--mode", "random", "--reveal-by", "entropy"], ["--reveal-by", "random", "--mode adaptive"]),
+        (
+            ["--mode", "random", "--reveal-by", "entropy"],
+            ["--reveal-by", "random", "--mode adaptive"],
+        ),
         (["--mode", "even", "--draft", 4], ["--draft", "even", "--mode speculative"]),
         (["--mode", "l2r", "--order", "l2r"], ["--order", "l2r", "--mode speculative"]),
         (["--mode", "l2r", "--group-size", 0], ["--group-size is 0"]),
@@ -378,10 +464,19 @@ def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
         (["--noise", "float16"], ["--noise", "float64"]),
         (["--num-samples", 0], ["--num-samples is 0"]),
         (["--batch-size", 0], ["--batch-size is 0"]),
-        (["--jsonl", "no/such/folder/x.jsonl"], ["--jsonl no/such/folder/x.jsonl", "there is no folder"]),
-        (["--html", "no/such/folder/x.html"], ["--html no/such/folder/x.html", "there is no folder"]),
+        (
+            ["--jsonl", "no/such/folder/x.jsonl"],
+            ["--jsonl no/such/folder/x.jsonl", "there is no folder"],
+        ),
+        (
+            ["--html", "no/such/folder/x.html"],
+            ["--html no/such/folder/x.html", "there is no folder"],
+        ),
         (["--html", "tests"], ["--html tests is a folder"]),
-        (["--html", "/tmp/no_such.file", "--jsonl", "/tmp/../tmp/no_such.file"], ["the same file", "different"]),
+        (
+            ["--html", "/tmp/no_such.file", "--jsonl", "/tmp/../tmp/no_such.file"],
+            ["the same file", "different"],
+        ),
         (["--device", "banana"], ["device 'banana'"]),
         (["--seed", 10**30], ["seed"]),
         (["--stepz", 3], ["--stepz", "--steps"]),
@@ -426,7 +521,11 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(script, run, 
         ("a.jsonl", b'\n"text"', ["a.jsonl line 2", '"prompt": TEXT', "found a str"]),
         ("a.jsonl", b"{}", ["a.jsonl line 1", "found keys (none)"]),
         ("a.jsonl", b'{"length": 3}', ["a.jsonl line 1", '"prompt": TEXT', "'length'"]),
-        ("a.jsonl", b'{"prompt": "a", "infill": "[MASK:1]"}', ["a.jsonl line 1", "'prompt', 'infill'"]),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "infill": "[MASK:1]"}',
+            ["a.jsonl line 1", "'prompt', 'infill'"],
+        ),
         ("a.jsonl", b'{"prompt": "a", "lenght": 3}', ["a.jsonl line 1", "'lenght'"]),
         ("a.jsonl", b'{"prompt": ["a"]}', ["a.jsonl line 1", '"prompt" must be text, not ["a"]']),
         ("a.jsonl", b'{"infill": null}', ["a.jsonl line 1", '"infill" must be text, not null']),
@@ -436,13 +535,27 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(script, run, 
             ["a.jsonl line 1", '"length" must be a whole number, not true'],
         ),
         ("a.jsonl", b'{"prompt": "a", "length": 4.0}', ["a.jsonl line 1", "not 4.0"]),
-        ("a.jsonl", b'{"prompt": "a", "length": 0}', ["a.jsonl line 1", "1 tokens and length is 0"]),
-        ("a.jsonl", b'{"prompt": "a", "length": 17}', ["a.jsonl line 1", "length is 17", "block size, 16"]),
-        ("a.jsonl", b'{"infill": "[MASK:1]", "length": 3}', ["a.jsonl line 1", 'leave out "length"']),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "length": 0}',
+            ["a.jsonl line 1", "1 tokens and length is 0"],
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "length": 17}',
+            ["a.jsonl line 1", "length is 17", "block size, 16"],
+        ),
+        (
+            "a.jsonl",
+            b'{"infill": "[MASK:1]", "length": 3}',
+            ["a.jsonl line 1", 'leave out "length"'],
+        ),
         ("a.jsonl", b'{"prompt": "a"}\n{"infill": "a"}', ["a.jsonl line 2", "there is no mask"]),
     ],
 )
-def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(script, run, tmp_path, name, content, words):
+def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
+    script, run, tmp_path, name, content, words
+):
     (tmp_path / name).write_bytes(content)
     status, out, err = script(sample, run, "--prompts", tmp_path / name)
     assert status == 2 and not out
@@ -452,7 +565,10 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(script, run,
 
 def test_length_does_not_go_with_infills_of_a_file(script, run, prompts):
     status, _, err = script(sample, run, "--prompts", prompts(ROWS), "--length", 12)
-    assert status == 2 and "prompts.jsonl line 2: an infill is as long as its text and its masks" in err
+    assert (
+        status == 2
+        and "prompts.jsonl line 2: an infill is as long as its text and its masks" in err
+    )
 
 
 def test_a_file_of_prompts_is_not_overwritten(script, run, prompts):
@@ -465,20 +581,31 @@ def test_a_file_of_prompts_is_not_overwritten(script, run, prompts):
 @pytest.mark.parametrize("mode", ["mdm", "even", "random", "adaptive", "speculative"])
 def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(script, plain, mode):
     status, _, err = script(sample, plain, "--mode", mode)
-    assert status == 2 and f"--mode {mode} needs a model that is told its target position" in err and "l2r" in err
+    assert (
+        status == 2
+        and f"--mode {mode} needs a model that is told its target position" in err
+        and "l2r" in err
+    )
 
 
-def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_mask(script, plain, prompts):
+def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_mask(
+    script, plain, prompts
+):
     status, _, err = script(sample, plain, "--mode", "l2r", "--group-size", 2)
     assert status == 2 and "--group-size 2 needs a model that is told its target position" in err
     status, _, err = script(sample, plain, "--mode", "l2r", "--infill", "[MASK:1]a")
-    assert status == 2 and "--infill: this model is not told its target position and can only continue" in err
+    assert (
+        status == 2
+        and "--infill: this model is not told its target position and can only continue" in err
+    )
     rows = prompts([{"prompt": "a"}, {"infill": "a[MASK:1]b[MASK:1]"}])
     status, _, err = script(sample, plain, "--mode", "l2r", "--prompts", rows)
     assert status == 2 and "line 2" in err and "write one mask, at the end" in err
 
 
-def test_a_model_without_a_start_token_needs_text_to_begin_with(script, run, prompts, monkeypatch, draw):
+def test_a_model_without_a_start_token_needs_text_to_begin_with(
+    script, run, prompts, monkeypatch, draw
+):
     load = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
     rows = prompts([{"prompt": "a"}, {"prompt": ""}])
@@ -492,10 +619,14 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(script, run, pro
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
 
 
-def test_too_little_memory_is_an_error_that_says_which_batch_size_fits(script, run, draw, monkeypatch):
+def test_too_little_memory_is_an_error_that_says_which_batch_size_fits(
+    script, run, draw, monkeypatch
+):
     model = checkpoint.load_model(run)
     plan = decode.mdm_plan(8, LENGTH, LENGTH, torch.Generator())
-    monkeypatch.setattr(decode, "available_memory", lambda device: decode.memory_needed(model, plan, 3))
+    monkeypatch.setattr(
+        decode, "available_memory", lambda device: decode.memory_needed(model, plan, 3)
+    )
     status, _, err = script(sample, run, "--num-samples", 8)
     assert status == 2 and "8 samples of 16 tokens at once need" in err
     size = err.split("--batch-size ")[1].split()

@@ -9,7 +9,9 @@ import sample
 import train
 
 
-def test_a_run_that_is_not_there_or_has_no_checkpoint_is_an_error_for_both_scripts(script, tmp_path, data):
+def test_a_run_that_is_not_there_or_has_no_checkpoint_is_an_error_for_both_scripts(
+    script, tmp_path, data
+):
     for module, options in ((sample, []), (eval_ppl, ["--datasets", data])):
         status, _, err = script(module, tmp_path / "nowhere", *options)
         assert status == 2 and "give a run folder (out/NAME) or a checkpoint file (.pt)" in err
@@ -26,7 +28,9 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(script, tmp_pa
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(script, tmp_path):
+def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(
+    script, tmp_path
+):
     torch.save({"net": 1, "iteration": 2}, tmp_path / "foreign.pt")
     status, _, err = script(sample, tmp_path / "foreign.pt")
     assert status == 2 and "'iteration', 'net'" in err and "supported are" in err
@@ -37,6 +41,10 @@ def test_help_exits_0_and_shows_an_example_and_every_option(script, module):
     status, out, _ = script(module, "--help")
     assert status == 0
     assert f"python {module.__name__}.py" in out
-    fields = {"train": ["optim.lr"], "sample": ["top-p", "jsonl"], "eval_ppl": ["num-orders", "json"]}[module.__name__]
+    fields = {
+        "train": ["optim.lr"],
+        "sample": ["top-p", "jsonl"],
+        "eval_ppl": ["num-orders", "json"],
+    }[module.__name__]
     for name in fields:
         assert f"--{name}" in out

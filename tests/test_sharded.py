@@ -37,7 +37,9 @@ def procs():
 @pytest.fixture(scope="module")
 def base(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("sharded")
-    config = tiny_config(data, out, steps=10, model__dropout=0.0, train__parallel="fsdp", eval__interval=2)
+    config = tiny_config(
+        data, out, steps=10, model__dropout=0.0, train__parallel="fsdp", eval__interval=2
+    )
     return change(config, checkpoint__interval=2)
 
 
@@ -45,7 +47,9 @@ def base(data, tmp_path_factory):
 def pair(base):
     """Two runs of two processes: an undisturbed one, and what one with faults said."""
     config, faulty = change(base, name="two"), change(base, name="faulty")
-    done = torchrun(2, "tests/parallel_jobs.py", f"run={write_config(config)}", f"faulty={write_config(faulty)}")
+    done = torchrun(
+        2, "tests/parallel_jobs.py", f"run={write_config(config)}", f"faulty={write_config(faulty)}"
+    )
     return config, faulty, done
 
 
@@ -74,13 +78,21 @@ def names(folder):
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_written(state, procs, monkeypatch):
+def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_written(
+    state, procs, monkeypatch
+):
     (state, config), gate, warnings = state, threading.Event(), []
     plain = HuggingFaceStorageWriter.write_data
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", lambda *a: gate.wait(60) and plain(*a))
+    monkeypatch.setattr(
+        HuggingFaceStorageWriter, "write_data", lambda *a: gate.wait(60) and plain(*a)
+    )
     saver = states.Saver(config, procs, META, warnings.append)
     for p in state.model.parameters():
-        state.optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": p.detach() / 2, "exp_avg_sq": p.detach() / 4}
+        state.optimizer.state[p] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": p.detach() / 2,
+            "exp_avg_sq": p.detach() / 4,
+        }
     before, state.progress.step = parallel_jobs.full_state(state), 3
     path = saver.save(state, state.progress.best)
     for tensor in [*state.model.parameters(), *state.ema.weights.values()]:
@@ -89,7 +101,9 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
         for tensor in values.values():
             tensor.fill_(7)
     saver.poll()
-    assert not path.exists() and names(path.parent) == [".step_00000003.tmp"], "it must not pass for a checkpoint yet"
+    assert not path.exists() and names(path.parent) == [".step_00000003.tmp"], (
+        "it must not pass for a checkpoint yet"
+    )
     gate.set()
     assert saver.wait() and names(path.parent) == [path.name] and not warnings
     assert_same(sharded.read_all(path, ""), before)
@@ -109,7 +123,10 @@ def test_the_newest_and_the_best_are_kept_and_best_is_a_link_to_it(state, procs)
         kept[step] = [checkpoint.step_of(path) for path in checkpoint.find(folder)]
         assert (folder / "best").resolve().name == f"step_{state.progress.best['step']:08d}"
     assert kept[5] == [2, 4, 5] and kept[8] == [6, 7, 8]
-    assert os.readlink(folder / "best") == "checkpoints/step_00000006" and not (folder / "best.pt").exists()
+    assert (
+        os.readlink(folder / "best") == "checkpoints/step_00000006"
+        and not (folder / "best.pt").exists()
+    )
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_but_a_state_that_is_read_without_running_code(pair):
@@ -126,16 +143,30 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
     undisturbed, config, done = pair
     steps = {step: config.run_folder / "checkpoints" / f"step_{step:08d}" for step in (2, 4, 6, 8)}
     for step, reason in ((4, "File too large"), (6, "not today"), (8, "not today")):
-        said = [line for line in done.stderr.splitlines() if f"warning: could not write {steps[step]}: " in line]
-        assert len(said) == 1 and reason in said[0] and f"the last good checkpoint is {steps[2]}" in said[0], step
+        said = [
+            line
+            for line in done.stderr.splitlines()
+            if f"warning: could not write {steps[step]}: " in line
+        ]
+        assert (
+            len(said) == 1
+            and reason in said[0]
+            and f"the last good checkpoint is {steps[2]}" in said[0]
+        ), step
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key) and len(metrics(config, key)) >= 5
     path, ours = checkpoint.read_newest(config.run_folder)
     assert names(path.parent) == [steps[2].name, "step_00000010"]
-    assert_same(sharded.read_all(path, ""), sharded.read_all(checkpoint.find(undisturbed.run_folder)[-1], ""))
+    assert_same(
+        sharded.read_all(path, ""),
+        sharded.read_all(checkpoint.find(undisturbed.run_folder)[-1], ""),
+    )
     losses = metrics(config, "val_loss_random")
     assert losses[10] == min(losses.values()), "every evaluation here is the best so far"
-    assert ours["best"] == {"step": 10, "loss": losses[10]} and (config.run_folder / "best").resolve() == path.resolve()
+    assert (
+        ours["best"] == {"step": 10, "loss": losses[10]}
+        and (config.run_folder / "best").resolve() == path.resolve()
+    )
 
 
 def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
@@ -151,24 +182,32 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     assert saver.wait(), "a failure is told once"
 
 
-def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_without_a_trace(base, procs):
+def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_without_a_trace(
+    base, procs
+):
     whole, config = change(base, name="whole"), change(base, name="killed")
     done = run_script("tests/parallel_jobs.py", f"killed={write_config(config)}", check=False)
     folder = config.run_folder / "checkpoints"
     assert done.returncode == -9 and names(folder) == [".step_00000004.tmp", "step_00000002"]
     shard = next((folder / ".step_00000004.tmp").glob("shard-*"))
     os.truncate(shard, shard.stat().st_size // 2)  # as if it had happened a little earlier
-    (folder / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed, and a link been made
+    (
+        folder / ".step_00000000.tmp"
+    ).mkdir()  # as if an older one had just been removed, and a link been made
     (config.run_folder / ".best.tmp").symlink_to("checkpoints/step_00000002")
     train.train(config, procs)
     train.train(whole, procs)
-    for ours, expected in zip(*map(checkpoint.find, (config.run_folder, whole.run_folder)), strict=True):
+    for ours, expected in zip(
+        *map(checkpoint.find, (config.run_folder, whole.run_folder)), strict=True
+    ):
         assert_same(sharded.read_all(ours, ""), sharded.read_all(expected, ""))
     assert metrics(config) == metrics(whole)
     assert set(files(config.run_folder)) - set(files(whole.run_folder)) <= {"killed.pt"}
 
 
-def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(base, procs, monkeypatch):
+def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
+    base, procs, monkeypatch
+):
     config = change(base, name="error", train__max_skipped_steps=1)
     write, step = HuggingFaceStorageWriter.write_data, train.train_step
 
@@ -212,10 +251,21 @@ def damage(path, how, other):
     elif how == "cut state":
         os.truncate(path / "state.pt", 500)
     else:
-        torch.save(torch.load(path / "state.pt") | {"config": Hostile(path.parent / "touched")}, path / "state.pt")
+        torch.save(
+            torch.load(path / "state.pt") | {"config": Hostile(path.parent / "touched")},
+            path / "state.pt",
+        )
 
 
-DAMAGES = ["first missing", "second missing", "cut", "empty", "garbage", "one too many", "of another model"]
+DAMAGES = [
+    "first missing",
+    "second missing",
+    "cut",
+    "empty",
+    "garbage",
+    "one too many",
+    "of another model",
+]
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, "no state", "cut state", "hostile state"])
@@ -236,7 +286,9 @@ def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(copy, pa
     train.train(config, procs)
     assert f"resumed from {older}" in capsys.readouterr().out
     ours, expected = metrics(config, "loss"), metrics(pair[0], "loss")
-    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-5  # two processes sum in another order
+    assert (
+        max(abs(ours[step] - expected[step]) for step in expected) < 1e-5
+    )  # two processes sum in another order
     assert checkpoint.read_newest(config.run_folder)[0] == newest
 
 
@@ -261,8 +313,14 @@ def test_best_and_run_are_what_loading_sampling_and_converting_take(copy, script
             loaded = checkpoint.load(path, weights)
             expected = sharded.read_all(source, prefix)
             assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
-            assert (loaded.step, loaded.weights, loaded.tokenizer) == (checkpoint.step_of(source), weights, "bytes")
-    code, out, err = script(sample, best, "--num-samples", "1", "--jsonl", tmp_path / "samples.jsonl")
+            assert (loaded.step, loaded.weights, loaded.tokenizer) == (
+                checkpoint.step_of(source),
+                weights,
+                "bytes",
+            )
+    code, out, err = script(
+        sample, best, "--num-samples", "1", "--jsonl", tmp_path / "samples.jsonl"
+    )
     assert code == 0 and "step 8" in out + err, err
     run_script("convert.py", config.run_folder, tmp_path / "export")
     assert names(tmp_path / "export") == ["config.json", "model.safetensors"]

@@ -35,7 +35,15 @@ from reference import (
 
 import train
 from model import AOGPT, ModelConfig, log_linear_noise
-from objectives import Masks, ObjectiveConfig, ao_ar_loss, groupwise_loss, masked_nll, masks_at, score_entropy
+from objectives import (
+    Masks,
+    ObjectiveConfig,
+    ao_ar_loss,
+    groupwise_loss,
+    masked_nll,
+    masks_at,
+    score_entropy,
+)
 from orders import OrderConfig, orders_at
 from sampling.engine import Plan, generate
 from training import config as configuration
@@ -168,7 +176,9 @@ def test_an_encoder_has_one_conditional_per_set_of_context(system, length, seed)
     no position differs from another, and n of these conditionals are one."""
     values = listed_conditionals(make_system(system, seed, block_size=length), length, seed)
     for (context, target), value in values.items():
-        assert abs(value - values[tuple(sorted(context)), target]) < 1e-6  # float32 of logs of size 1 to 10
+        assert (
+            abs(value - values[tuple(sorted(context)), target]) < 1e-6
+        )  # float32 of logs of size 1 to 10
     coinciding = length - 1 if SYSTEMS[system].get("position") == "rotary" else 0
     assert count_distinct(values.values()) == length * 2 ** (length - 1) - coinciding
 
@@ -182,7 +192,10 @@ def test_a_decoder_has_one_conditional_per_order_of_context(system, length, seed
     assert count_distinct(values.values()) == sum(
         math.comb(length, k) * (length - k) * math.factorial(k) for k in range(length)
     )
-    assert max(abs(values[context, t] - values[tuple(sorted(context)), t]) for context, t in values) > 1e-2
+    assert (
+        max(abs(values[context, t] - values[tuple(sorted(context)), t]) for context, t in values)
+        > 1e-2
+    )
 
 
 def test_one_block_of_two_streams_does_not_know_the_order_of_its_context():
@@ -195,8 +208,17 @@ def test_one_block_of_two_streams_does_not_know_the_order_of_its_context():
 # ---- masked diffusion losses, enumerated -----------------------------------------------------------------------------
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
-ENUMERABLE = {"vocab_size": V + 1, "block_size": N, "n_layer": 2, "n_head": 2, "n_embd": 8, "cond_dim": 4}
-PATTERNS = torch.tensor(list(itertools.product([False, True], repeat=N)))  # all masks, the last position fastest
+ENUMERABLE = {
+    "vocab_size": V + 1,
+    "block_size": N,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 8,
+    "cond_dim": 4,
+}
+PATTERNS = torch.tensor(
+    list(itertools.product([False, True], repeat=N))
+)  # all masks, the last position fastest
 EPS = 1e-3
 
 
@@ -212,7 +234,11 @@ def pattern_index(masked):
 def mask_losses(model, tokens):
     """Sum over masked positions of -log p(x_i | unmasked), (sequences, 16 masks)."""
     rows = tokens.repeat_interleave(len(PATTERNS), dim=0)
-    return -model.masked_log_probs(rows, PATTERNS.repeat(len(tokens), 1)).sum(1).view(len(tokens), len(PATTERNS))
+    return (
+        -model.masked_log_probs(rows, PATTERNS.repeat(len(tokens), 1))
+        .sum(1)
+        .view(len(tokens), len(PATTERNS))
+    )
 
 
 def ao_ar_of_encoder(model, tokens):
@@ -227,8 +253,12 @@ def ao_ar_of_encoder(model, tokens):
 
 def integral(m, low, high):
     """int_low^high r^m (1-r)^(n-m) dr, in fractions: of a mask with m masked positions over its rate r."""
-    terms = ((Fraction((-1) ** j * math.comb(N - m, j), m + j + 1), m + j + 1) for j in range(N - m + 1))
-    return sum(factor * (Fraction(high) ** power - Fraction(low) ** power) for factor, power in terms)
+    terms = (
+        (Fraction((-1) ** j * math.comb(N - m, j), m + j + 1), m + j + 1) for j in range(N - m + 1)
+    )
+    return sum(
+        factor * (Fraction(high) ** power - Fraction(low) ** power) for factor, power in terms
+    )
 
 
 def expected_estimate(kind, model, tokens):
@@ -253,7 +283,11 @@ def expected_estimate(kind, model, tokens):
                 probability = rate**m * (1 - rate) ** (N - m)
             same = torch.full((len(tokens),), weight, dtype=torch.float64)
             if probability:
-                total += share * probability * masked_nll(model, tokens, Masks(masked, same, same)).detach()
+                total += (
+                    share
+                    * probability
+                    * masked_nll(model, tokens, Masks(masked, same, same)).detach()
+                )
     return total
 
 
@@ -271,7 +305,8 @@ def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
             m = sum(pattern)
             if m:  # r^m / r: one masked position fewer
                 rest = sum(
-                    Fraction((-1) ** j * math.comb(N - m, j), m + j) * (1 - end ** (m + j)) for j in range(N - m + 1)
+                    Fraction((-1) ** j * math.comb(N - m, j), m + j) * (1 - end ** (m + j))
+                    for j in range(N - m + 1)
                 )
                 got += float(rest) * losses[:, i] / N
     assert (got - expected).abs().max() < 1e-12
@@ -283,7 +318,9 @@ def test_masked_losses_weigh_masks_as_the_time_integral_does():
     for masked in mask_sets(N):
         m = len(masked)
         assert mdm_weight(masked, N) == Fraction(1, m * math.comb(N, m))
-        assert mdm_weight(masked, N) == sum(Fraction((-1) ** j * math.comb(N - m, j), m + j) for j in range(N - m + 1))
+        assert mdm_weight(masked, N) == sum(
+            Fraction((-1) ** j * math.comb(N - m, j), m + j) for j in range(N - m + 1)
+        )
 
 
 # ---- the masks that are drawn ----------------------------------------------------------------------------------------
@@ -310,7 +347,9 @@ def test_masks_of_random_times_have_their_distribution(kind, seed):
         for pattern in PATTERNS.tolist()
     ]
     assert chi_square_p(observed, 40_000 * torch.tensor(probability, dtype=torch.float64)) > LEVEL
-    assert ((1 - (-masks.sigma).exp()) - rate_of(masks, kind)).abs().max() < 1e-9  # sigma is the rate's noise level
+    assert (
+        (1 - (-masks.sigma).exp()) - rate_of(masks, kind)
+    ).abs().max() < 1e-9  # sigma is the rate's noise level
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -318,8 +357,13 @@ def test_masks_of_random_size_have_their_distribution(seed):
     """k is uniform over 1..n, the mask uniform given k, in 40,000 rows: chi-square at level 1e-4."""
     masks = masks_at(ObjectiveConfig("k_dce"), seed, 5, range(40_000), 40_000, N)
     sizes = PATTERNS.sum(1).tolist()
-    probability = torch.tensor([1 / (N * math.comb(N, k)) if k else 0.0 for k in sizes], dtype=torch.float64)
-    assert chi_square_p(pattern_index(masks.masked).bincount(minlength=16), 40_000 * probability) > LEVEL
+    probability = torch.tensor(
+        [1 / (N * math.comb(N, k)) if k else 0.0 for k in sizes], dtype=torch.float64
+    )
+    assert (
+        chi_square_p(pattern_index(masks.masked).bincount(minlength=16), 40_000 * probability)
+        > LEVEL
+    )
     assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6  # the weights may be float32
 
 
@@ -328,7 +372,10 @@ def test_masks_of_random_size_have_their_distribution(seed):
 def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, total):
     """Each row by itself over 4,000 steps: its rate is U(0, 1) and masks its positions independently. Which of 16 masks
     and which quarter of the rates: chi-square at level 1e-4."""
-    batches = [masks_at(ObjectiveConfig("lambda_dce"), seed, s, range(total), total, N) for s in range(4000)]
+    batches = [
+        masks_at(ObjectiveConfig("lambda_dce"), seed, s, range(total), total, N)
+        for s in range(4000)
+    ]
     cells = [
         float(integral(sum(pattern), Fraction(q, 4), Fraction(q + 1, 4)))
         for q in range(4)
@@ -346,7 +393,10 @@ def test_stratified_rates_leave_no_position_always_masked():
     """A batch of the published size. Each position of a row is masked with probability 1/2 over the steps; 60 steps
     without one unmasked token would happen once in 2^60 at one of 2,048 positions."""
     rows = range(2)
-    masks = [masks_at(ObjectiveConfig("lambda_dce"), 0, step, rows, 512, 1024).masked for step in range(60)]
+    masks = [
+        masks_at(ObjectiveConfig("lambda_dce"), 0, step, rows, 512, 1024).masked
+        for step in range(60)
+    ]
     masked = torch.stack(masks).double().mean(0)
     stuck = ((masked == 0) | (masked == 1)).nonzero().tolist()
     assert not stuck, f"(row, position) masked always or never: {stuck}"
@@ -366,12 +416,18 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
     objective = ObjectiveConfig(kind)
     whole = masks_at(objective, 3, 7, range(12), 12, LENGTH)
     for size in (1, 3, 4):
-        parts = [masks_at(objective, 3, 7, range(r, r + size), 12, LENGTH) for r in range(0, 12, size)]
+        parts = [
+            masks_at(objective, 3, 7, range(r, r + size), 12, LENGTH) for r in range(0, 12, size)
+        ]
         for name in ("masked", "weight", "sigma"):
-            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+            assert torch.equal(
+                torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)
+            )
     for seed, step in ((4, 7), (3, 8)):
         other = masks_at(objective, seed, step, range(12), 12, LENGTH)
-        assert not torch.equal(other.masked, whole.masked) and not torch.equal(other.weight, whole.weight)
+        assert not torch.equal(other.masked, whole.masked) and not torch.equal(
+            other.weight, whole.weight
+        )
     assert len({tuple(row) for row in whole.masked.tolist()}) > 6  # rows differ among themselves
 
 
@@ -381,7 +437,10 @@ def test_the_mean_loss_over_drawn_masks_is_the_expectation(kind, seed):
     """Batches of 4 in 3,000 steps, a batch being one draw: within 4.5 standard errors (7e-6, two-sided) of the exact
     value, which for t_dce differs from the any-order loss by less than eps times the length."""
     model, tokens = enumerable_encoder(seed), random_tokens(V, 1, N, seed)
-    expected, losses = float(expected_estimate(kind, model, tokens)), mask_losses(model, tokens)[0] / N
+    expected, losses = (
+        float(expected_estimate(kind, model, tokens)),
+        mask_losses(model, tokens)[0] / N,
+    )
     steps = []
     for step in range(3000):
         masks = masks_at(ObjectiveConfig(kind), seed, step, range(4), 4, N)
@@ -408,8 +467,13 @@ def test_stratified_rates_lower_the_variance_of_the_batch_loss(seed, batch):
     same for stratified and independent rates, since each rate is U(0, 1) either way; so the first decides. For a slope
     it falls by the batch size; here by half of that at least. 2,000 batches fix a variance to 3%."""
     losses = mask_losses(enumerable_encoder(seed), random_tokens(V, 1, N, seed))[0]
-    steps = [masks_at(ObjectiveConfig("lambda_dce"), seed, s, range(batch), batch, N) for s in range(2000)]
-    stratified = loss_given_rate(losses, torch.stack([1 / masks.weight.double() for masks in steps])).mean(1)
+    steps = [
+        masks_at(ObjectiveConfig("lambda_dce"), seed, s, range(batch), batch, N)
+        for s in range(2000)
+    ]
+    stratified = loss_given_rate(
+        losses, torch.stack([1 / masks.weight.double() for masks in steps])
+    ).mean(1)
     independent = torch.rand(2000, batch, generator=seeded(seed), dtype=torch.float64)
     independent = loss_given_rate(losses, independent).mean(1)
     assert stratified.var() < independent.var() * 2 / batch
@@ -420,7 +484,14 @@ def copying_encoder(length):
 
     Queries of zero average the values of all positions; the value of token 0 moves the coordinate that the head reads.
     """
-    settings = {"vocab_size": 4, "block_size": length, "n_layer": 1, "n_head": 2, "n_embd": 8, "mask_token": 3}
+    settings = {
+        "vocab_size": 4,
+        "block_size": length,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 8,
+        "mask_token": 3,
+    }
     model = AOGPT(ModelConfig(**ENCODER | settings))
     with torch.no_grad():
         for p in model.parameters():
@@ -451,7 +522,9 @@ def test_lambda_dce_batches_vary_less_than_those_of_independent_rates(seed):
     stratified, independent = torch.stack(stratified), torch.stack(independent)
     assert stratified.var() < 0.6 * independent.var()
     error = math.sqrt((stratified.var() + independent.var()) / 500)
-    assert abs(stratified.mean() - independent.mean()) < 4.5 * error  # two-sided 7e-6: the same loss in expectation
+    assert (
+        abs(stratified.mean() - independent.mean()) < 4.5 * error
+    )  # two-sided 7e-6: the same loss in expectation
 
 
 # ---- score entropy ---------------------------------------------------------------------------------------------------
@@ -468,7 +541,9 @@ class TableOfOutputs:
     def __call__(self, tokens, masked, sigma):
         place = torch.tensor([(V + 1) ** i for i in range(N_SCORES)])
         outputs = self.outputs[(torch.where(masked, V, tokens) * place).sum(1)]
-        return torch.stack([outputs.logsumexp(-1), outputs.gather(-1, tokens[..., None]).squeeze(-1)])
+        return torch.stack(
+            [outputs.logsumexp(-1), outputs.gather(-1, tokens[..., None]).squeeze(-1)]
+        )
 
 
 def random_joint(seed):
@@ -525,7 +600,12 @@ def test_score_entropy_is_least_at_the_true_ratios(seed, t):
     assert abs(least - entropy / t) < 1e-11 * (1 + least) and entropy > 0.1
 
     generator = seeded(seed + 10)
-    shapes = [best.shape, best.shape, (*best.shape[:2], 1), (1, 1, V)]  # free, scores scaled as one, one token favoured
+    shapes = [
+        best.shape,
+        best.shape,
+        (*best.shape[:2], 1),
+        (1, 1, V),
+    ]  # free, scores scaled as one, one token favoured
     for shape, size in itertools.product(shapes, (0.3, 0.01)):
         step = size * torch.randn(shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
@@ -539,7 +619,9 @@ def test_descent_on_score_entropy_finds_the_true_ratios(seed):
     joint, t = random_joint(seed), 0.5
     outputs = torch.zeros_like(true_outputs(joint)).requires_grad_()
     for _ in range(30):
-        (gradient,) = torch.autograd.grad(mean_score_entropy(outputs, joint, t), outputs, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            mean_score_entropy(outputs, joint, t), outputs, create_graph=True
+        )
         (curvature,) = torch.autograd.grad(gradient.sum(), outputs)
         step = torch.where(curvature > 0, gradient / curvature.clamp(min=1e-300), 0.0)
         outputs = (outputs - step.clamp(-1, 1)).detach().requires_grad_()
@@ -585,14 +667,18 @@ def test_groupwise_probabilities_of_all_sequences_sum_to_one(seed, group):
     sequences = all_sequences(V, N)
     for order in random_orders(6, N, seed):
         rows = order.expand(len(sequences), N)
-        assert abs((-model(sequences, rows, group_starts(rows, group)).sum(1)).exp().sum() - 1) < 1e-12
+        assert (
+            abs((-model(sequences, rows, group_starts(rows, group)).sum(1)).exp().sum() - 1) < 1e-12
+        )
 
 
 def test_groups_of_one_are_the_any_order_loss():
     model = make_system("two_stream")
     tokens, order = random_tokens(TOKENS, 5, LENGTH, 0), random_orders(5, LENGTH, 1)
     single = model(tokens, order, group_starts(order, 1))
-    assert (single + model.token_log_probs(tokens, order)).abs().max() < 1e-12  # the same sums in another order
+    assert (
+        single + model.token_log_probs(tokens, order)
+    ).abs().max() < 1e-12  # the same sums in another order
     assert abs(groupwise_loss(model, tokens, order, 1) - ao_ar_loss(model, tokens, order)) < 1e-12
     assert abs(groupwise_loss(model, tokens, order, 3) - ao_ar_loss(model, tokens, order)) > 1e-3
 
@@ -613,7 +699,11 @@ def training_inputs(system, model, batch, seed):
     if system in ENCODERS:
         kind = "score_entropy" if model.config.noise else "lambda_dce"
         masks = masks_at(ObjectiveConfig(kind), seed, 0, range(batch), batch, LENGTH)
-        return (tokens, masks.masked, masks.sigma.float()) if model.config.noise else (tokens, masks.masked)
+        return (
+            (tokens, masks.masked, masks.sigma.float())
+            if model.config.noise
+            else (tokens, masks.masked)
+        )
     kind = "l2r" if system == "GPT-2" else "random"
     order = orders_at(OrderConfig(kind), seed, 0, range(batch), LENGTH)
     return (tokens, order, group_starts(order, 2)) if system == "two_stream" else (tokens, order)
@@ -644,7 +734,9 @@ def dead_by_design(system, name, p):
     if system in ENCODERS and name in ("head.weight", "head.bias"):
         dead[TOKENS] = True  # [MASK] is never predicted
     if system in ("GPT-2", "sigma-GPT") and name.endswith("qkv.bias"):
-        dead[TINY["n_embd"] : 2 * TINY["n_embd"]] = True  # without QK-norm it moves all scores of a query alike
+        dead[TINY["n_embd"] : 2 * TINY["n_embd"]] = (
+            True  # without QK-norm it moves all scores of a query alike
+        )
     if system == "GPT-2" and name == "wpe.weight":
         dead[-1] = True  # left to right, the last token is never an input
     return dead
@@ -660,9 +752,15 @@ def test_every_element_of_every_parameter_learns(system):
         masks = masks_at(ObjectiveConfig("score_entropy"), 1, 0, range(64), 64, LENGTH)
         loss = score_entropy(model, inputs[0], masks, TOKENS).mean()
     elif system in ENCODERS:
-        loss = masked_nll(model, inputs[0], masks_at(ObjectiveConfig("k_dce"), 1, 0, range(64), 64, LENGTH)).mean()
+        loss = masked_nll(
+            model, inputs[0], masks_at(ObjectiveConfig("k_dce"), 1, 0, range(64), 64, LENGTH)
+        ).mean()
     else:
-        loss = groupwise_loss(model, *inputs[:2], 2) if system == "two_stream" else ao_ar_loss(model, *inputs)
+        loss = (
+            groupwise_loss(model, *inputs[:2], 2)
+            if system == "two_stream"
+            else ao_ar_loss(model, *inputs)
+        )
     loss.backward()
     for name, p in model.named_parameters():
         dead = p.grad.abs() < 1e-12
@@ -680,7 +778,9 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
     D, L = TINY["n_embd"], TINY["n_layer"]
     conditioning = {
         "sigma-GPT": LENGTH * D,
-        "AO-GPT": LENGTH * 5 + 6 * L * D * 6 + 6 * 2 * D,  # the table, and 5 inputs and a bias for every output
+        "AO-GPT": LENGTH * 5
+        + 6 * L * D * 6
+        + 6 * 2 * D,  # the table, and 5 inputs and a bias for every output
         "shared": LENGTH * D,
         "per_block": L * LENGTH * D,
         "two_stream": D,
@@ -703,7 +803,9 @@ def build(**tables):
 
 @pytest.mark.parametrize("kind", ["ar", "ao_ar", "groupwise"])
 def test_an_encoder_refuses_the_objectives_of_decoders(kind):
-    with pytest.raises(ValueError, match=rf"run\.toml: objective\.kind = '{kind}'.*encoder.*lambda_dce"):
+    with pytest.raises(
+        ValueError, match=rf"run\.toml: objective\.kind = '{kind}'.*encoder.*lambda_dce"
+    ):
         build(model=ENCODER_TABLE, objective={"kind": kind}, order={"kind": "l2r"})
 
 
@@ -718,15 +820,29 @@ def test_a_decoder_refuses_the_objectives_of_encoders(kind, table):
     "tables, words",
     [
         ({"objective": {"kind": "groupwise"}}, "'groupwise' needs model.target = 'two_stream'"),
-        ({"model": ENCODER_TABLE, "objective": {"kind": "score_entropy"}}, "score_entropy.*model.noise = true"),
-        ({"model": ENCODER_TABLE | {"noise": True}, "objective": {"kind": "t_dce"}}, "score_entropy.*model.noise"),
+        (
+            {"model": ENCODER_TABLE, "objective": {"kind": "score_entropy"}},
+            "score_entropy.*model.noise = true",
+        ),
+        (
+            {"model": ENCODER_TABLE | {"noise": True}, "objective": {"kind": "t_dce"}},
+            "score_entropy.*model.noise",
+        ),
         ({"objective": {"kind": "ar"}}, "'ar' needs order.kind = 'l2r', but it is 'mixture'"),
         (
-            {"objective": {"kind": "ar"}, "order": {"kind": "l2r"}, "schedule": [{"step": 5, "kind": "random"}]},
+            {
+                "objective": {"kind": "ar"},
+                "order": {"kind": "l2r"},
+                "schedule": [{"step": 5, "kind": "random"}],
+            },
             "'ar' needs order.kind = 'l2r', but it is 'random'",
         ),
         (
-            {"model": {"target": "none"}, "order": {"kind": "l2r"}, "schedule": [{"step": 5, "kind": "random"}]},
+            {
+                "model": {"target": "none"},
+                "order": {"kind": "l2r"},
+                "schedule": [{"step": 5, "kind": "random"}],
+            },
             "needs a model that is told its target position",
         ),
         ({"objective": {"kind": "sedd"}}, "objective.kind is 'sedd'"),
@@ -744,7 +860,10 @@ def test_what_does_not_go_together_is_refused_by_name(tables, words):
     "tables",
     [
         {"model": ENCODER_TABLE, "objective": {"kind": "lambda_dce"}},
-        {"model": ENCODER_TABLE | {"noise": True, "position": "rotary"}, "objective": {"kind": "score_entropy"}},
+        {
+            "model": ENCODER_TABLE | {"noise": True, "position": "rotary"},
+            "objective": {"kind": "score_entropy"},
+        },
         {"model": TWO_STREAM_TABLE, "objective": {"kind": "groupwise", "group": 2}},
         {"model": {"target": "none"}, "objective": {"kind": "ar"}, "order": {"kind": "l2r"}},
     ],
@@ -757,14 +876,20 @@ def test_what_goes_together_is_taken(tables):
     "table, words",
     [
         ({"attention": "full", "target": "none"}, "mask_token is None; an encoder.*50257 for gpt2"),
-        (ENCODER_TABLE | {"mask_token": 320}, r"mask_token is 320.*below model\.vocab_size \(320\)"),
+        (
+            ENCODER_TABLE | {"mask_token": 320},
+            r"mask_token is 320.*below model\.vocab_size \(320\)",
+        ),
         (ENCODER_TABLE | {"mask_token": 0}, "mask_token is 0"),
         (ENCODER_TABLE | {"mask_token": -1}, "mask_token is -1"),
         ({"mask_token": 257}, "mask_token = 257 is for encoders"),
         ({"noise": True}, "noise = True is for encoders"),
         ({"position": "rotary"}, "position = 'rotary' is for encoders"),
         (ENCODER_TABLE | {"target": "adaln"}, "target is 'adaln', but an encoder"),
-        (ENCODER_TABLE | {"position": "rotary", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
+        (
+            ENCODER_TABLE | {"position": "rotary", "n_head": 4, "n_embd": 12},
+            "even head width, but it is 3",
+        ),
         ({"target": "two_stream", "start": "hidden"}, "start = 'hidden'"),
     ],
 )
@@ -780,7 +905,10 @@ def test_an_encoder_has_no_log_probabilities_along_an_order():
 
 
 def test_mask_token_may_not_be_a_token_of_the_data():
-    config = Config(model=ModelConfig(**ENCODER_TABLE | {"mask_token": 256}), objective=ObjectiveConfig("lambda_dce"))
+    config = Config(
+        model=ModelConfig(**ENCODER_TABLE | {"mask_token": 256}),
+        objective=ObjectiveConfig("lambda_dce"),
+    )
     data, procs = SimpleNamespace(meta={"vocab_size": 257}), SimpleNamespace(world_size=1)
     with pytest.raises(ValueError, match="mask_token is 256, a token of the data.*257"):
         train.check_fits(config, data, procs)
@@ -790,7 +918,11 @@ def test_mask_token_may_not_be_a_token_of_the_data():
 
 # ---- the schedule of orders ------------------------------------------------------------------------------------------
 
-CURRICULUM = (StageConfig(10, "l2r", 0.1, 1), StageConfig(20, "l2r", 0.1, 2), StageConfig(35, "mixture", 0.25, 4))
+CURRICULUM = (
+    StageConfig(10, "l2r", 0.1, 1),
+    StageConfig(20, "l2r", 0.1, 2),
+    StageConfig(35, "mixture", 0.25, 4),
+)
 
 
 def curriculum_config(**settings):
@@ -816,9 +948,12 @@ def test_training_uses_the_orders_and_groups_of_the_stage(step):
     config = curriculum_config()
     model = randomise(AOGPT(config.model).double(), 0)
     tokens, rows = random_tokens(TOKENS, 6, LENGTH, 0), range(6)
-    kind, share, group = {0: ("random", 0.1, 3), 10: ("l2r", 0.1, 1), 20: ("l2r", 0.1, 2), 35: ("mixture", 0.25, 4)}[
-        step
-    ]
+    kind, share, group = {
+        0: ("random", 0.1, 3),
+        10: ("l2r", 0.1, 1),
+        20: ("l2r", 0.1, 2),
+        35: ("mixture", 0.25, 4),
+    }[step]
     order = orders_at(OrderConfig(kind, share, seed=7), config.seed, step, rows, LENGTH)
     expected = groupwise_loss(model, tokens, order, group)
     batch = train.Batch(tokens, train.drawn(config, step, rows, LENGTH))
@@ -833,7 +968,11 @@ def test_training_of_an_encoder_minimises_its_objective(system):
     config = Config(model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5)
     tokens, rows = random_tokens(TOKENS, 4, LENGTH, 0), range(4, 8)
     masks = masks_at(config.objective, 5, 9, rows, 12, LENGTH)
-    loss = score_entropy(model, tokens, masks, TOKENS) if system == "SEDD" else masked_nll(model, tokens, masks)
+    loss = (
+        score_entropy(model, tokens, masks, TOKENS)
+        if system == "SEDD"
+        else masked_nll(model, tokens, masks)
+    )
     batch = train.Batch(tokens, train.drawn(config, 9, rows, LENGTH))
     assert torch.equal(train.training_loss(model, batch, config, 9), loss.mean())
 
@@ -890,6 +1029,10 @@ def test_a_stage_that_cannot_be_is_refused_by_name(schedule, words):
 
 def test_an_encoder_with_an_order_or_a_schedule_is_an_error_that_says_so():
     model, objective = ModelConfig(**TINY | SYSTEMS["RADD"]), ObjectiveConfig("k_dce")
-    for wrong in ({"schedule": CURRICULUM}, {"order": OrderConfig("l2r")}, {"order": OrderConfig("fixed_random")}):
+    for wrong in (
+        {"schedule": CURRICULUM},
+        {"order": OrderConfig("l2r")},
+        {"order": OrderConfig("fixed_random")},
+    ):
         with pytest.raises(ValueError, match="encoder predicts in no order"):
             Config(model=model, objective=objective, **wrong)

@@ -44,10 +44,15 @@ def write_config(config):
 
 def metrics(config, key=None):
     """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value} of those with it."""
-    lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()
+    ]
     if key:
         return {line["step"]: line[key] for line in lines if key in line}
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_bytes")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_bytes")}
+        for line in lines
+    ]
 
 
 def newest(config):
@@ -143,16 +148,22 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     shares = {e: 0.25 * sum(v == e for v in exact.values()) / size for e in set(eighths)}
     shares[size] += 0.75
     shares = {e: share for e, share in shares.items() if share}
-    counts = dict(zip(*(values.tolist() for values in np.unique(lengths, return_counts=True)), strict=True))
+    counts = dict(
+        zip(*(values.tolist() for values in np.unique(lengths, return_counts=True)), strict=True)
+    )
     assert counts.keys() == shares.keys() and len(counts) <= 8
     for length, share in shares.items():  # five standard deviations of a binomial
-        assert abs(counts[length] - 40_000 * share) <= 5 * math.sqrt(40_000 * share * (1 - share)), length
+        assert abs(counts[length] - 40_000 * share) <= 5 * math.sqrt(
+            40_000 * share * (1 - share)
+        ), length
 
 
 def test_the_length_of_a_batch_follows_from_seed_and_step_alone():
     whole = batch_lengths(3, range(3000), 64, 0.5)
     for steps in (range(0, 1), range(511, 513), range(1000, 2600), range(2999, 3000), range(5, 5)):
-        np.testing.assert_array_equal(batch_lengths(3, steps, 64, 0.5), whole[steps.start : steps.stop])
+        np.testing.assert_array_equal(
+            batch_lengths(3, steps, 64, 0.5), whole[steps.start : steps.stop]
+        )
     assert (batch_lengths(4, range(3000), 64, 0.5) != whole).mean() > 0.3
     assert set(batch_lengths(3, range(3000), 64, 0.0)) == {64}
     # a smaller share cuts some of the same steps to the same lengths
@@ -169,12 +180,18 @@ def cut_step(config):
 
 def encoder_config(config):
     model = replace(config.model, attention="full", target="none", mask_token=257)
-    return replace(config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random"))
+    return replace(
+        config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random")
+    )
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])
-def test_a_cut_step_is_the_gradient_of_the_mean_loss_of_the_first_tokens_of_its_blocks(data, system):
-    config = tiny_config(data, "", model__dropout=0.0, optim__grad_clip=0.0, data__random_length_prob=0.7)
+def test_a_cut_step_is_the_gradient_of_the_mean_loss_of_the_first_tokens_of_its_blocks(
+    data, system
+):
+    config = tiny_config(
+        data, "", model__dropout=0.0, optim__grad_clip=0.0, data__random_length_prob=0.7
+    )
     config = encoder_config(config) if system == "encoder" else config
     dataset = TokenDataset(data, "train", 16)
     step, length = cut_step(config)
@@ -183,7 +200,9 @@ def test_a_cut_step_is_the_gradient_of_the_mean_loss_of_the_first_tokens_of_its_
     plain = AOGPT(config.model)
     tokens = dataset.batch(7, step, range(8), 8)[:, :length]
     if system == "encoder":
-        expected = masked_nll(plain, tokens, masks_at(config.objective, 7, step, range(8), 8, length)).mean()
+        expected = masked_nll(
+            plain, tokens, masks_at(config.objective, 7, step, range(8), 8, length)
+        ).mean()
     else:
         order = orders_at(config.order, 7, step, range(8), length)
         assert all(sorted(row) == list(range(length)) for row in order.tolist())
@@ -194,10 +213,14 @@ def test_a_cut_step_is_the_gradient_of_the_mean_loss_of_the_first_tokens_of_its_
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6)
     if system == "decoder":  # no row of a position past the end was touched
-        assert not model.wpe.weight.grad[length + 1 :].any() and model.wpe.weight.grad[1:length].any()
+        assert (
+            not model.wpe.weight.grad[length + 1 :].any() and model.wpe.weight.grad[1:length].any()
+        )
 
 
-@pytest.mark.parametrize("order", [OrderConfig("fixed_random", seed=3), OrderConfig("fixed_blockwise", block=6)])
+@pytest.mark.parametrize(
+    "order", [OrderConfig("fixed_random", seed=3), OrderConfig("fixed_blockwise", block=6)]
+)
 def test_a_fixed_order_of_a_cut_batch_is_the_whole_order_without_the_positions_cut_off(order):
     whole = orders_at(order, 0, 0, range(1), 16)[0]
     for length in (2, 8, 14):
@@ -209,12 +232,16 @@ def cut_run(data, tmp_path_factory):
     """20 steps with Muon, half of them at a random length."""
     out = tmp_path_factory.mktemp("cut")
     changes = {"data__random_length_prob": 0.5, "optim__kind": "muon", "optim__min_lr_ratio": 1.0}
-    config = tiny_config(data, out, steps=20, **changes, checkpoint__interval=100, model__dropout=0.0)
+    config = tiny_config(
+        data, out, steps=20, **changes, checkpoint__interval=100, model__dropout=0.0
+    )
     train.train(config, ALONE)
     return config
 
 
-def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(cut_run, tmp_path):
+def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(
+    cut_run, tmp_path
+):
     lengths = batch_lengths(7, range(20), 16, 0.5)
     assert len(set(lengths.tolist())) > 3
     expected = dict(zip(range(1, 21), (8 * lengths.cumsum()).tolist(), strict=True))
@@ -229,7 +256,9 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
     assert [line for line in metrics(config) if line["step"] != 7] == [
         line for line in metrics(cut_run) if line["step"] != 7
     ]
-    assert {line["muon_lr"] for line in metrics(config) if line["step"] > 5 and "loss" in line} == {6e-4}
+    assert {line["muon_lr"] for line in metrics(config) if line["step"] > 5 and "loss" in line} == {
+        6e-4
+    }
 
 
 def test_two_processes_cut_the_same_batches_and_take_the_same_steps(cut_run):
@@ -243,28 +272,43 @@ def test_two_processes_cut_the_same_batches_and_take_the_same_steps(cut_run):
 
 def test_another_kind_of_optimizer_is_an_error_before_anything_is_written(cut_run):
     before = {name: (cut_run.run_folder / name).read_bytes() for name in files(cut_run.run_folder)}
-    with pytest.raises(ValueError, match="optim.kind = 'muon', but now it is 'adamw': the optimizer of a run cannot"):
+    with pytest.raises(
+        ValueError,
+        match="optim.kind = 'muon', but now it is 'adamw': the optimizer of a run cannot",
+    ):
         train.train(change(cut_run, optim__kind="adamw", train__steps=30), ALONE)
-    assert {name: (cut_run.run_folder / name).read_bytes() for name in files(cut_run.run_folder)} == before
+    assert {
+        name: (cut_run.run_folder / name).read_bytes() for name in files(cut_run.run_folder)
+    } == before
 
 
 def test_every_length_is_compiled_once_and_none_falls_back_to_eager(data, tmp_path, monkeypatch):
     graphs, plain = [], AOGPT.compile
 
     def counting(graph, inputs):
-        shapes = [tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.long]
+        shapes = [
+            tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.long
+        ]
         graphs.append((torch.is_grad_enabled(), shapes[0]))
         return graph.forward
 
     monkeypatch.setattr(AOGPT, "compile", lambda self, **how: plain(self, backend=counting, **how))
-    monkeypatch.setattr(train.shutil, "which", lambda name: name)  # this backend needs no C++ compiler
+    monkeypatch.setattr(
+        train.shutil, "which", lambda name: name
+    )  # this backend needs no C++ compiler
     torch._dynamo.reset()
-    config = tiny_config(data, tmp_path, steps=60, data__random_length_prob=1.0, train__compile=True)
-    config = change(config, model__n_layer=1, model__dropout=0.0, eval__interval=30, checkpoint__interval=100)
+    config = tiny_config(
+        data, tmp_path, steps=60, data__random_length_prob=1.0, train__compile=True
+    )
+    config = change(
+        config, model__n_layer=1, model__dropout=0.0, eval__interval=30, checkpoint__interval=100
+    )
     train.train(config, ALONE)
     torch._dynamo.reset()
     lengths = set(batch_lengths(7, range(60), 16, 1.0).tolist())
-    assert len(lengths) == 8, "the default limit of torch.compile, which the evaluation then exceeds"
+    assert len(lengths) == 8, (
+        "the default limit of torch.compile, which the evaluation then exceeds"
+    )
     expected = {(True, (4, length)) for length in lengths} | {(False, (4, 16)), (False, (3, 16))}
     assert set(graphs) == expected and len(graphs) == len(expected)
 
@@ -280,17 +324,33 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
 
 
 def test_metrics_hold_every_step_with_its_rate_its_tokens_and_its_speed(reference):
-    lines = [json.loads(line) for line in (reference.run_folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (reference.run_folder / "metrics.jsonl").read_text().splitlines()
+    ]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, 41))
     for line in training:
         assert line["lr"] == learning_rate(line["step"] - 1, reference)
         assert line["tokens"] == line["step"] * 8 * 16
-        assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and line["skipped_steps"] == 0
+        assert (
+            line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and line["skipped_steps"] == 0
+        )
         assert 2**20 < line["memory_bytes"] < 2**40  # Python with PyTorch in it
-    assert training[0]["loss"] == pytest.approx(math.log(320), abs=0.1)  # a fresh model knows nothing
+    assert training[0]["loss"] == pytest.approx(
+        math.log(320), abs=0.1
+    )  # a fresh model knows nothing
     assert training[-1]["loss"] < training[0]["loss"] - 1
-    assert [line["step"] for line in lines if "val_loss_l2r" in line] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert [line["step"] for line in lines if "val_loss_l2r" in line] == [
+        5,
+        10,
+        15,
+        20,
+        25,
+        30,
+        35,
+        40,
+    ]
 
 
 def test_validation_losses_are_those_of_the_averaged_weights_on_held_out_blocks(reference):
@@ -310,18 +370,28 @@ def test_validation_losses_are_those_of_the_averaged_weights_on_held_out_blocks(
         assert abs(expected - last[f"val_loss_{kind}"]) > 1e-3
 
 
-def test_the_averaged_weights_of_a_run_are_the_average_of_its_weights_after_every_step(data, tmp_path):
-    config = tiny_config(data, tmp_path, steps=8, checkpoint__interval=1, checkpoint__keep=99, optim__ema_decay=0.3)
+def test_the_averaged_weights_of_a_run_are_the_average_of_its_weights_after_every_step(
+    data, tmp_path
+):
+    config = tiny_config(
+        data, tmp_path, steps=8, checkpoint__interval=1, checkpoint__keep=99, optim__ema_decay=0.3
+    )
     train.train(config, ALONE)
-    average = {name: p.detach().double() for name, p in parallel.build(config, ALONE).named_parameters()}
+    average = {
+        name: p.detach().double() for name, p in parallel.build(config, ALONE).named_parameters()
+    }
     for t, path in enumerate(checkpoint.find(config.run_folder)):
         state, decay = checkpoint.read(path), min(0.3, (1 + t) / (10 + t))  # reaches 0.3 at t = 3
         for name, weight in state["model"].items():
             average[name] = decay * average[name] + (1 - decay) * weight.double()
-            torch.testing.assert_close(state["ema"]["weights"][name].double(), average[name], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                state["ema"]["weights"][name].double(), average[name], rtol=1e-6, atol=1e-6
+            )
 
 
-def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss_in_the_orders_of_the_run(reference):
+def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss_in_the_orders_of_the_run(
+    reference,
+):
     losses = metrics(reference, "val_loss_random")
     best = checkpoint.read(reference.run_folder / "best.pt")
     assert best["step"] == min(losses, key=losses.get) == best["best"]["step"]
@@ -338,11 +408,19 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss_in_the_ord
     ],
     ids=lambda value: value.kind if isinstance(value, OrderConfig) else None,
 )
-def test_every_kind_of_order_trains_and_is_evaluated_where_the_model_can(data, tmp_path, order, target, kinds):
-    config = tiny_config(data, tmp_path, steps=8, order=order, model__target=target, eval__interval=4)
+def test_every_kind_of_order_trains_and_is_evaluated_where_the_model_can(
+    data, tmp_path, order, target, kinds
+):
+    config = tiny_config(
+        data, tmp_path, steps=8, order=order, model__target=target, eval__interval=4
+    )
     train.train(config, ALONE)
     last = metrics(config)[-1]
-    keys = {name for kind in kinds for name in (f"val_loss_{kind}", f"val_loss_{kind}_raw", f"val_curve_{kind}")}
+    keys = {
+        name
+        for kind in kinds
+        for name in (f"val_loss_{kind}", f"val_loss_{kind}_raw", f"val_curve_{kind}")
+    }
     assert {key for key in last if key.startswith("val")} == keys
     own = {"l2r": "l2r", "random": "random"}.get(order.kind, "fixed")
     assert newest(config)["best"]["loss"] == min(metrics(config, f"val_loss_{own}").values())
@@ -365,18 +443,27 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(reference, tmp
     before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
     assert train.train(config, ALONE) == 0
     assert "is finished at step 40; give more --train.steps" in capsys.readouterr().out
-    assert {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)} == before
+    assert {
+        name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)
+    } == before
 
 
 def test_a_changed_architecture_is_an_error_that_leaves_the_run_as_it_was(reference, tmp_path):
     config = copy_of(reference, tmp_path, train__steps=45)
     before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
-    for key, value in (("n_layer", 3), ("target", "input"), ("norm", "layernorm"), ("vocab_size", 384)):
+    for key, value in (
+        ("n_layer", 3),
+        ("target", "input"),
+        ("norm", "layernorm"),
+        ("vocab_size", 384),
+    ):
         old = getattr(config.model, key)
         message = f"model.{key} = {old!r}, but now it is {value!r}: the architecture of a run cannot change"
         with pytest.raises(ValueError, match=re.escape(message)):
             train.train(change(config, **{f"model__{key}": value}), ALONE)
-    assert {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)} == before
+    assert {
+        name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)
+    } == before
 
 
 def test_a_changed_learning_rate_is_said_in_the_log_and_used(reference, tmp_path, capsys):
@@ -388,7 +475,9 @@ def test_a_changed_learning_rate_is_said_in_the_log_and_used(reference, tmp_path
     assert configuration.load_toml(config.run_folder / "config.toml") == config
 
 
-def test_other_data_are_said_in_the_log_and_another_tokenizer_is_an_error(reference, tmp_path, capsys):
+def test_other_data_are_said_in_the_log_and_another_tokenizer_is_an_error(
+    reference, tmp_path, capsys
+):
     other = make_data(tmp_path, words=3000, seed=1)
     config = copy_of(reference, tmp_path / "out", train__steps=41, data__folder=str(other))
     train.train(config, ALONE)
@@ -402,7 +491,9 @@ def test_other_data_are_said_in_the_log_and_another_tokenizer_is_an_error(refere
 def test_a_run_can_go_on_from_the_config_in_its_own_folder(reference, tmp_path):
     config = copy_of(reference, tmp_path, train__steps=50)
     own = config.run_folder / "config.toml"
-    resumed = configuration.from_command_line([str(own), "--out", str(tmp_path), "--train.steps", "50"], "")
+    resumed = configuration.from_command_line(
+        [str(own), "--out", str(tmp_path), "--train.steps", "50"], ""
+    )
     assert resumed == config
 
 
@@ -414,7 +505,7 @@ DRIVER = """
 import json, os, resource, signal, sys
 import matplotlib.pyplot, torch, torch._dynamo, tyro
 import train
-from runtime.processes import run_script
+from runtime.command_line import run_script
 
 def die_before(count):
     left = [count]
@@ -462,7 +553,9 @@ def wait_for(condition, process=None, seconds=120):
     """Poll until the condition holds; fails when time is up or the process has ended."""
     end = time.monotonic() + seconds
     while not condition():
-        assert not process or process.poll() is None, f"it ended: {process.returncode}, {process.communicate()}"
+        assert not process or process.poll() is None, (
+            f"it ended: {process.returncode}, {process.communicate()}"
+        )
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.001)
 
@@ -474,7 +567,9 @@ class Driver:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(log, "w") as errors:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            self.process = subprocess.Popen([sys.executable, "-c", DRIVER], cwd=ROOT, env=env, text=True, **pipes)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", DRIVER], cwd=ROOT, env=env, text=True, **pipes
+            )
 
     def start(self, path, operation=None, file_size=None):
         """Start a run and return its process id; it is to die before that file operation or past that file size."""
@@ -505,7 +600,9 @@ def driver(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(reference, tmp_path, driver, seed):
+def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
+    reference, tmp_path, driver, seed
+):
     config, rng = change(reference, out=str(tmp_path)), random.Random(seed)
     path = write_config(config)
     for step in sorted(rng.sample(range(1, 40), 6)):
@@ -522,7 +619,9 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(re
     assert_same_run(config, reference)
 
 
-def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_for_bit(reference, tmp_path, driver):
+def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_for_bit(
+    reference, tmp_path, driver
+):
     config = change(reference, out=str(tmp_path))
     path, size = write_config(config), checkpoint.find(reference.run_folder)[-1].stat().st_size
     assert driver.run(path, operation=20) == -signal.SIGKILL
@@ -530,8 +629,12 @@ def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_fo
         before = checkpoint.find(config.run_folder)
         assert driver.run(path, file_size=int(size * share)) == -signal.SIGXFSZ
         (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
-        assert left.stat().st_size == int(size * share), "the run did not die in the middle of a write"
-        assert checkpoint.find(config.run_folder)[-1] == before[-1], "an earlier checkpoint must not suffer"
+        assert left.stat().st_size == int(size * share), (
+            "the run did not die in the middle of a write"
+        )
+        assert checkpoint.find(config.run_folder)[-1] == before[-1], (
+            "an earlier checkpoint must not suffer"
+        )
     assert driver.run(path) == 0
     assert_same_run(config, reference)
 
@@ -557,7 +660,9 @@ def killed_before_every_operation(data, tmp_path_factory, driver):
     return reference, runs
 
 
-def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(killed_before_every_operation):
+def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(
+    killed_before_every_operation,
+):
     reference, runs = killed_before_every_operation
     for config in runs:
         ours, expected = newest(config), newest(reference)
@@ -565,15 +670,22 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(killed
         assert metrics(config) == metrics(reference), config.name
 
 
-def test_killed_before_any_file_operation_a_run_keeps_the_right_best_checkpoint(killed_before_every_operation):
+def test_killed_before_any_file_operation_a_run_keeps_the_right_best_checkpoint(
+    killed_before_every_operation,
+):
     reference, runs = killed_before_every_operation
     expected = checkpoint.read(reference.run_folder / "best.pt")["step"]
     found = {config.name: (config.run_folder / "best.pt") for config in runs}
-    found = {name: checkpoint.read(path)["step"] if path.exists() else None for name, path in found.items()}
+    found = {
+        name: checkpoint.read(path)["step"] if path.exists() else None
+        for name, path in found.items()
+    }
     assert found == dict.fromkeys(found, expected)
 
 
-def test_killed_before_any_file_operation_a_run_leaves_the_files_of_an_undisturbed_one(killed_before_every_operation):
+def test_killed_before_any_file_operation_a_run_leaves_the_files_of_an_undisturbed_one(
+    killed_before_every_operation,
+):
     reference, runs = killed_before_every_operation
     expected = files(reference.run_folder)
     odd = {config.name: sorted(set(files(config.run_folder)) ^ set(expected)) for config in runs}
@@ -600,7 +712,9 @@ def start():
     def call(*arguments):
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes))
+        started.append(
+            subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes)
+        )
         return started[-1]
 
     yield call
@@ -613,19 +727,33 @@ def start():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(data, tmp_path, start, number):
+def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
+    data, tmp_path, start, number
+):
     # no checkpoint is due before the end, and the run would take minutes: what is saved, the signal saved. The learning
     # rate is constant, so that a run of fewer steps is the beginning of a longer one.
-    far = {"train__steps": 100_000, "checkpoint__interval": 100_000, "eval__interval": 0, "optim__min_lr_ratio": 1.0}
+    far = {
+        "train__steps": 100_000,
+        "checkpoint__interval": 100_000,
+        "eval__interval": 0,
+        "optim__min_lr_ratio": 1.0,
+    }
     config = tiny_config(data, tmp_path, **far)
     process = start("train.py", write_config(config))
     wait_for(lambda: has_reached(config, 3), process)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in err
-    step = int(re.search(r"stopped at step (\d+) and saved .*; the same command goes on from there", out)[1])
+    step = int(
+        re.search(r"stopped at step (\d+) and saved .*; the same command goes on from there", out)[
+            1
+        ]
+    )
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
-    resumed, undisturbed = change(config, train__steps=step + 4), change(config, name="same", train__steps=step + 4)
+    resumed, undisturbed = (
+        change(config, train__steps=step + 4),
+        change(config, name="same", train__steps=step + 4),
+    )
     train.train(resumed, ALONE)
     train.train(undisturbed, ALONE)
     assert_same(newest(resumed) | {"config": None}, newest(undisturbed) | {"config": None})
@@ -639,14 +767,21 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
 ):
     far = {"train__steps": 100_000, "checkpoint__interval": 100_000, "eval__interval": 0}
     config = tiny_config(data, tmp_path, **far)
-    launcher = start(*"-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split(), write_config(config))
+    launcher = start(
+        *"-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split(),
+        write_config(config),
+    )
     wait_for(lambda: has_reached(config, 3), launcher)
     if receiver == "rank 1":  # the process that neither logs nor saves
-        (worker,) = (child for child, environment in children(launcher).items() if b"RANK=1" in environment)
+        (worker,) = (
+            child for child, environment in children(launcher).items() if b"RANK=1" in environment
+        )
         os.kill(worker, signal.SIGTERM)
     else:
         launcher.send_signal(signal.SIGTERM)
-    out, err = launcher.communicate(timeout=60)  # with a process one step ahead, the other would wait for it in vain
+    out, err = launcher.communicate(
+        timeout=60
+    )  # with a process one step ahead, the other would wait for it in vain
     step = int(re.search(r"stopped at step (\d+) and saved", out)[1])
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
     assert "error (rank" not in err
@@ -659,7 +794,9 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
 def fifty_steps(data, tmp_path_factory):
     """50 steps on one process in micro-batches of 2; no dropout, whose masks depend on the cut into micro-batches."""
     out = tmp_path_factory.mktemp("fifty")
-    config = tiny_config(data, out, "one", steps=50, model__dropout=0.0, train__micro_batch_size=2, eval__interval=25)
+    config = tiny_config(
+        data, out, "one", steps=50, model__dropout=0.0, train__micro_batch_size=2, eval__interval=25
+    )
     train.train(config, ALONE)
     return config
 
@@ -692,7 +829,8 @@ def test_larger_micro_batches_give_the_same_losses(fifty_steps, size):
 def test_a_batch_that_does_not_divide_among_the_processes_is_an_error_with_the_numbers(data):
     config, dataset = tiny_config(data, ""), TokenDataset(data, "train", 16)
     with pytest.raises(
-        ValueError, match=r"train\.batch_size \(8\) must be a multiple of .* \(4\) times the 3 processes"
+        ValueError,
+        match=r"train\.batch_size \(8\) must be a multiple of .* \(4\) times the 3 processes",
     ):
         train.check_fits(config, dataset, Processes(0, 3, torch.device("cpu")))
     train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
@@ -723,7 +861,9 @@ def spoil(monkeypatch, bad_steps, what):
 
 
 @pytest.mark.parametrize("what, empty", [("loss", "loss"), ("gradient", "grad_norm")])
-def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(data, tmp_path, monkeypatch, what, empty):
+def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
+    data, tmp_path, monkeypatch, what, empty
+):
     config = tiny_config(
         data,
         tmp_path,
@@ -740,7 +880,9 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(data, t
         for part in ("model", "ema"):
             assert_same(states[good][part], states[bad][part])
         assert_same(states[good]["optimizer"], states[bad]["optimizer"])
-    assert not torch.equal(states[5]["model"]["start"], states[6]["model"]["start"])  # and training went on
+    assert not torch.equal(
+        states[5]["model"]["start"], states[6]["model"]["start"]
+    )  # and training went on
     assert list(metrics(config, "skipped_steps").values()) == [0, 0, 0, 1, 2, 2, 3, 4, 4]
     assert [step for step, value in metrics(config, empty).items() if value is None] == [4, 5, 7, 8]
     train.train(change(config, train__steps=10), ALONE)
@@ -754,7 +896,9 @@ def test_a_spoiled_step_is_said_even_between_the_lines_of_the_log(data, tmp_path
     assert metrics(config, "skipped_steps") == {4: 1, 10: 1}
 
 
-def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_last_good_checkpoint(data, tmp_path):
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_last_good_checkpoint(
+    data, tmp_path
+):
     config = tiny_config(
         data,
         tmp_path,
@@ -765,10 +909,14 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
         train__max_skipped_steps=4,
     )
     done = run_script("train.py", write_config(config), check=False)
-    assert_user_error(done, "not finite 4 steps in a row", "the last good checkpoint is", "--optim.lr")
+    assert_user_error(
+        done, "not finite 4 steps in a row", "the last good checkpoint is", "--optim.lr"
+    )
     good = re.search(r"the last good checkpoint is (\S+\.pt)", done.stderr)[1]
     state = checkpoint.read(Path(good), verify=True)
-    assert all(bool(p.isfinite().all()) for p in (state["model"] | state["ema"]["weights"]).values())
+    assert all(
+        bool(p.isfinite().all()) for p in (state["model"] | state["ema"]["weights"]).values()
+    )
     skipped = metrics(config, "skipped_steps")
     assert list(skipped.values())[-5:] == [0, 1, 2, 3, 4] and max(skipped) < 30
 
@@ -776,26 +924,40 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
 # ---- full disks and damaged checkpoints ------------------------------------------------------------------------------
 
 
-def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(reference, tmp_path):
+def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
+    reference, tmp_path
+):
     undisturbed = copy_of(reference, tmp_path / "undisturbed", train__steps=47)
     train.train(undisturbed, ALONE)
     config = copy_of(reference, tmp_path / "full", train__steps=47)
     before = {path.name: path.read_bytes() for path in checkpoint.find(config.run_folder)}
-    size = max(len(content) for content in before.values()) // 2  # room for everything but a checkpoint
+    size = (
+        max(len(content) for content in before.values()) // 2
+    )  # room for everything but a checkpoint
     done = subprocess.run(
         [sys.executable, "train.py", str(write_config(config))],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),  # Python ignores SIGXFSZ
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_FSIZE, (size, size)
+        ),  # Python ignores SIGXFSZ
     )
     last = checkpoint.find(reference.run_folder)[-1].name
     path = config.run_folder / "checkpoints" / last
-    assert_user_error(done, "could not write", f"the last good checkpoint is {path}", "disk full", "free some space")
+    assert_user_error(
+        done,
+        "could not write",
+        f"the last good checkpoint is {path}",
+        "disk full",
+        "free some space",
+    )
     assert {path.name: path.read_bytes() for path in checkpoint.find(config.run_folder)} == before
     assert not [name for name in files(config.run_folder) if name.endswith(".tmp")]
-    assert max(metrics(config, "loss")) == 47, "one failed checkpoint must not end the training before its last step"
+    assert max(metrics(config, "loss")) == 47, (
+        "one failed checkpoint must not end the training before its last step"
+    )
     train.train(config, ALONE)
     assert_same_run(config, undisturbed)
 
@@ -821,9 +983,13 @@ def test_when_all_checkpoints_are_broken_the_run_does_not_start_anew_over_them(r
     for path in checkpoint.find(config.run_folder):
         os.truncate(path, 1000)
     before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
-    with pytest.raises(ValueError, match="none of the 2 checkpoints in .* move the folder away to start anew"):
+    with pytest.raises(
+        ValueError, match="none of the 2 checkpoints in .* move the folder away to start anew"
+    ):
         train.train(config, ALONE)
-    assert {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)} == before
+    assert {
+        name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)
+    } == before
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
@@ -831,9 +997,13 @@ def test_when_all_checkpoints_are_broken_the_run_does_not_start_anew_over_them(r
 
 def test_data_that_are_missing_or_do_not_fit_are_clear_errors(data, tmp_path):
     config = tiny_config(data, tmp_path)
-    with pytest.raises(OSError, match="no such dataset folder; make one with: python data/prepare.py"):
+    with pytest.raises(
+        OSError, match="no such dataset folder; make one with: python data/prepare.py"
+    ):
         train.train(change(config, data__folder=str(tmp_path / "nowhere")), ALONE)
-    with pytest.raises(ValueError, match="vocabulary of 257, but model.vocab_size is 256; set it to at least that"):
+    with pytest.raises(
+        ValueError, match="vocabulary of 257, but model.vocab_size is 256; set it to at least that"
+    ):
         train.train(change(config, model__vocab_size=256), ALONE)
     with pytest.raises(ValueError, match="lower block_size to at most"):
         train.train(change(config, model__block_size=10**6), ALONE)
@@ -868,9 +1038,16 @@ def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypat
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler",
+)
 def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, tmp_path):
-    changes = {"model__dropout": 0.0, "model__n_layer": 1, "eval__interval": 0}  # compiled dropout draws otherwise
+    changes = {
+        "model__dropout": 0.0,
+        "model__n_layer": 1,
+        "eval__interval": 0,
+    }  # compiled dropout draws otherwise
     eager = tiny_config(data, tmp_path, "eager", steps=6, **changes)
     compiled = change(eager, name="compiled", train__compile=True)
     train.train(eager, ALONE)

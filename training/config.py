@@ -81,7 +81,9 @@ class OptimConfig:
             value = getattr(self, name)
             if not low <= value <= high or value == math.inf and name != "grad_clip":
                 bound = "or more" if high == math.inf else f"to {high}"
-                raise ValueError(f"optim.{name} is {value}; give a finite number from {low} {bound}")
+                raise ValueError(
+                    f"optim.{name} is {value}; give a finite number from {low} {bound}"
+                )
         if 1 in (self.beta1, self.beta2, self.muon_momentum):
             raise ValueError("optim.beta1, optim.beta2 and optim.muon_momentum must be below 1")
 
@@ -120,7 +122,13 @@ class TrainConfig:
     """Stop after this many steps in a row with a non-finite loss or gradient."""
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "micro_batch_size", "log_interval", "max_skipped_steps"):
+        for name in (
+            "steps",
+            "batch_size",
+            "micro_batch_size",
+            "log_interval",
+            "max_skipped_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 < self.timeout < math.inf:
@@ -141,7 +149,9 @@ class EvalConfig:
 
     def __post_init__(self):
         if self.interval < 0 or self.sequences < 1:
-            raise ValueError("eval.interval must not be negative and eval.sequences must be at least 1")
+            raise ValueError(
+                "eval.interval must not be negative and eval.sequences must be at least 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,9 @@ class StageConfig:
     def __post_init__(self):
         OrderConfig(self.kind, self.l2r_prob)  # refuses what is no order distribution
         if self.step < 0 or self.group < 1:
-            raise ValueError("schedule: a stage's step must not be negative and its group must be at least 1")
+            raise ValueError(
+                "schedule: a stage's step must not be negative and its group must be at least 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -213,8 +225,12 @@ class Config:
                 "learning rate would never reach its peak; lower the first or raise the second"
             )
         self._check_objective()
-        if [stage.step for stage in self.schedule] != sorted({stage.step for stage in self.schedule}):
-            raise ValueError("schedule: the steps of the stages must rise from one [[schedule]] table to the next")
+        if [stage.step for stage in self.schedule] != sorted(
+            {stage.step for stage in self.schedule}
+        ):
+            raise ValueError(
+                "schedule: the steps of the stages must rise from one [[schedule]] table to the next"
+            )
         blockwise = any(stage.kind == "fixed_blockwise" for stage in (self.order, *self.schedule))
         if blockwise and self.order.block > self.model.block_size:
             raise ValueError(
@@ -225,15 +241,31 @@ class Config:
         """Raise ValueError where architecture, objective and orders do not go together."""
         kind, model = self.objective.kind, self.model
         if (kind in DECODER_OBJECTIVES) != (model.attention == "causal"):
-            role = "an encoder (model.attention = 'full')" if model.attention == "full" else "a decoder"
-            fit = "lambda_dce, k_dce, t_dce or score_entropy" if model.attention == "full" else "ar, ao_ar or groupwise"
-            raise ValueError(f"objective.kind = {kind!r} does not fit {role}; set objective.kind to {fit}")
+            role = (
+                "an encoder (model.attention = 'full')"
+                if model.attention == "full"
+                else "a decoder"
+            )
+            fit = (
+                "lambda_dce, k_dce, t_dce or score_entropy"
+                if model.attention == "full"
+                else "ar, ao_ar or groupwise"
+            )
+            raise ValueError(
+                f"objective.kind = {kind!r} does not fit {role}; set objective.kind to {fit}"
+            )
         if (kind == "score_entropy") != model.noise:
-            raise ValueError("objective.kind = 'score_entropy' and model.noise = true belong together")
+            raise ValueError(
+                "objective.kind = 'score_entropy' and model.noise = true belong together"
+            )
         if kind == "groupwise" and model.target != "two_stream":
             raise ValueError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
-        if model.attention == "full" and (self.schedule or self.order.kind not in ("random", "mixture")):
-            raise ValueError("an encoder predicts in no order: set order.kind to 'random' and leave out [[schedule]]")
+        if model.attention == "full" and (
+            self.schedule or self.order.kind not in ("random", "mixture")
+        ):
+            raise ValueError(
+                "an encoder predicts in no order: set order.kind to 'random' and leave out [[schedule]]"
+            )
         for stage in (self.order, *self.schedule):
             random = stage.kind == "random" or stage.kind == "mixture" and stage.l2r_prob < 1
             if model.attention == "causal" and model.target == "none" and random:
@@ -242,7 +274,9 @@ class Config:
                     "'none'; set model.target to 'adaln' or 'input', or order.kind to 'l2r'"
                 )
             if kind == "ar" and stage.kind != "l2r":
-                raise ValueError(f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}")
+                raise ValueError(
+                    f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
+                )
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Orders and group size in force at a step."""
@@ -270,7 +304,9 @@ def load_toml(path: str | Path) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from None
     except IsADirectoryError:
-        raise ValueError(f"{path} is a folder; give the .toml file, e.g. {Path(path) / 'config.toml'}") from None
+        raise ValueError(
+            f"{path} is a folder; give the .toml file, e.g. {Path(path) / 'config.toml'}"
+        ) from None
     return from_dict(values, str(path))
 
 
@@ -280,7 +316,9 @@ def from_dict(values: dict, source: str) -> Config:
         return _build(Config, values, source, "")
     except ValueError as error:
         message = str(error)
-        raise ValueError(message if message.startswith(source) else f"{source}: {message}") from None
+        raise ValueError(
+            message if message.startswith(source) else f"{source}: {message}"
+        ) from None
 
 
 def _build(cls, values: dict, source: str, prefix: str):
@@ -294,7 +332,9 @@ def _build(cls, values: dict, source: str, prefix: str):
             arguments[key] = _build_schedule(value, source)
         elif dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
-                raise ValueError(f"{source}: {name!r} is a table; write [{name}] and its keys below it")
+                raise ValueError(
+                    f"{source}: {name!r} is a table; write [{name}] and its keys below it"
+                )
             arguments[key] = _build(hints[key], value, source, name + ".")
         else:
             arguments[key] = _typed(value, hints[key], source, name)
@@ -303,7 +343,9 @@ def _build(cls, values: dict, source: str, prefix: str):
 
 def _build_schedule(value, source: str) -> tuple[StageConfig, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(stage, dict) for stage in value):
-        raise ValueError(f"{source}: schedule must be a list of tables; write [[schedule]] and its keys below it")
+        raise ValueError(
+            f"{source}: schedule must be a list of tables; write [[schedule]] and its keys below it"
+        )
     return tuple(_build(StageConfig, stage, source, "schedule.") for stage in value)
 
 
@@ -314,7 +356,9 @@ def _typed(value, hint, source: str, name: str):
             return value
         near = difflib.get_close_matches(str(value), [str(o) for o in options], n=1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{source}: {name} is {value!r}, but it must be one of {', '.join(map(repr, options))}{guess}")
+        raise ValueError(
+            f"{source}: {name} is {value!r}, but it must be one of {', '.join(map(repr, options))}{guess}"
+        )
     if isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint):
         if value is None:
             return None
@@ -341,8 +385,16 @@ def _nearest(key: str, prefix: str) -> str:
     keys = valid_keys() + [f"schedule.{f.name}" for f in dataclasses.fields(StageConfig)]
     elsewhere = [k for k in keys if k.rsplit(".", 1)[-1] == key]
     here = [k for k in keys if k.startswith(prefix)] if prefix else [k.split(".")[0] for k in keys]
-    near = elsewhere or difflib.get_close_matches(prefix + key, here, n=1) or difflib.get_close_matches(key, keys, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(dict.fromkeys(here))}"
+    near = (
+        elsewhere
+        or difflib.get_close_matches(prefix + key, here, n=1)
+        or difflib.get_close_matches(key, keys, n=1)
+    )
+    return (
+        f"; did you mean {near[0]!r}?"
+        if near
+        else f"; the keys are {', '.join(dict.fromkeys(here))}"
+    )
 
 
 def to_dict(config: Config) -> dict:
@@ -353,11 +405,17 @@ def to_toml(config: Config) -> str:
     """The whole configuration as a TOML document that `load_toml` reads back to an equal Config."""
     values = to_dict(config)
     stages = values.pop("schedule")
-    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    lines = [
+        f"{key} = {_toml_value(value)}"
+        for key, value in values.items()
+        if not isinstance(value, dict)
+    ]
     tables = [(f"[{name}]", inner) for name, inner in values.items() if isinstance(inner, dict)]
     for title, inner in tables + [("[[schedule]]", stage) for stage in stages]:
         lines += ["", title]
-        lines += [f"{key} = {_toml_value(value)}" for key, value in inner.items() if value is not None]
+        lines += [
+            f"{key} = {_toml_value(value)}" for key, value in inner.items() if value is not None
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -374,7 +432,9 @@ def differences(old: Config, new: Config) -> dict[str, tuple]:
     def flat(values: dict, prefix: str = "") -> dict:
         result = {}
         for key, value in values.items():
-            result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+            result |= (
+                flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+            )
         return result
 
     before, after = flat(to_dict(old)), flat(to_dict(new))
@@ -392,4 +452,6 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         path, overrides, default = "CONFIG.toml", arguments, Config()
     else:
         raise ValueError("give a config file first, e.g. python train.py configs/quickstart.toml")
-    return tyro.cli(Config, default=default, args=overrides, prog=f"train.py {path}", description=description)
+    return tyro.cli(
+        Config, default=default, args=overrides, prog=f"train.py {path}", description=description
+    )

@@ -41,7 +41,9 @@ from pathlib import Path
 import torch
 
 from model import AOGPT, HEAD_CHUNK_ELEMENTS, Block
-from runtime.processes import PEAK_BF16_FLOPS, check_output, to_json, versions
+from runtime.devices import PEAK_BF16_FLOPS
+from runtime.files import check_output, to_json
+from runtime.reports import versions
 from training import config as configuration
 from training.config import Config
 from training.optimizers import muon_matrices
@@ -127,7 +129,9 @@ class Plan:
 def find_gpu(name: str, memory_gib: float | None = None) -> GPU:
     """A GPU by its exact device name. memory_gib: another size than it has. Raises ValueError for an unknown name."""
     if name not in PEAK_BF16_FLOPS:
-        raise ValueError(f"--gpu {name!r} is not known; the known ones are {', '.join(PEAK_BF16_FLOPS)}")
+        raise ValueError(
+            f"--gpu {name!r} is not known; the known ones are {', '.join(PEAK_BF16_FLOPS)}"
+        )
     memory_gib = MEMORY_GIB[name] if memory_gib is None else memory_gib
     if not 0 < memory_gib < math.inf:
         raise ValueError(f"--gpu-memory-gib is {memory_gib}; give a number of GiB above 0")
@@ -182,9 +186,14 @@ def check(config: Config, world_size: int, utilisation: float) -> None:
     if world_size < 1:
         raise ValueError(f"--world-size is {world_size}; a run has at least 1 process, one a GPU")
     if not 0 < utilisation <= 1:
-        raise ValueError(f"--mfu is {utilisation}; give a share of the GPU's peak from above 0 to 1")
+        raise ValueError(
+            f"--mfu is {utilisation}; give a share of the GPU's peak from above 0 to 1"
+        )
     if t.batch_size % world_size:
-        up, down = t.batch_size + -t.batch_size % world_size, t.batch_size - t.batch_size % world_size
+        up, down = (
+            t.batch_size + -t.batch_size % world_size,
+            t.batch_size - t.batch_size % world_size,
+        )
         near = f"{down} or {up}" if down else f"{up}"
         raise ValueError(
             f"train.batch_size ({t.batch_size}) cannot be cut among {world_size} GPUs: set train.batch_size to a "
@@ -227,7 +236,9 @@ def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]
     parts = {name: share_of(p.shape, ways) for name, p in model.named_parameters()}
     weights = FLOAT * sum(parts.values())
     muon = muon_matrices(model) if config.optim.kind == "muon" else {}
-    optimizer = sum(FLOAT * size if name in muon else 2 * FLOAT * size + FLOAT for name, size in parts.items())
+    optimizer = sum(
+        FLOAT * size if name in muon else 2 * FLOAT * size + FLOAT for name, size in parts.items()
+    )
     return {"weights": weights, "gradients": weights, "optimizer": optimizer, "ema": weights}
 
 
@@ -247,7 +258,12 @@ def passing_bytes(config: Config, model: AOGPT, world_size: int) -> tuple[int, i
     """Weights in the form in which they compute, and gradients on their way to the other GPUs."""
     h, t, sharded = element_bytes(config), config.train, config.train.parallel == "fsdp"
     total = sum(p.numel() for p in model.parameters())
-    cast = {p: p.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
+    cast = {
+        p: p.numel()
+        for m in model.modules()
+        if isinstance(m, torch.nn.Linear)
+        for p in m.parameters()
+    }
     inside = set(model.blocks.parameters()) if sharded else set()
     copies = h * sum(size for p, size in cast.items() if p not in inside) if h < FLOAT else 0
     together = t.batch_size > t.micro_batch_size * world_size and not t.reduce_every_micro_batch
@@ -261,7 +277,9 @@ def passing_bytes(config: Config, model: AOGPT, world_size: int) -> tuple[int, i
 
 def groups(model: AOGPT) -> tuple[int, int]:
     """Parameters of a block and of everything outside of blocks: what fsdp gathers at once."""
-    blocks = [sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block)]
+    blocks = [
+        sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block)
+    ]
     return max(blocks), sum(p.numel() for p in model.parameters()) - sum(blocks)
 
 
@@ -286,7 +304,10 @@ def block_bytes(config: Config, checkpointing: str) -> int:
         kept += h * D  # attention's output, joined with that of input 0
     if m.dropout:
         kept += 2 * streams * D
-    if config.objective.kind == "groupwise" and max(s.group for s in (config.objective, *config.schedule)) > 1:
+    if (
+        config.objective.kind == "groupwise"
+        and max(s.group for s in (config.objective, *config.schedule)) > 1
+    ):
         kept += h * m.block_size  # the query stream's mask
     return kept
 
@@ -320,7 +341,9 @@ def fits(config: Config, model: AOGPT, world_size: int, usable: int, **train) ->
 
 def largest_micro_batch(config: Config, model: AOGPT, world_size: int, usable: int) -> int:
     sizes = divisors(config.train.batch_size // world_size)
-    return max((s for s in sizes if fits(config, model, world_size, usable, micro_batch_size=s)), default=0)
+    return max(
+        (s for s in sizes if fits(config, model, world_size, usable, micro_batch_size=s)), default=0
+    )
 
 
 def smallest_world(config: Config, model: AOGPT, usable: int) -> int | None:
@@ -336,7 +359,9 @@ def flops_again_per_token(config: Config) -> float:
     """Operations of a token that the backward pass repeats: the blocks' forward pass, and the head's in chunks."""
     m, t = config.model, config.train
     blocks = 24 * m.n_layer * m.n_embd**2 + 4 * m.n_layer * m.n_embd * m.block_size
-    chunked = not t.compile and t.micro_batch_size * m.block_size > max(256, HEAD_CHUNK_ELEMENTS // m.vocab_size)
+    chunked = not t.compile and t.micro_batch_size * m.block_size > max(
+        256, HEAD_CHUNK_ELEMENTS // m.vocab_size
+    )
     head = 2 * m.n_embd * m.vocab_size if chunked else 0
     return (blocks if t.activation_checkpointing == "block" else 0) + head
 
@@ -399,16 +424,32 @@ def table(plan: Plan) -> str:
     head += f"activation checkpointing {plan.activation_checkpointing}, {'' if plan.compiled else 'not '}compiled"
     total = sum(plan.parameters.values())
     lines = [head, "", "parameters, millions"]
-    lines += [_row(name, f"{n / 1e6:,.1f}", f"{n / total:.1%}") for name, n in plan.parameters.items()]
+    lines += [
+        _row(name, f"{n / 1e6:,.1f}", f"{n / total:.1%}") for name, n in plan.parameters.items()
+    ]
     lines += [_row("total", f"{total / 1e6:,.1f}"), "", "memory of one GPU, GiB"]
     lines += [_row(label, _gib(plan.memory[name])) for name, label in memory_labels(plan).items()]
     verdict = "fits" if plan.fits else "does NOT fit"
     lines += [
-        _row("total", _gib(plan.memory_total), f"{verdict} in {_gib(plan.memory_usable)}, {RESERVED:.0%} left free")
+        _row(
+            "total",
+            _gib(plan.memory_total),
+            f"{verdict} in {_gib(plan.memory_usable)}, {RESERVED:.0%} left free",
+        )
     ]
-    lines += [_row("largest micro-batch that fits", f"{plan.largest_micro_batch_size}", "of the divisors of its share")]
+    lines += [
+        _row(
+            "largest micro-batch that fits",
+            f"{plan.largest_micro_batch_size}",
+            "of the divisors of its share",
+        )
+    ]
     if not plan.fits:
-        note = "at this micro-batch" if plan.smallest_world_size else "at this micro-batch: more GPUs would not help"
+        note = (
+            "at this micro-batch"
+            if plan.smallest_world_size
+            else "at this micro-batch: more GPUs would not help"
+        )
         lines += [_row("GPUs that it fits on", f"{plan.smallest_world_size or 'none'}", note)]
     return "\n".join(lines + ["", *time_lines(plan)])
 
@@ -431,14 +472,22 @@ def time_lines(plan: Plan) -> list[str]:
     again = plan.flops_again_per_step / plan.flops_per_step
     shape = f"{plan.world_size} GPUs x {plan.micro_steps} x micro-batch {plan.micro_batch_size} x {plan.block_size}"
     lines = ["time and traffic", _row("tokens a step", f"{plan.tokens_per_step:,}", shape)]
-    lines += [_row("operations a step", f"{plan.flops_per_step:.2e}", f"and {again:.0%} of them again")]
+    lines += [
+        _row("operations a step", f"{plan.flops_per_step:.2e}", f"and {again:.0%} of them again")
+    ]
     if plan.seconds_per_step is None:
         lines += [_row("seconds a step", "-", "no peak is known for float32")]
     else:
         mfu, daily = plan.utilisation / (1 + again), 86400 / plan.seconds_per_step
         speed = f"at {plan.utilisation:.0%} of the peak (MFU {mfu:.1%})"
         lines += [_row("seconds a step", f"{plan.seconds_per_step:,.2f}", speed)]
-        lines += [_row("steps a day", f"{daily:,.0f}", f"{daily * plan.tokens_per_step / 1e9:,.1f}e9 tokens")]
+        lines += [
+            _row(
+                "steps a day",
+                f"{daily:,.0f}",
+                f"{daily * plan.tokens_per_step / 1e9:,.1f}e9 tokens",
+            )
+        ]
         run = f"{plan.steps:,} steps, {plan.steps * plan.tokens_per_step / 1e9:,.0f}e9 tokens"
         lines += [_row("days of the run", f"{plan.steps / daily:,.1f}", run)]
     lines += [_row("sent by each GPU, GB a step", f"{plan.sent_per_step / 1e9:,.2f}")]

@@ -39,13 +39,23 @@ from tqdm import tqdm
 from checkpoints import store as checkpoint
 from data.loader import batch_lengths
 from model import AOGPT
-from runtime.processes import Processes, peak_flops, pick_dtype, to_json
+from runtime.devices import peak_flops, pick_dtype
+from runtime.files import to_json
+from runtime.processes import Processes
 from training.config import Config
 
 PANELS = (  # of plot_runs: title, label of the y axis, keys; what the second key of a panel holds is drawn dashed
     ("training loss, smoothed", "nats per token", ("loss",)),
-    ("validation, left to right (dashed: last weights)", "nats per token", ("val_loss_l2r", "val_loss_l2r_raw")),
-    ("validation, any order (dashed: last weights)", "nats per token", ("val_loss_random", "val_loss_random_raw")),
+    (
+        "validation, left to right (dashed: last weights)",
+        "nats per token",
+        ("val_loss_l2r", "val_loss_l2r_raw"),
+    ),
+    (
+        "validation, any order (dashed: last weights)",
+        "nats per token",
+        ("val_loss_random", "val_loss_random_raw"),
+    ),
     (
         "validation, the run's fixed order (dashed: last weights)",
         "nats per token",
@@ -78,7 +88,13 @@ class Log:
         drop_later_lines(self.path, progress.step)
         if config.wandb.mode != "disabled":
             self.wandb = start_wandb(config)
-        self.bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=None, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=config.train.steps,
+            initial=progress.step,
+            unit="step",
+            disable=None,
+            dynamic_ncols=True,
+        )
 
     def training(self, step: int, loss: float, norm: float, rates: dict[str, float]) -> None:
         """A step that has come to its end: its loss, gradient norm and learning rates."""
@@ -96,28 +112,48 @@ class Log:
             return
         seconds = time.perf_counter() - self.clock
         self.speed = self.clock_tokens / seconds
-        mfu = self.clock_flops / seconds / (self.peak * self.procs.world_size) if self.peak else "unknown"
+        mfu = (
+            self.clock_flops / seconds / (self.peak * self.procs.world_size)
+            if self.peak
+            else "unknown"
+        )
         speed = {"tokens": self.tokens, "tokens_per_second": self.speed, "mfu": mfu}
-        self._write({"step": step, "loss": loss, **rates, "grad_norm": norm, **speed, **self._costs()})
+        self._write(
+            {"step": step, "loss": loss, **rates, "grad_norm": norm, **speed, **self._costs()}
+        )
         if not sys.stderr.isatty():
             percent = mfu if mfu == "unknown" else f"{mfu:.1%}"
-            print(f"step {step}: loss {loss:.4f}, {self.speed:,.0f} tokens/s, MFU {percent}", flush=True)
+            print(
+                f"step {step}: loss {loss:.4f}, {self.speed:,.0f} tokens/s, MFU {percent}",
+                flush=True,
+            )
         self.restart_clock()
 
-    def validation(self, averaged: dict[str, tuple[float, list]], raw: dict[str, tuple[float, list]]) -> None:
+    def validation(
+        self, averaged: dict[str, tuple[float, list]], raw: dict[str, tuple[float, list]]
+    ) -> None:
         """An evaluation: (loss, curve) of every kind of order, of the averaged and of the last weights."""
         if self.active:
             text = ", ".join(f"{kind} {loss:.4f}" for kind, (loss, _) in averaged.items())
-            self._say(f"step {self.progress.step}: validation {text} nats per token (averaged weights)")
+            self._say(
+                f"step {self.progress.step}: validation {text} nats per token (averaged weights)"
+            )
             values = {f"val_loss_{kind}": loss for kind, (loss, _) in averaged.items()}
             values |= {f"val_loss_{kind}_raw": loss for kind, (loss, _) in raw.items()}
-            values |= {"grad_norm": self.norm, "tokens": self.tokens, "tokens_per_second": self.speed}
+            values |= {
+                "grad_norm": self.norm,
+                "tokens": self.tokens,
+                "tokens_per_second": self.speed,
+            }
             curves = {f"val_curve_{kind}": curve for kind, (_, curve) in averaged.items()}
             self._write({"step": self.progress.step} | values | self._costs() | curves)
         self.restart_clock()
 
     def _costs(self) -> dict:
-        return {"memory_bytes": peak_memory(self.procs.device), "skipped_steps": self.progress.skipped}
+        return {
+            "memory_bytes": peak_memory(self.procs.device),
+            "skipped_steps": self.progress.skipped,
+        }
 
     def warn(self, message: str) -> None:
         self._say(f"warning: {message}", file=sys.stderr)
@@ -144,13 +180,17 @@ class Log:
                 self.warn(f"cannot write {self.path}: {error}; training goes on without it")
             self.warned = True
         if self.wandb:
-            numbers = {k: v for k, v in values.items() if k != "step" and isinstance(v, int | float)}
+            numbers = {
+                k: v for k, v in values.items() if k != "step" and isinstance(v, int | float)
+            }
             self.wandb.log(numbers, step=values["step"])
 
 
 def tokens_of(config: Config, steps: range) -> int:
     """Tokens in the global batches of these steps."""
-    lengths = batch_lengths(config.seed, steps, config.model.block_size, config.data.random_length_prob)
+    lengths = batch_lengths(
+        config.seed, steps, config.model.block_size, config.data.random_length_prob
+    )
     return config.train.batch_size * int(lengths.sum())
 
 
@@ -189,7 +229,9 @@ def start_wandb(config: Config):
     try:
         import wandb
     except ImportError:
-        raise ValueError("wandb.mode is set but wandb is not installed; pip install wandb, or leave it out") from None
+        raise ValueError(
+            "wandb.mode is set but wandb is not installed; pip install wandb, or leave it out"
+        ) from None
     id_file = config.run_folder / "wandb_id"
     if not id_file.exists():
         checkpoint.write_atomically(id_file, lambda f: f.write(secrets.token_hex(4).encode()))
@@ -204,7 +246,9 @@ def start_wandb(config: Config):
             config=asdict(config),
         )
     except wandb.errors.Error as error:
-        raise ValueError(f"Weights & Biases did not start: {error}; log in, or pass --wandb.mode offline") from error
+        raise ValueError(
+            f"Weights & Biases did not start: {error}; log in, or pass --wandb.mode offline"
+        ) from error
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -230,7 +274,11 @@ def plot_losses(folder: Path) -> None:
     for key, label in labels.items():
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:
-            style = {"linewidth": 0.8, "alpha": 0.6} if key == "loss" else {"marker": "o", "markersize": 3}
+            style = (
+                {"linewidth": 0.8, "alpha": 0.6}
+                if key == "loss"
+                else {"marker": "o", "markersize": 3}
+            )
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
     axes.grid(alpha=0.3)
@@ -263,7 +311,11 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
     size = (5.2 * columns, 3.8 * rows + 0.6)
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    colors = plt.get_cmap("tab10").colors if len(runs) <= 10 else plt.get_cmap("turbo")(np.linspace(0, 1, len(runs)))
+    colors = (
+        plt.get_cmap("tab10").colors
+        if len(runs) <= 10
+        else plt.get_cmap("turbo")(np.linspace(0, 1, len(runs)))
+    )
     for axes, (title, unit, keys) in zip(grid.flat, panels, strict=False):
         for lines, color in zip(runs.values(), colors, strict=False):
             draw_panel(axes, lines, keys, color, over)
@@ -274,8 +326,12 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    handles = [plt.Line2D([], [], color=color, linewidth=2) for _, color in zip(runs, colors, strict=False)]
-    figure.legend(handles, run_labels(list(runs)), loc="outside lower center", ncols=min(4, len(runs)))
+    handles = [
+        plt.Line2D([], [], color=color, linewidth=2) for _, color in zip(runs, colors, strict=False)
+    ]
+    figure.legend(
+        handles, run_labels(list(runs)), loc="outside lower center", ncols=min(4, len(runs))
+    )
     image = io.BytesIO()
     figure.savefig(image, dpi=130, format="png")
     plt.close(figure)
@@ -293,7 +349,13 @@ def draw_panel(axes, lines: list[dict], keys: tuple[str, ...], color, over: str)
         if key.startswith("val_curve"):
             curve = values[max(values)]
             share = (np.arange(len(curve)) + 0.5) / len(curve)
-            axes.plot(share, [np.nan if y is None else y for y in curve], style, color=color, linewidth=1.2)
+            axes.plot(
+                share,
+                [np.nan if y is None else y for y in curve],
+                style,
+                color=color,
+                linewidth=1.2,
+            )
             continue
         x, y = x_axis(lines, list(values), over), np.array(list(values.values()), dtype=float)
         if key.startswith("val_loss"):
@@ -318,13 +380,17 @@ def metrics_of(folder: Path) -> list[dict]:
     found = "its metrics.jsonl holds no losses" if lines else "its metrics.jsonl has no whole line"
     if not path.exists():
         found = "it has no metrics.jsonl" if folder.is_dir() else "there is no such folder"
-    raise ValueError(f"cannot draw {folder}: {found}; give folders of runs that have trained, as out/NAME")
+    raise ValueError(
+        f"cannot draw {folder}: {found}; give folders of runs that have trained, as out/NAME"
+    )
 
 
 def run_labels(folders: list[Path]) -> list[str]:
     """What the legend calls the runs: their names, or their paths where names are alike."""
     names = [folder.resolve().name for folder in folders]
-    labels = [str(f) if names.count(name) > 1 else name for f, name in zip(folders, names, strict=True)]
+    labels = [
+        str(f) if names.count(name) > 1 else name for f, name in zip(folders, names, strict=True)
+    ]
     return [label.replace("$", r"\$") for label in labels]  # to matplotlib dollars are mathematics
 
 

@@ -17,7 +17,9 @@ def learning_rate(step: int, config: Config, peak: float | None = None) -> float
     if step < o.warmup_steps:
         return peak * (step + 1) / o.warmup_steps
     done = (step - o.warmup_steps) / max(1, config.train.steps - o.warmup_steps)
-    return peak * (o.min_lr_ratio + (1 - o.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return peak * (
+        o.min_lr_ratio + (1 - o.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    )
 
 
 def learning_rates(step: int, config: Config) -> dict[str, float]:
@@ -53,7 +55,9 @@ def make_optimizer(model: AOGPT, config: Config) -> torch.optim.AdamW | MuonAdam
         )
     # match_rms_adamw: updates as large as AdamW's, so that rate and weight decay mean the same in both
     settings = {"lr": o.muon_lr, "weight_decay": o.weight_decay, "momentum": o.muon_momentum}
-    return MuonAdamW(adamw, torch.optim.Muon(matrices.values(), **settings, adjust_lr_fn="match_rms_adamw"))
+    return MuonAdamW(
+        adamw, torch.optim.Muon(matrices.values(), **settings, adjust_lr_fn="match_rms_adamw")
+    )
 
 
 def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
@@ -63,7 +67,11 @@ def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
     adaLN and the noise level, which read a small conditioning vector. The fused qkv matrix counts as one.
     """
     parts = (".attn.", ".mlp.")
-    return {n: p for n, p in model.blocks.named_parameters("blocks") if p.dim() == 2 and any(s in n for s in parts)}
+    return {
+        n: p
+        for n, p in model.blocks.named_parameters("blocks")
+        if p.dim() == 2 and any(s in n for s in parts)
+    }
 
 
 def parts(optimizer) -> list[torch.optim.Optimizer]:
@@ -79,9 +87,13 @@ def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
 def restore_state(model: AOGPT, optimizer, state: dict[str, dict[str, torch.Tensor]]) -> None:
     """Let an optimizer go on with what `named_state` gave, on the parameters' device."""
     own = dict(model.named_parameters())
-    place = {p: part for part in parts(optimizer) for group in part.param_groups for p in group["params"]}
+    place = {
+        p: part for part in parts(optimizer) for group in part.param_groups for p in group["params"]
+    }
     for name, values in state.items():
-        place[own[name]].state[own[name]] = {key: value.to(own[name].device) for key, value in values.items()}
+        place[own[name]].state[own[name]] = {
+            key: value.to(own[name].device) for key, value in values.items()
+        }
 
 
 def move(optimizer, finite: torch.Tensor) -> None:

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model import AOGPT
-from runtime.processes import Processes, pick_dtype
+from runtime.devices import pick_dtype
+from runtime.processes import Processes
 from training.config import Config
 
 MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -37,7 +38,9 @@ ATTENTION = tuple(
 )
 
 
-def build(config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False) -> AOGPT:
+def build(
+    config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
+) -> AOGPT:
     """A model on its device, with new weights or the given ones, by name, in full; with none yet if `empty`.
 
     Under fsdp every process holds its part of every weight (a DTensor) and never more than one block in full.
@@ -57,7 +60,14 @@ def build(config: Config, procs: Processes, weights: Mapping[str, Tensor] | None
 
 
 @torch.no_grad()
-def fill(model: AOGPT, prefix: str, weights: Mapping[str, Tensor] | None, config: Config, procs, empty: bool) -> None:
+def fill(
+    model: AOGPT,
+    prefix: str,
+    weights: Mapping[str, Tensor] | None,
+    config: Config,
+    procs,
+    empty: bool,
+) -> None:
     """Make real the weights below `prefix` that are still on the meta device."""
     for name, p in list(model.named_parameters()):
         if not p.is_meta or not name.startswith(prefix):
@@ -82,14 +92,18 @@ def sharding(config: Config, procs: Processes):
     """
     if config.train.parallel == "ddp":
         return lambda module: None
-    warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")  # nobody writes into the losses
+    warnings.filterwarnings(
+        "ignore", message="(?s).*returned a view tensor"
+    )  # nobody writes into the losses
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
     dtype = pick_dtype(config.train.dtype, procs.device)
     low = dtype if dtype != torch.float32 else None
 
     def shard(module: nn.Module) -> None:
         param_dtype = None if isinstance(module, AOGPT) else low
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     return shard

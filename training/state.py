@@ -49,7 +49,9 @@ def start(config: Config, data_meta: dict, procs: Processes, say) -> State:
         weights = weights_from(config)
         say(f"started from the weights of {config.train.init_from}")
     model = parallel.build(config, procs, weights, empty=resumed)
-    state = State(model, EMA(model, config.optim.ema_decay), optim.make_optimizer(model, config), Progress())
+    state = State(
+        model, EMA(model, config.optim.ema_decay), optim.make_optimizer(model, config), Progress()
+    )
     resume(config, data_meta, state, procs, say)
     if len(set(procs.gather(state.progress.step))) > 1:
         raise ValueError(
@@ -72,7 +74,9 @@ def resume(config: Config, data_meta: dict, state: State, procs: Processes, say)
         return
     path, saved = found
     check_same_run(config, data_meta, path, saved, say)
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups
+    ]
     restore(path, saved, state)
     for group, values in zip(state.optimizer.param_groups, settings, strict=True):
         group.update(values)  # the configuration rules, not the checkpoint
@@ -108,7 +112,11 @@ def restore(path: Path, saved: dict, state: State) -> None:
     if path.is_dir():
         from checkpoints import sharded
 
-        moments = [name.removeprefix("optimizer.") for name in saved["shapes"] if name.startswith("optimizer.")]
+        moments = [
+            name.removeprefix("optimizer.")
+            for name in saved["shapes"]
+            if name.startswith("optimizer.")
+        ]
         kept: dict = {}
         for name, _, key in (entry.rpartition(".") for entry in moments):
             shape = torch.Size(saved["shapes"][f"optimizer.{name}.{key}"])
@@ -116,10 +124,16 @@ def restore(path: Path, saved: dict, state: State) -> None:
             kept.setdefault(name, {})[key] = new
         tensors = {f"model.{name}": p.detach() for name, p in own.items()}
         tensors |= {f"ema.{name}": average for name, average in state.ema.weights.items()}
-        tensors |= {f"optimizer.{name}.{key}": t for name, values in kept.items() for key, t in values.items()}
+        tensors |= {
+            f"optimizer.{name}.{key}": t
+            for name, values in kept.items()
+            for key, t in values.items()
+        }
         sharded.read(path, tensors)
     else:
-        checkpoint.copy_parameters(state.model, {n: parallel.like(t, own[n]) for n, t in saved["model"].items()})
+        checkpoint.copy_parameters(
+            state.model, {n: parallel.like(t, own[n]) for n, t in saved["model"].items()}
+        )
         for name, average in state.ema.weights.items():
             average.copy_(parallel.like(saved["ema"]["weights"][name], average))
         kept = {
@@ -128,13 +142,17 @@ def restore(path: Path, saved: dict, state: State) -> None:
         }
     optim.restore_state(state.model, state.optimizer, kept)
     state.ema.updates.fill_(saved["ema"]["updates"])
-    state.progress = Progress(**{key: saved[key] for key in ("step", "best", "skipped", "skipped_in_a_row")})
+    state.progress = Progress(
+        **{key: saved[key] for key in ("step", "best", "skipped", "skipped_in_a_row")}
+    )
 
 
 class Saver:
     """Writes the checkpoints of a run: one file, by the main process, or what all processes hold, in the background."""
 
-    def __init__(self, config: Config, procs: Processes, data_meta: dict, warn: Callable[[str], None]):
+    def __init__(
+        self, config: Config, procs: Processes, data_meta: dict, warn: Callable[[str], None]
+    ):
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
         self.writer = None
         if config.train.parallel == "fsdp":

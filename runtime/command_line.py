@@ -1,0 +1,57 @@
+"""How a script begins and ends: options that several scripts have, and errors as one line that says
+what to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.devices import out_of_memory
+from runtime.ranges import Seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of every script that loads a model."""
+
+    seed: Seed = 0
+    """Of all that is drawn at random."""
+    weights: Literal["ema", "raw"] = "ema"
+    """The averaged weights, where there are any, or the last ones."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Run a script's main and exit. A ValueError, an OSError or too little memory is the user's to
+    mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it)."""
+    try:
+        status = main() or 0
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        full = out_of_memory(error)
+        if isinstance(error, RuntimeError) and not full:
+            raise
+        if os.environ.get("AOGPT_TRACEBACK"):
+            traceback.print_exc()
+        rank = os.environ.get("RANK")
+        advice = (
+            "out of memory; ask for less at once, such as a smaller batch size or fewer samples: "
+            if full
+            else ""
+        )
+        print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    sys.stdout.flush()
+    sys.exit(status)

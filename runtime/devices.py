@@ -1,0 +1,104 @@
+"""The device of a process: which one, at what precision, how fast, and how much memory it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+# Dense bfloat16 peak, floating-point operations per second, from the makers' data sheets, by the
+# exact device name: a longer or shorter name is another product.
+PEAK_BF16_FLOPS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "AMD Instinct MI300X": 1307.4e12,
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak operations per second of the device at this precision; None where it is not known, never
+    a guess."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    return PEAK_BF16_FLOPS.get(torch.cuda.get_device_name(device))
+
+
+def pick_device(device: str, local_rank: int = 0) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not known; give auto, cpu, cuda or cuda:N")
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = local_rank if chosen.index is None else chosen.index
+        if index >= count:
+            raise ValueError(
+                f"device {device!r}: PyTorch sees {count} GPUs here; use --device cpu or fewer processes"
+            )
+        chosen = torch.device("cuda", index)
+    return chosen
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on a GPU that has it and float32 elsewhere; "float32" and "bfloat16" are
+    taken as given."""
+    if dtype == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that new tensors can have on the device; None where that cannot be told."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:  # a container may have less than its machine
+        limit, used, stat = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+        cached = int(dict(line.split() for line in stat.splitlines())["inactive_file"])
+        return min(free, int(limit) - int(used) + cached)
+    except (OSError, KeyError, ValueError):  # no limit is written as "max"
+        return free
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """Mixed precision for matrix work when dtype is bfloat16; nothing for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory has run out: of the device, of Python, or of PyTorch's CPU
+    allocator, which raises a plain RuntimeError."""
+    return isinstance(
+        error, MemoryError | torch.OutOfMemoryError
+    ) or "can't allocate memory" in str(error)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was asked to; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,120 @@
+"""Files: written whole or not at all, checksums, JSON, and rows of JSON read with the place of what
+is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
+    leave no trace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the disk have what was renamed or removed in a folder: a rename is not safe before
+    that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, as 64 hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- text and JSON -------------------------------------------------------------------------------
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """JSON text of plain values; NaN and infinities, which JSON does not have, become null, paths
+    strings."""
+
+    def plain(v):
+        if isinstance(v, dict):
+            return {str(key): plain(item) for key, item in v.items()}
+        if isinstance(v, list | tuple):
+            return [plain(item) for item in v]
+        return None if isinstance(v, float) and not math.isfinite(v) else v
+
+    return json.dumps(plain(value), indent=indent, default=str)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, to_json(value, indent=2) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    write_text(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not blank, each with its place, "FILE line N".
+
+    option: with which the user names the file. Raises ValueError where there is no such file or
+    where a line is not UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"{option} {path}: there is no such file")
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path} line {line}: this is not UTF-8; save the file as UTF-8"
+        ) from error
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # str.splitlines would also cut at what JSON strings may hold
+        if line.strip():
+            yield f"{path} line {number}", line.removesuffix("\r")
+
+
+def json_object(line: str, place: str) -> dict:
+    """The object on one line of JSON. Raises ValueError that begins with the place of the line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep
+        raise ValueError(f"{place}: this is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
+    return row
+
+
+# ---- where results go ----------------------------------------------------------------------------
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """Raise ValueError before the work begins if a result file could not be written after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")

@@ -1,0 +1,90 @@
+"""What a script reports: tables, pictures, and beside every number what is needed to make it
+again."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def versions() -> dict[str, str]:
+    """Versions that a reported number depends on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
+
+
+def command() -> str:
+    """This command, as it would be typed at the top of the repository."""
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def provenance(
+    arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
+) -> dict:
+    """What numbers depend on, for their JSON: the command, its settings, the device and the
+    versions.
+
+    Args:
+        arguments: the script's options, a dataclass.
+        dtype: what --dtype auto came to.
+        more: whatever else, such as the checkpoint.
+    """
+    settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    facts = {
+        "command": command(),
+        "settings": settings,
+        "device": str(device),
+        "processes": processes,
+    }
+    return facts | {"versions": versions()} | more
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
+    """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
+    then numbers."""
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
+    return [table_line(cells, widths, left) for cells in (head, rule, *rows)]
+
+
+def table_line(cells: list[str], widths: list[int], left: int = 1) -> str:
+    """One line of such a table: names to the left of their column, numbers to the right."""
+    pairs = enumerate(zip(cells, widths, strict=True))
+    return "| " + " | ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in pairs) + " |"
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):
+    """A matplotlib figure that needs no screen, and its axes. size: in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
+
+
+def png(figure, dpi: int = 150) -> bytes:
+    """A matplotlib figure as a PNG; closes it."""
+    import matplotlib.pyplot as plt
+
+    image = io.BytesIO()
+    figure.savefig(image, dpi=dpi, format="png")
+    plt.close(figure)
+    return image.getvalue()
