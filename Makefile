@@ -41,6 +41,7 @@ test: $(VENV)/.requirements-dev lint
 lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py

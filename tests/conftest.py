@@ -1,53 +1,22 @@
 """Shared by all tests: one way to run a script, small models, and the folder of real text."""
 
 import os
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from runs import ALONE, make_data, tiny_config
+from helpers import ALONE, make_data, tiny_config
 
 import train
 from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.command_line import run_script as run_main
 
-ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(
     1
 )  # tiny tensors: one thread is faster, and the processes that tests start share two cores
-
-
-def run_script(*arguments, check=True, timeout=300, **environment):
-    """Run a script of the project as a user would, from its root; returns the finished process with its text."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
-    )
-    if check:
-        assert done.returncode == 0, (
-            f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
-    return done
-
-
-def torchrun(processes, *arguments, **keywords):
-    """`run_script` under torchrun with that many processes on this machine."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    return run_script(*launcher, *arguments, **keywords)
-
-
-def assert_user_error(done, *words):
-    """The script ended as for a user's mistake: status 2, a message with these words, no traceback."""
-    assert done.returncode == 2, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    message = " ".join(done.stderr.split())
-    for word in words:
-        assert word in message, f"{word!r} is not in: {message}"
 
 
 SLOW = (
@@ -128,3 +97,12 @@ def script(monkeypatch, capsys):
         return stop.value.code or 0, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """train() takes over SIGTERM and SIGINT: give them back to pytest."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -12,9 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import ROOT
-from test_checkpoint import assert_same
-from test_train import metrics, wait_for, write_config
+from helpers import ROOT, assert_same, metrics, wait_for, write_config
 
 from checkpoints import sharded
 from checkpoints import store as checkpoint

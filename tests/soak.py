@@ -16,7 +16,16 @@ from pathlib import Path
 
 import torch
 import tyro
-from conftest import torchrun
+from helpers import (
+    ALONE,
+    assert_same_losses,
+    change,
+    make_data,
+    tiny_config,
+    torchrun,
+    wait_for,
+    write_config,
+)
 from jobs import (
     Job,
     assert_same_state,
@@ -27,8 +36,6 @@ from jobs import (
     two_nodes,
     wait_for_moment,
 )
-from runs import ALONE, change, make_data, tiny_config
-from test_train import assert_same_losses, wait_for, write_config
 
 import train
 from runtime.reports import versions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_user_error, run_script
+from helpers import ALONE, assert_user_error, make_data, run_script, tiny_config
 from reference import (
     chi_square_p,
     conditionals,
@@ -16,7 +16,6 @@ from reference import (
     plan_distribution,
     randomise,
 )
-from runs import ALONE, make_data, tiny_config
 
 import train
 from benchmarks import decode as bench

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_user_error, run_script
+from helpers import assert_user_error, run_script
 from reference import randomise
 
 from benchmarks import train as bench_train

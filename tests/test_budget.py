@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, assert_user_error, run_script, torchrun
-from runs import change
+from helpers import ROOT, assert_user_error, change, run_script, torchrun
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,15 +1,14 @@
 """checkpoint.py: averaged weights, atomic writing, and files that are cut, damaged, foreign or hostile."""
 
-import contextlib
 import io
 import os
 import pickle
 import random
-import resource
 import zipfile
 
 import pytest
 import torch
+from helpers import Hostile, assert_same, flip_byte, limited_file_size
 
 from checkpoints import store as checkpoint
 from checkpoints.store import EMA, CheckpointError
@@ -36,42 +35,6 @@ def tiny_state(step, seed=0):
     return checkpoint.training_state(
         step, model, ema, optimizer, {"seed": seed}, data, {"step": None, "loss": 1.0}
     )
-
-
-def assert_same(a, b, where=""):
-    """Nested dicts and lists that are equal, tensors bit for bit (and of one dtype)."""
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), where
-    else:
-        assert a == b, where
-
-
-def flip_byte(path, at, mask=0xFF):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ mask]))
-
-
-@contextlib.contextmanager
-def limited_file_size(size):
-    """Inside the block, writing past so many bytes of a file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ---- averaged weights ------------------------------------------------------------------------------------------------
@@ -303,16 +266,6 @@ def test_a_run_without_checkpoints_has_none_to_go_on_from(tmp_path):
 
 
 # ---- reading what is foreign or hostile ------------------------------------------------------------------------------
-
-
-class Hostile:
-    """Unpickled by a reader that trusts it, it creates a file."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return open, (str(self.target), "w")
 
 
 @pytest.mark.parametrize("layout", ["zip", "legacy", "bare pickle", "inside a checkpoint"])

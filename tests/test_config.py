@@ -6,7 +6,7 @@ import typing
 
 import pytest
 import torch
-from conftest import ROOT, assert_user_error, run_script
+from helpers import ROOT, assert_user_error, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

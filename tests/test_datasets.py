@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_user_error, run_script
+from helpers import assert_user_error, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 

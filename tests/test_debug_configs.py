@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT
-from runs import make_data
-from test_train import signal_handlers  # noqa: F401  (a fixture)
+from helpers import ROOT, make_data
 
 import eval_ppl
 import sample

@@ -11,7 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, torchrun
+from helpers import (
+    ALONE,
+    ROOT,
+    assert_same_losses,
+    change,
+    make_data,
+    tiny_config,
+    torchrun,
+    wait_for,
+    write_config,
+)
 from jobs import (
     Job,
     assert_same_state,
@@ -22,8 +32,6 @@ from jobs import (
     two_nodes,
     wait_for_moment,
 )
-from runs import ALONE, change, make_data, tiny_config
-from test_train import assert_same_losses, signal_handlers, wait_for, write_config  # noqa: F401 (a fixture)
 
 import train
 from runtime.processes import processes

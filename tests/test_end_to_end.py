@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from conftest import run_script
+from helpers import run_script
 
 CONFIG = """
 name = "{name}"

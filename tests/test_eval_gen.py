@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import torchrun
-from runs import LENGTH
-from test_sample import MODES, column, read_lines
+from helpers import LENGTH, MODES, column, read_lines, torchrun
 
 import eval_gen
 import sample

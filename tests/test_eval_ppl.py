@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import torchrun
-from runs import ALONE, LENGTH, make_data
-from test_checkpoint import flip_byte
+from helpers import ALONE, LENGTH, flip_byte, make_data, torchrun
 
 import eval_ppl
 from checkpoints import store as checkpoint

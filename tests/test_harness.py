@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_user_error, run_script, torchrun
+from helpers import assert_user_error, run_script, torchrun
 from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks

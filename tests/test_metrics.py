@@ -5,10 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from conftest import run_script
+from helpers import ALONE, LENGTH, encoder_config, run_script, tiny_config
 from matplotlib.figure import Figure
-from runs import ALONE, LENGTH, tiny_config
-from test_train import encoder_config, signal_handlers  # noqa: F401  (a fixture)
 
 import train
 from checkpoints import store as checkpoint

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import assert_same, change, tiny_config
 from reference import SYSTEMS, make_system
-from runs import change, tiny_config
-from test_checkpoint import assert_same
 
 from model import AOGPT
 from training.optimizers import (

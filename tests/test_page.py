@@ -1,13 +1,12 @@
 """Tests of the page of generation order: the document as text, and in a real Chromium (skipped where there is none)."""
 
-import html.parser
-import json
 import math
 import re
 import shutil
 import time
 
 import pytest
+from helpers import data_of
 
 from sampling.page import PageSample, render
 
@@ -34,24 +33,6 @@ REVEALED = [
     {0, 1, 3, 4, 5, 6},
     set(range(7)),
 ]  # after each of the page's steps
-
-
-def data_of(document: str) -> dict:
-    """What the page's own script gets to read, found by an HTML parser."""
-
-    class Parser(html.parser.HTMLParser):
-        def handle_starttag(self, tag, attributes):
-            tags.append(tag)
-
-        def handle_data(self, text):
-            if tags[-1:] == ["script"] and text.strip():
-                scripts.append(text)
-
-    tags, scripts, parser = [], [], Parser()
-    parser.feed(document)
-    parser.close()
-    assert tags.count("script") == len(scripts) == 2 and "img" not in tags
-    return json.loads(scripts[0])
 
 
 def test_data_survives():

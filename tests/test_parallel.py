@@ -9,10 +9,16 @@ import parallel_jobs
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import torchrun
-from runs import ALONE, change, tiny_config
-from test_checkpoint import assert_same
-from test_train import assert_same_losses, metrics, write_config
+from helpers import (
+    ALONE,
+    assert_same,
+    assert_same_losses,
+    change,
+    metrics,
+    tiny_config,
+    torchrun,
+    write_config,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -12,10 +12,8 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from conftest import assert_user_error, run_script
+from helpers import Hostile, assert_user_error, limited_file_size, make_data, run_script
 from reference import random_orders, random_tokens
-from runs import make_data
-from test_checkpoint import Hostile, limited_file_size
 
 import eval_ppl
 import sample

@@ -8,9 +8,16 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import assert_user_error, run_script, torchrun
-from runs import LENGTH
-from test_page import data_of
+from helpers import (
+    LENGTH,
+    MODES,
+    assert_user_error,
+    column,
+    data_of,
+    read_lines,
+    run_script,
+    torchrun,
+)
 
 import sample
 from checkpoints import store as checkpoint
@@ -18,18 +25,6 @@ from data.tokenizer import get_tokenizer
 from sampling import engine as decode
 from sampling import modes
 
-MODES = {
-    "mdm": ["--mode", "mdm", "--steps", 5],
-    "mdm cosine": ["--mode", "mdm", "--steps", 5, "--schedule", "cosine"],
-    "even": ["--mode", "even", "--steps", 5],
-    "l2r": ["--mode", "l2r"],
-    "l2r in groups": ["--mode", "l2r", "--group-size", 3],
-    "random": ["--mode", "random", "--group-size", 2],
-    "confidence": ["--mode", "adaptive"],
-    "entropy": ["--mode", "adaptive", "--reveal-by", "entropy", "--group-size", 2],
-    "speculative": ["--mode", "speculative", "--draft", 4],
-    "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
-}
 ROWS = [
     {"prompt": "the "},
     {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"},
@@ -61,14 +56,6 @@ def prompts(tmp_path):
         return path
 
     return write
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def column(samples, key):
-    return [line[key] for line in samples]
 
 
 def check_given(line, *expected):

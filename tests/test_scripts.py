@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_checkpoint import Hostile
+from helpers import Hostile
 
 import eval_ppl
 import sample

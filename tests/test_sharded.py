@@ -11,11 +11,18 @@ import time
 import parallel_jobs
 import pytest
 import torch
-from conftest import run_script, torchrun
-from runs import change, tiny_config
+from helpers import (
+    Hostile,
+    assert_same,
+    change,
+    metrics,
+    run_script,
+    tiny_config,
+    torchrun,
+    write_config,
+)
 from safetensors.torch import load_file
-from test_checkpoint import Hostile, assert_same
-from test_train import files, metrics, write_config
+from test_train import files
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import sample

@@ -12,47 +12,40 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_user_error, run_script, torchrun
-from runs import ALONE, change, make_data, tiny_config
-from test_checkpoint import assert_same, flip_byte
+from helpers import (
+    ALONE,
+    ROOT,
+    assert_same,
+    assert_same_losses,
+    assert_user_error,
+    change,
+    encoder_config,
+    flip_byte,
+    make_data,
+    metrics,
+    run_script,
+    tiny_config,
+    torchrun,
+    wait_for,
+    write_config,
+)
 
 import train
 from checkpoints import store as checkpoint
 from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
-from objectives import ObjectiveConfig, masked_nll, masks_at
+from objectives import masked_nll, masks_at
 from orders import OrderConfig, orders_at
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
-
-
-def write_config(config):
-    path = Path(config.out) / f"{config.name}.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(configuration.to_toml(config))
-    return path
-
-
-def metrics(config, key=None):
-    """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value} of those with it."""
-    lines = [
-        json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    if key:
-        return {line["step"]: line[key] for line in lines if key in line}
-    return [
-        {k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_bytes")}
-        for line in lines
-    ]
 
 
 def newest(config):
@@ -76,15 +69,6 @@ def files(folder):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """train() takes over SIGTERM and SIGINT: give them back to pytest."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -176,13 +160,6 @@ def cut_step(config):
     lengths = batch_lengths(config.seed, range(100), 16, config.data.random_length_prob)
     step = int(np.argmax(lengths < 16))
     return step, int(lengths[step])
-
-
-def encoder_config(config):
-    model = replace(config.model, attention="full", target="none", mask_token=257)
-    return replace(
-        config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random")
-    )
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])
@@ -549,17 +526,6 @@ def has_reached(config, step):
     return path.exists() and f'{{"step": {step}, "loss"' in path.read_text()
 
 
-def wait_for(condition, process=None, seconds=120):
-    """Poll until the condition holds; fails when time is up or the process has ended."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert not process or process.poll() is None, (
-            f"it ended: {process.returncode}, {process.communicate()}"
-        )
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
-
-
 class Driver:
     """Starts runs of train.py, one at a time, as children of a process that has imported everything already."""
 
@@ -799,17 +765,6 @@ def fifty_steps(data, tmp_path_factory):
     )
     train.train(config, ALONE)
     return config
-
-
-def assert_same_losses(config, reference, tolerance):
-    for key in ("loss", "val_loss_l2r", "val_loss_random"):
-        ours, expected = metrics(config, key), metrics(reference, key)
-        assert ours.keys() == expected.keys() and len(ours) > 1
-        assert max(abs(ours[step] - expected[step]) for step in ours) < tolerance, key
-    for key in ("val_curve_l2r", "val_curve_random"):
-        np.testing.assert_allclose(
-            list(metrics(config, key).values()), list(metrics(reference, key).values()), atol=1e-4
-        )
 
 
 def test_two_processes_give_the_losses_of_one(fifty_steps):

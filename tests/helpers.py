@@ -1,0 +1,255 @@
+"""What several test files use: scripts run as processes, runs of a second, and comparisons of what they leave."""
+
+import contextlib
+import html.parser
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.prepare import Prepare, prepare
+from model import ModelConfig
+from objectives import ObjectiveConfig
+from orders import OrderConfig
+from runtime.processes import Processes
+from training import config as configuration
+from training.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+LENGTH = 16  # the block size of tiny_config
+
+MODES = {
+    "mdm": ["--mode", "mdm", "--steps", 5],
+    "mdm cosine": ["--mode", "mdm", "--steps", 5, "--schedule", "cosine"],
+    "even": ["--mode", "even", "--steps", 5],
+    "l2r": ["--mode", "l2r"],
+    "l2r in groups": ["--mode", "l2r", "--group-size", 3],
+    "random": ["--mode", "random", "--group-size", 2],
+    "confidence": ["--mode", "adaptive"],
+    "entropy": ["--mode", "adaptive", "--reveal-by", "entropy", "--group-size", 2],
+    "speculative": ["--mode", "speculative", "--draft", 4],
+    "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
+}
+
+
+def run_script(*arguments, check=True, timeout=300, **environment):
+    """Run a script of the project as a user would, from its root; returns the finished process with its text."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
+    if check:
+        assert done.returncode == 0, (
+            f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
+    return done
+
+
+def torchrun(processes, *arguments, **keywords):
+    """`run_script` under torchrun with that many processes on this machine."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    return run_script(*launcher, *arguments, **keywords)
+
+
+def assert_user_error(done, *words):
+    """The script ended as for a user's mistake: status 2, a message with these words, no traceback."""
+    assert done.returncode == 2, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    message = " ".join(done.stderr.split())
+    for word in words:
+        assert word in message, f"{word!r} is not in: {message}"
+
+
+def assert_same(a, b, where=""):
+    """Nested dicts and lists that are equal, tensors bit for bit (and of one dtype)."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def flip_byte(path, at, mask=0xFF):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+
+
+@contextlib.contextmanager
+def limited_file_size(size):
+    """Inside the block, writing past so many bytes of a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Hostile:
+    """Unpickled by a reader that trusts it, it creates a file."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return open, (str(self.target), "w")
+
+
+def write_config(config):
+    path = Path(config.out) / f"{config.name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(configuration.to_toml(config))
+    return path
+
+
+def metrics(config, key=None):
+    """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value} of those with it."""
+    lines = [
+        json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    if key:
+        return {line["step"]: line[key] for line in lines if key in line}
+    return [
+        {k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_bytes")}
+        for line in lines
+    ]
+
+
+def encoder_config(config):
+    model = replace(config.model, attention="full", target="none", mask_token=257)
+    return replace(
+        config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random")
+    )
+
+
+def wait_for(condition, process=None, seconds=120):
+    """Poll until the condition holds; fails when time is up or the process has ended."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert not process or process.poll() is None, (
+            f"it ended: {process.returncode}, {process.communicate()}"
+        )
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
+def assert_same_losses(config, reference, tolerance):
+    for key in ("loss", "val_loss_l2r", "val_loss_random"):
+        ours, expected = metrics(config, key), metrics(reference, key)
+        assert ours.keys() == expected.keys() and len(ours) > 1
+        assert max(abs(ours[step] - expected[step]) for step in ours) < tolerance, key
+    for key in ("val_curve_l2r", "val_curve_random"):
+        np.testing.assert_allclose(
+            list(metrics(config, key).values()), list(metrics(reference, key).values()), atol=1e-4
+        )
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def column(samples, key):
+    return [line[key] for line in samples]
+
+
+def data_of(document: str) -> dict:
+    """What the page's own script gets to read, found by an HTML parser."""
+
+    class Parser(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            tags.append(tag)
+
+        def handle_data(self, text):
+            if tags[-1:] == ["script"] and text.strip():
+                scripts.append(text)
+
+    tags, scripts, parser = [], [], Parser()
+    parser.feed(document)
+    parser.close()
+    assert tags.count("script") == len(scripts) == 2 and "img" not in tags
+    return json.loads(scripts[0])
+
+
+def make_data(folder, words=4000, seed=0):
+    """A prepared dataset of bytes: random English words, so that a small model has something to learn."""
+    rng = random.Random(seed)
+    vocabulary = [
+        "any",
+        "order",
+        "model",
+        "token",
+        "mask",
+        "block",
+        "step",
+        "learn",
+        "the",
+        "of",
+        "predict",
+    ]
+    text = folder / "text.txt"
+    text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
+    return prepare(
+        Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=folder / "data")
+    )
+
+
+def tiny_config(data, out, name="run", steps=40, **changes):
+    """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
+    config = Config(
+        name=name,
+        out=str(out),
+        seed=7,
+        model=ModelConfig(
+            vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8, dropout=0.1
+        ),
+        order=OrderConfig("mixture", 0.25),
+        data=DataConfig(str(data)),
+        optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
+        train=TrainConfig(
+            steps, batch_size=8, micro_batch_size=4, device="cpu", compile=False, log_interval=1
+        ),
+        eval=EvalConfig(interval=5, sequences=7),
+        checkpoint=CheckpointConfig(interval=4, keep=2),
+    )
+    return change(config, **changes)
+
+
+def change(config, **changes):
+    """change(config, optim__lr=1.0) sets optim.lr."""
+    for key, value in changes.items():
+        table, _, name = key.rpartition("__")
+        config = replace(
+            config,
+            **{table: replace(getattr(config, table), **{name: value})} if table else {name: value},
+        )
+    return config
