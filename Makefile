@@ -1,5 +1,6 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
-# make test:       from a bare clone to lint and all tests.
+# make test:       from a bare clone to lint and the tests, without the slowest.
+# make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
 # make soak:       jobs of several processes that are killed, stopped and hung, some ten minutes: results/soak.md.
@@ -14,7 +15,7 @@ SMALL := --tokenizer bytes --block-size 64
 # One thread: tensors as small as the quickstart's gain nothing from a second one.
 quickstart eval-smoke soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint eval-smoke soak clean
+.PHONY: quickstart test test-all lint eval-smoke soak clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -36,6 +37,9 @@ quickstart: $(VENV)/.requirements
 	@echo "   python train.py configs/quickstart.toml --name own --data.folder data/own"
 
 test: $(VENV)/.requirements-dev lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: $(VENV)/.requirements-dev lint
 	$(PY) -m pytest
 
 lint: $(VENV)/.requirements-dev
