@@ -33,7 +33,8 @@ from data.loader import (
     read_tokens,
 )
 from evaluation.ensembles import MAX_DRAWS, cheap_gains, direct_nll, passes
-from objectives import Estimate, estimate, token_nll
+from evaluation.estimates import Estimate, estimate
+from objectives import token_nll
 from orders import OrderConfig
 from runtime.command_line import run_script
 from runtime.devices import autocast, available_memory, pick_dtype

@@ -4,7 +4,6 @@ B sequences, T positions. All of them bound or equal the same quantity, -log p(x
 (the paper, section 2): along orders for decoders, over random sets of masked positions for encoders.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -212,92 +211,3 @@ def held_out_nll(
 ) -> Tensor:
     """Mean of `token_nll` over the scored tokens of each sequence, (B,) float64, nats per token."""
     return token_nll(model, tokens, orders, seed, draw, rows, total, scored_from).nanmean(dim=1)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over sequences, in nats per token, and how uncertain it is."""
-
-    nll: float
-    standard_error: float
-    """Over sequences: what other text of the same kind and other draws would change. NaN for one sequence."""
-    sequences: int
-    monte_carlo_error: float = 0.0
-    """Standard error given the data: what other draws of orders, masks or contexts would change. NaN where a single
-    draw does not tell."""
-    degrees: float = math.inf
-    """Degrees of freedom of monte_carlo_error."""
-
-    @property
-    def perplexity(self) -> float:
-        return float(np.exp(self.nll))
-
-    def interval(self, given_data: bool = False) -> tuple[float, float]:
-        """95% interval of the perplexity, from Student's t: over texts and draws, or over draws for this very data."""
-        error, degrees = self.standard_error, self.sequences - 1
-        if given_data:
-            error, degrees = self.monte_carlo_error, self.degrees
-        reach = t_quantile(degrees) * error if error else 0.0
-        return float(np.exp(self.nll - reach)), float(np.exp(self.nll + reach))
-
-
-def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None) -> Estimate:
-    """The mean over N sequences of a sum of parts, and its standard errors.
-
-    A part is (N,), known exactly, or (N, D), D draws of an estimate of it. The draws of a sequence are averaged first,
-    since they share its text: the deviation of these means / sqrt(N) holds the spread of both the data and the draws.
-    The spread between the draws of one sequence, given the data, is the Monte Carlo error.
-
-    Args:
-        joint: the N numbers of a draw depend on one another, as masks that are stratified over the sequences. Then only
-            the D means are independent, so they tell the Monte Carlo error, with D - 1 degrees of freedom; and
-            standard_error, which ignores that stratification, is too large rather than too small.
-        weights: (N,) of mean 1, where sequences of different lengths count by their tokens.
-    """
-    means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
-    n = len(means)
-    weights = torch.ones_like(means) if weights is None else weights
-    nll = float((weights * means).mean())
-    deviation = (
-        (weights * (means - nll)).std() if n > 1 else torch.tensor(torch.nan)
-    )  # of a ratio of two sums
-    spreads = [
-        _monte_carlo(weights[:, None] * part.double(), joint) for part in parts if part.dim() == 2
-    ]
-    variance = sum(v for v, _ in spreads)
-    degrees = math.inf
-    if variance > 0:  # Welch and Satterthwaite
-        degrees = variance**2 / sum(v**2 / df for v, df in spreads if v > 0)
-    return Estimate(nll, float(deviation / n**0.5), n, variance**0.5, degrees)
-
-
-def _monte_carlo(draws: Tensor, joint: bool) -> tuple[float, float]:
-    """Variance of the mean of (N, D) draws given the data, and its degrees of freedom; NaN for D = 1."""
-    n, count = draws.shape
-    if count == 1:
-        return math.nan, math.nan
-    if joint:
-        return float(draws.mean(dim=0).var() / count), count - 1
-    spread = draws.var(dim=1)
-    fourth = float(spread.square().sum())
-    # Satterthwaite's for sequences that vary differently, unbiased: n (D - 1) if they vary alike
-    degrees = (
-        max(count - 1, (count + 1) * float(spread.sum()) ** 2 / fourth - 2)
-        if fourth
-        else n * (count - 1)
-    )
-    return float(spread.mean() / (n * count)), degrees
-
-
-def t_quantile(degrees: float, probability: float = 0.975) -> float:
-    """Quantile of Student's t for a probability above 1/2; NaN for no degrees of freedom.
-
-    t = sqrt(degrees) tan(angle), where the angle has a density proportional to cos(angle) ** (degrees - 1).
-    """
-    if not degrees > 0:
-        return math.nan
-    degrees = min(degrees, 1e8)  # from there on it is the normal distribution
-    angle = np.linspace(0, min(math.pi / 2, 12 / degrees**0.5), 200_001)
-    middle = (angle[1:] + angle[:-1]) / 2
-    share = np.concatenate([[0.0], np.cumsum(np.cos(middle) ** (degrees - 1))])
-    return float(degrees**0.5 * np.tan(np.interp(2 * probability - 1, share / share[-1], angle)))

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from checkpoints import store as checkpoint
 from data.tokenizer import END_OF_TEXT, get_tokenizer
-from objectives import t_quantile
+from evaluation.estimates import t_quantile
 
 LOGITS_ALIVE = 2**28  # of a batch that is scored
 PROBE = "The cat sat on the mat, 1 of 2."

@@ -15,7 +15,8 @@ from evaluation.ensembles import (
     permute_context,
     table,
 )
-from objectives import estimate, token_nll
+from evaluation.estimates import estimate
+from objectives import token_nll
 from orders import OrderConfig, orders_at
 
 N, V = 4, 3

@@ -19,7 +19,7 @@ import sample
 from checkpoints import store as checkpoint
 from data.tokenizer import BytesTokenizer, get_tokenizer
 from evaluation import judges
-from objectives import estimate
+from evaluation.estimates import estimate
 from runtime.processes import Processes
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import torch
 from reference import (
     all_sequences,
     conditionals,
-    enumerable_system,
     mask_sets,
     mdm_weight,
     random_orders,
@@ -18,15 +17,7 @@ from reference import (
 )
 
 from model import AOGPT, Feed, ModelConfig
-from objectives import (
-    Estimate,
-    ao_ar_loss,
-    estimate,
-    evaluation_masks,
-    held_out_nll,
-    t_quantile,
-    token_nll,
-)
+from objectives import ao_ar_loss, evaluation_masks, held_out_nll, token_nll
 from orders import OrderConfig, orders_at
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
@@ -207,48 +198,6 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()
 
 
-def test_estimate_is_mean_and_standard_error():
-    values = [1.0, 2.5, 4.0, 3.0, 0.5]
-    mean = sum(values) / 5
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
-    got = estimate(torch.tensor(values))
-    assert got.sequences == 5
-    assert got.nll == pytest.approx(mean, abs=1e-14)
-    assert got.standard_error == pytest.approx(deviation / math.sqrt(5), abs=1e-14)
-    assert got.perplexity == pytest.approx(math.exp(mean), rel=1e-14)
-
-
-def test_estimate_averages_the_orders_of_a_sequence_first():
-    """Rows whose means agree have no error, however much their orders differ; and copies of an order add nothing."""
-    got = estimate(torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]]))
-    assert (got.nll, got.standard_error, got.sequences) == (2.0, 0.0, 3)
-    values = torch.tensor([1.0, 2.0, 5.0])
-    assert estimate(values[:, None].expand(3, 7)).standard_error == pytest.approx(
-        estimate(values).standard_error
-    )
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_standard_error_is_the_spread_of_repeated_estimates(seed):
-    """2,000 estimates from 30 sequences with 2 orders each: the spread of their means, known to 1/sqrt(2 * 2000) =
-    1.6%, against the mean standard error, which is low by 1/(4 * 29) = 0.9% for so few sequences; 8% is 4.5 times
-    the first beyond the second."""
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randn(2000, 30, 1, generator=generator, dtype=torch.float64)
-    estimates = [
-        estimate(x)
-        for x in data + torch.randn(2000, 30, 2, generator=generator, dtype=torch.float64)
-    ]
-    spread = torch.tensor([e.nll for e in estimates]).std()
-    claimed = sum(e.standard_error for e in estimates) / len(estimates)
-    assert abs(claimed / float(spread) - 1) < 0.08
-
-
-def test_one_sequence_has_no_standard_error():
-    got = estimate(torch.tensor([2.0]))
-    assert got.nll == 2.0 and math.isnan(got.standard_error) and got.sequences == 1
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
     """Of 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; of each draw, in any share of the rows."""
@@ -264,129 +213,3 @@ def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
     assert not torch.equal(other.masked, whole.masked) and not torch.equal(
         other.weight, whole.weight
     )
-
-
-# ---- Monte Carlo errors and intervals --------------------------------------------------------------------------------
-
-
-def test_the_monte_carlo_error_is_the_spread_of_the_draws_of_each_sequence():
-    """By hand: variances 2, 8 and 0 within three sequences of two draws; the mean of six draws, 10/3 / 6."""
-    draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
-    got = estimate(draws)
-    assert got.monte_carlo_error == pytest.approx(
-        math.sqrt(10 / 3 / 6)
-    ) and got.degrees == pytest.approx(3 * 10**2 / 68 - 2)
-    alike = estimate(torch.tensor([[1.0, 3.0], [0.0, 2.0], [7.0, 9.0]]))
-    assert alike.degrees == pytest.approx(3 * 6**2 / 12 - 2)
-    assert estimate(draws[:1]).degrees == pytest.approx(1)
-    # as one: the two means are 1 and 3, their mean varies by 2 / 2, with one degree
-    got = estimate(draws, joint=True)
-    assert got.monte_carlo_error == pytest.approx(1.0) and got.degrees == pytest.approx(1)
-
-
-def test_values_that_are_known_have_no_monte_carlo_error_and_one_draw_does_not_tell_it():
-    exact = estimate(torch.tensor([1.0, 2.0]))
-    assert exact.monte_carlo_error == 0 and exact.interval(given_data=True) == (
-        exact.perplexity,
-        exact.perplexity,
-    )
-    single = estimate(torch.tensor([[1.0], [2.0]]))
-    assert math.isnan(single.monte_carlo_error) and all(
-        map(math.isnan, single.interval(given_data=True))
-    )
-    assert single.standard_error == exact.standard_error > 0
-
-
-def test_parts_add_up():
-    """The sequence means of both parts are added before their deviation is taken; Monte Carlo variances are added."""
-    first, second = (
-        torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 5.0]]),
-        torch.tensor([[1.0, 2.0, 3.0]] * 3),
-    )
-    got, one, two = estimate(first, second), estimate(first), estimate(second)
-    assert got.nll == pytest.approx(one.nll + two.nll)
-    assert got.standard_error == pytest.approx(one.standard_error)
-    assert got.monte_carlo_error == pytest.approx(
-        math.hypot(one.monte_carlo_error, two.monte_carlo_error)
-    )
-    v, w = one.monte_carlo_error**2, two.monte_carlo_error**2
-    assert got.degrees == pytest.approx((v + w) ** 2 / (v**2 / one.degrees + w**2 / two.degrees))
-
-
-@pytest.mark.parametrize(
-    "degrees, expected",
-    [
-        (1, 12.70620),
-        (2, 4.30265),
-        (5, 2.57058),
-        (30, 2.04227),
-        (1000, 1.96234),
-        (math.inf, 1.95996),
-    ],
-)
-def test_quantiles_of_students_t_are_those_of_the_tables(degrees, expected):
-    assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_interval_of_the_perplexity_is_that_of_the_loss():
-    got = Estimate(1.0, 0.1, 6, 0.02, 2)
-    assert got.interval() == pytest.approx(
-        (math.exp(1 - 0.257058), math.exp(1 + 0.257058)), rel=1e-5
-    )
-    assert got.interval(given_data=True) == pytest.approx(
-        (math.exp(1 - 0.0860530), math.exp(1 + 0.0860530)), rel=1e-5
-    )
-
-
-REPEATS, TEXTS = 200, 12
-
-
-def covered(estimates, exact, given_data):
-    intervals = [e.interval(given_data) for e in estimates]
-    return sum(low <= math.exp(exact) <= high for low, high in intervals) / len(intervals)
-
-
-def drawn_texts(given_data):
-    """Indices of sequences, (REPEATS, TEXTS): the same texts every time, or texts that are drawn anew."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator).expand(
-        REPEATS, TEXTS
-    )
-
-
-@pytest.mark.parametrize("given_data", [True, False])
-@pytest.mark.parametrize("draws", [2, 5])
-def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws, given_data):
-    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand."""
-    model, index = make_model(0), drawn_texts(given_data)
-    exact = ao_ar_by_enumeration(model, all_sequences(V, N)) / N
-    tokens, rows = all_sequences(V, N)[index.flatten()], range(REPEATS * TEXTS)
-    nll = [
-        token_nll(model, tokens, OrderConfig("random"), 0, draw, rows, 0).mean(dim=1)
-        for draw in range(draws)
-    ]
-    estimates = [estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)]
-    target = float(exact[index[0]].mean() if given_data else exact.mean())
-    assert 0.90 <= covered(estimates, target, given_data) <= 0.99
-
-
-@pytest.mark.parametrize("system", ["encoder AO-GPT", "RADD"])
-def test_95_percent_intervals_of_an_encoders_elbo_cover_the_exact_any_order_loss(system):
-    """The any-order loss of an encoder's own conditionals, over all orders; its masks are stratified over the texts."""
-    model, conditional = enumerable_system(system, seed=0)
-    orders = list(itertools.permutations(range(N)))
-    exact = sum(-conditional[o[:i], o[i]].log() for o in orders for i in range(N)) / (
-        N * len(orders)
-    )
-    index = drawn_texts(given_data=True)[0]
-    tokens, random = all_sequences(V, N)[index], OrderConfig("random")
-    estimates = []
-    for seed in range(REPEATS):
-        nll = [
-            held_out_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS)
-            for draw in range(6)
-        ]
-        estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
-    assert 0.90 <= covered(estimates, float(exact[index].mean()), given_data=True) <= 0.99
-    values = torch.tensor([e.nll for e in estimates], dtype=torch.float64)
-    assert abs(values.mean() - exact[index].mean()) < 4 * values.std() / REPEATS**0.5

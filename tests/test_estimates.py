@@ -1,0 +1,156 @@
+"""Errors and intervals of estimates: by hand, and by how often they cover what is known exactly."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from reference import all_sequences, enumerable_system
+
+from evaluation.estimates import Estimate, estimate, t_quantile
+from objectives import held_out_nll
+from orders import OrderConfig
+
+N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders
+
+
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+def test_estimate_is_mean_and_standard_error():
+    values = [1.0, 2.5, 4.0, 3.0, 0.5]
+    mean = sum(values) / 5
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
+    got = estimate(torch.tensor(values))
+    assert got.sequences == 5
+    assert got.nll == pytest.approx(mean, abs=1e-14)
+    assert got.standard_error == pytest.approx(deviation / math.sqrt(5), abs=1e-14)
+    assert got.perplexity == pytest.approx(math.exp(mean), rel=1e-14)
+
+
+def test_the_draws_of_a_sequence_are_averaged_first():
+    """Rows whose means agree have no error, however much their draws differ; and copies of a draw
+    add nothing."""
+    got = estimate(torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]]))
+    assert (got.nll, got.standard_error, got.sequences) == (2.0, 0.0, 3)
+    values = torch.tensor([1.0, 2.0, 5.0])
+    copies = estimate(values[:, None].expand(3, 7))
+    assert copies.standard_error == pytest.approx(estimate(values).standard_error)
+
+
+def test_the_monte_carlo_error_is_the_spread_of_the_draws_of_each_sequence():
+    """Variances 2, 8 and 0 within three sequences of two draws; the mean of six draws, 10/3 / 6."""
+    draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
+    got = estimate(draws)
+    assert got.monte_carlo_error == pytest.approx(math.sqrt(10 / 3 / 6))
+    assert got.degrees == pytest.approx(3 * 10**2 / 68 - 2)
+    alike = estimate(torch.tensor([[1.0, 3.0], [0.0, 2.0], [7.0, 9.0]]))
+    assert alike.degrees == pytest.approx(3 * 6**2 / 12 - 2)
+    assert estimate(draws[:1]).degrees == pytest.approx(1)
+    # as one: the two means are 1 and 3, their mean varies by 2 / 2, with one degree
+    got = estimate(draws, joint=True)
+    assert got.monte_carlo_error == pytest.approx(1.0) and got.degrees == pytest.approx(1)
+
+
+def test_what_one_sequence_or_one_draw_does_not_tell_is_nan():
+    one = estimate(torch.tensor([2.0]))
+    assert one.nll == 2.0 and math.isnan(one.standard_error) and one.sequences == 1
+    exact = estimate(torch.tensor([1.0, 2.0]))
+    assert exact.monte_carlo_error == 0
+    assert exact.interval(given_data=True) == (exact.perplexity, exact.perplexity)
+    single = estimate(torch.tensor([[1.0], [2.0]]))
+    assert math.isnan(single.monte_carlo_error)
+    assert all(map(math.isnan, single.interval(given_data=True)))
+    assert single.standard_error == exact.standard_error > 0
+
+
+def test_parts_add_up():
+    """The sequence means of both parts are added before their deviation is taken; Monte Carlo
+    variances are added."""
+    first = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 5.0]])
+    second = torch.tensor([[1.0, 2.0, 3.0]] * 3)
+    both, one, two = estimate(first, second), estimate(first), estimate(second)
+    assert both.nll == pytest.approx(one.nll + two.nll)
+    assert both.standard_error == pytest.approx(one.standard_error)
+    error = math.hypot(one.monte_carlo_error, two.monte_carlo_error)
+    assert both.monte_carlo_error == pytest.approx(error)
+    v, w = one.monte_carlo_error**2, two.monte_carlo_error**2
+    assert both.degrees == pytest.approx((v + w) ** 2 / (v**2 / one.degrees + w**2 / two.degrees))
+
+
+def test_intervals_are_students_t():
+    table = {1: 12.70620, 2: 4.30265, 5: 2.57058, 30: 2.04227, 1000: 1.96234, math.inf: 1.95996}
+    for degrees, expected in table.items():
+        assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
+    assert math.isnan(t_quantile(0))
+    got = Estimate(1.0, 0.1, 6, 0.02, 2)
+    for given_data, reach in ((False, 0.257058), (True, 0.0860530)):
+        expected = math.exp(1 - reach), math.exp(1 + reach)
+        assert got.interval(given_data) == pytest.approx(expected, rel=1e-5)
+
+
+# ---- repeated ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_standard_error_is_the_spread_of_repeated_estimates(seed):
+    """2,000 estimates from 30 sequences with 2 draws each: the spread of their means, known to
+    1/sqrt(2 * 2000) = 1.6%, against the mean standard error, which is low by 1/(4 * 29) = 0.9% for
+    so few sequences; 8% is 4.5 times the first beyond the second."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(2000, 30, 1, generator=generator, dtype=torch.float64)
+    draws = torch.randn(2000, 30, 2, generator=generator, dtype=torch.float64)
+    estimates = [estimate(x) for x in data + draws]
+    spread = torch.tensor([e.nll for e in estimates]).std()
+    claimed = sum(e.standard_error for e in estimates) / len(estimates)
+    assert abs(claimed / float(spread) - 1) < 0.08
+
+
+REPEATS, TEXTS = 200, 12
+
+
+def exact_losses(conditional):
+    """The any-order loss of every sequence over all N! orders, nats per token, (V**N,)."""
+    orders = list(itertools.permutations(range(N)))
+    total = sum(-conditional[order[:i], order[i]].log() for order in orders for i in range(N))
+    return total / (N * len(orders))
+
+
+def coverage(estimates, exact, given_data):
+    intervals = [e.interval(given_data) for e in estimates]
+    return sum(low <= math.exp(exact) <= high for low, high in intervals) / len(intervals)
+
+
+@pytest.mark.parametrize("given_data", [True, False])
+@pytest.mark.parametrize("draws", [2, 5])
+def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws, given_data):
+    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand. Given the
+    data, the texts are the same every time; else they are drawn anew, all being equally likely."""
+    model, conditional = enumerable_system("AO-GPT", seed=0)
+    exact, generator = exact_losses(conditional), torch.Generator().manual_seed(0)
+    index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator)
+    index = index.expand(REPEATS, TEXTS)
+    tokens, rows = all_sequences(V, N)[index.flatten()], range(REPEATS * TEXTS)
+    random = OrderConfig("random")
+    nll = [held_out_nll(model, tokens, random, 0, draw, rows, 0) for draw in range(draws)]
+    estimates = [estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)]
+    target = float(exact[index[0]].mean() if given_data else exact.mean())
+    assert 0.90 <= coverage(estimates, target, given_data) <= 0.99
+
+
+@pytest.mark.parametrize("system", ["encoder AO-GPT", "RADD"])
+def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss(system):
+    """Its masks are stratified over the texts, so that only whole draws are independent."""
+    model, conditional = enumerable_system(system, seed=0)
+    index = torch.randint(V**N, (TEXTS,), generator=torch.Generator().manual_seed(0))
+    tokens, random = all_sequences(V, N)[index], OrderConfig("random")
+    exact, estimates = float(exact_losses(conditional)[index].mean()), []
+    for seed in range(REPEATS):
+        draws = (
+            held_out_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS)
+            for draw in range(6)
+        )
+        estimates.append(estimate(torch.stack(list(draws), dim=1), joint=True))
+    assert 0.90 <= coverage(estimates, exact, given_data=True) <= 0.99
+    values = torch.tensor([e.nll for e in estimates], dtype=torch.float64)
+    assert abs(values.mean() - exact) < 4 * values.std() / REPEATS**0.5
