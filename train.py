@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import shutil
-import signal
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from checkpoints import store as checkpoint
@@ -49,7 +46,7 @@ from objectives import (
 from orders import OrderConfig, orders_at, philox_bits
 from runtime.command_line import run_script
 from runtime.devices import autocast, pick_dtype
-from runtime.processes import Processes, processes
+from runtime.processes import Processes, StopRequest, processes
 from training import config as configuration
 from training import memory_plan as budget
 from training.config import Config
@@ -307,36 +304,6 @@ class Results:
                 event.synchronize()
             self.waiting.popleft()
             yield step, *values.tolist()
-
-
-class StopRequest:
-    """SIGTERM or SIGINT on any process, agreed on by all, so that all stop after the same step."""
-
-    def __init__(self, procs: Processes):
-        self.procs, self.signalled, self.agreed, self.failed = procs, False, False, False
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number, frame):
-        if self.signalled and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
-        self.signalled = True
-
-    def agree(self, failed: bool = False) -> None:
-        """Set `agreed` if any process was asked to stop, and `failed` if any has failed.
-
-        One small message between CPUs, which waits for no GPU.
-
-        Raises ChildProcessError if torchrun was killed: a job that nobody watches would train on beside the next one.
-        """
-        if self.launcher and os.getppid() != self.launcher:
-            raise ChildProcessError("torchrun, which started this process, has ended")
-        self.agreed, self.failed = self.signalled, failed
-        if self.procs.world_size > 1:
-            shared = torch.tensor([float(self.signalled), float(failed)])
-            dist.all_reduce(shared)
-            self.agreed, self.failed = (shared > 0).tolist()
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The processes of a job: who they are, how they find one another, and what to say when one is
-lost."""
+"""The processes of a job: who they are, how they find one another, how they agree to stop, and what
+to tell the user when one of them is lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import datetime
 import os
 import re
 import secrets
+import signal
 import time
 from dataclasses import dataclass
 
@@ -16,16 +17,21 @@ import torch.distributed as dist
 
 from runtime.devices import pick_device
 
-MEETING_SECONDS = (
-    300.0  # for the processes of a job to find each other: some import PyTorch from a slow disk
+# How long the processes of a job may take to find each other: some import PyTorch from a slow disk.
+MEETING_SECONDS = 300.0
+
+# What errors of gloo, of NCCL and of the store say when another process does not answer in time ...
+TOO_LATE = r"(?i)timed out (waiting|after)|timeout"
+# ... and when it has ended.
+CUT_OFF = (
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
+    r"|failed to recv"
 )
-TOO_LATE = r"(?i)timed out (waiting|after)|timeout"  # in an error of gloo, of NCCL or of the store
-CUT_OFF = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|failed to recv"
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the job (one alone, or as many as torchrun started) and its
+    """This process among those of the job (one alone, or as many as torchrun started), and its
     device."""
 
     rank: int
@@ -34,17 +40,23 @@ class Processes:
 
     @property
     def main(self) -> bool:
+        """Whether this is the process that prints, logs and writes what one process writes."""
         return self.rank == 0
+
+    def print0(self, *values, **options) -> None:
+        """Print, on the main process only."""
+        if self.main:
+            print(*values, **options)
 
     def share(self, total: int) -> range:
         """The contiguous part of range(total) that this process works on; parts differ by at most
         one."""
-        return range(
-            total * self.rank // self.world_size, total * (self.rank + 1) // self.world_size
-        )
+        first = total * self.rank // self.world_size
+        end = total * (self.rank + 1) // self.world_size
+        return range(first, end)
 
     def gather(self, value) -> list:
-        """Every process's `value`, in rank order, on every process."""
+        """Every process's `value`, in rank order, on every process; all must call."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -52,11 +64,14 @@ class Processes:
         return values
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of every process's tensor, on every process."""
+        """The mean of every process's tensor, in place, on every process; all must call."""
         if self.world_size > 1:
             dist.all_reduce(value)
             value /= self.world_size
         return value
+
+
+# ---- joining and leaving -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -65,34 +80,39 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     `Processes`.
 
     Args:
-        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N". Raises ValueError for one
-        that is not there. timeout: seconds that a message between processes may take; then the
-        waiting process ends with an error. group: make a process group also for a process alone.
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+        timeout: seconds that a message between processes may take; then the waiting process ends
+            with an error.
+        group: make a process group also for a process alone, as FSDP needs it.
 
-    Raises ConnectionError in a process that waits for another one in vain, because that one hangs
-    or has ended."""
-    world_size, local_rank = (
-        int(os.environ.get("WORLD_SIZE", 1)),
-        int(os.environ.get("LOCAL_RANK", 0)),
-    )
+    Raises ValueError for a device that is not there, and ConnectionError in a process that waits in
+    vain for another one, because that one hangs or has ended.
+    """
+    # torchrun tells a process its place in these variables.
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the processes of this machine
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     chosen = pick_device(device, local_rank)
     if world_size == 1 and not group:
         yield Processes(0, 1, chosen)
         return
+
+    # Tensors on a GPU travel by NCCL, small messages between the CPUs by gloo: the latter wait for
+    # no GPU.
+    backend = "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    rank, backend = (
-        int(os.environ.get("RANK", 0)),
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-    )
-    seconds = datetime.timedelta(seconds=timeout)
+        backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))
+        limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=seconds
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
-        yield Processes(dist.get_rank(), world_size, chosen)
-        dist.barrier()  # leave together: a process that goes first can abort in the teardown of its connections
+        yield Processes(rank, world_size, chosen)
+        # Leave together: the connections of a process that leaves first break under the others, and
+        # these can abort in their own teardown.
+        dist.barrier()
     except RuntimeError as error:
         if reason := lost_process(error, timeout):
             raise ConnectionError(reason) from error
@@ -102,53 +122,100 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
             dist.destroy_process_group()
 
 
-def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
-    """What to tell a user if an error means that another process has ended or does not answer; else
-    None."""
-    text = " ".join(str(error).split())
-    if not isinstance(error, RuntimeError) or not re.search(rf"{TOO_LATE}|{CUT_OFF}", text):
-        return None
-    if re.search(CUT_OFF, text):
-        what = (
-            "the connection to another process was cut: that one was killed, or ended with an error"
-        )
-    else:
-        within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
-        what = f"another process did not answer{within}: it hangs, or its machine cannot be reached"
-    text = re.sub(r"^\[\S+:\d+\] ", "", text)  # a line of gloo's source
-    return f"{what}; see the messages of the others. PyTorch says: {text[:120]}"
-
-
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store under a prefix that only the processes of this attempt know.
+    """torchrun's key-value store, under a prefix that only the processes of this attempt know.
 
-    After a restart torchrun hands out the store of the attempt before, with addresses of dead
-    processes in it (as of PyTorch 2.13), and no number of the attempt that all nodes agree on. So
-    every process leaves a name of its own, and process 0 makes prefixes for the names it finds
-    until all have found their own name among them."""
-    store, rank, world_size = next(
-        iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    )
-    own, deadline = secrets.token_hex(8), time.monotonic() + timeout
-    store.set(f"name/{rank}", own)
-    all_names = [f"name/{other}" for other in range(world_size)]
-    offer = ""
+    When torchrun restarts a job, it hands out the store of the attempt before, with addresses of
+    dead processes in it (as of PyTorch 2.13), and there is no number of the attempt that all nodes
+    agree on. So the processes make one up: each leaves a random name, process 0 invites the names
+    it finds under a random prefix, and each takes the first invitation that has its own name. Names
+    may be left over from dead processes: an invitation counts once all who are named have accepted,
+    and process 0 invites anew whenever a name has changed.
+
+    Raises ConnectionError if the processes have not all come within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout))
+    store, rank, world_size = next(iter(rendezvous))
+    ranks = range(world_size)
+
+    own_name = secrets.token_hex(8)
+    store.set(f"name/{rank}", own_name)
+    invitation = ""
     while time.monotonic() < deadline:
-        if rank == 0:
-            names = (
-                [store.get(name).decode() for name in all_names] if store.check(all_names) else []
-            )
-            if names and offer.split()[1:] != names:
-                offer = " ".join([secrets.token_hex(8), *names])
-                store.set("offer", offer)
-        elif store.check(["offer"]):
-            offer = store.get("offer").decode()
-        prefix, *names = offer.split() or [""]
-        if len(names) == world_size and names[rank] == own:
-            store.set(f"{prefix}/seen/{rank}", "")
-            if store.check([f"{prefix}/seen/{other}" for other in range(world_size)]):
+        if rank == 0 and store.check([f"name/{other}" for other in ranks]):
+            names = [store.get(f"name/{other}").decode() for other in ranks]
+            if invitation.split()[1:] != names:
+                invitation = " ".join([secrets.token_hex(8), *names])
+                store.set("invitation", invitation)
+        elif rank != 0 and store.check(["invitation"]):
+            invitation = store.get("invitation").decode()
+        prefix, *names = invitation.split() or [""]
+        if len(names) == world_size and names[rank] == own_name:
+            store.set(f"{prefix}/accepted/{rank}", "")
+            if store.check([f"{prefix}/accepted/{other}" for other in ranks]):
                 return dist.PrefixStore(prefix, store)
         time.sleep(0.01)
     raise ConnectionError(
         f"the {world_size} processes of the job did not all start within {timeout:g} seconds"
     )
+
+
+def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
+    """What to tell a user if an error means that another process has ended or does not answer; else
+    None. PyTorch has no class of its own for this, so the text decides."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, RuntimeError):
+        return None
+    if re.search(CUT_OFF, text):
+        what = (
+            "the connection to another process was cut: that one was killed, or ended with an error"
+        )
+    elif re.search(TOO_LATE, text):
+        within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
+        what = f"another process did not answer{within}: it hangs, or its machine cannot be reached"
+    else:
+        return None
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)  # a line of gloo's source
+    return f"{what}; see the messages of the others. PyTorch says: {text[:120]}"
+
+
+# ---- stopping ------------------------------------------------------------------------------------
+
+
+class StopRequest:
+    """SIGTERM or Ctrl-C to any process, agreed on by all, so that all stop after the same step.
+
+    Were a process to stop when it hears the signal, the others would wait in the next step for its
+    gradients. So a signal is only noted, and every step ends with `agree`.
+    """
+
+    def __init__(self, procs: Processes):
+        self.procs = procs
+        self.signalled = False  # this process
+        self.agreed = False  # any process was asked to stop: all know
+        self.failed = False  # any process has failed: all know
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number, frame) -> None:
+        if self.signalled and number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
+        self.signalled = True
+
+    def agree(self, failed: bool = False) -> None:
+        """Set `agreed` if any process was asked to stop, and `failed` if any has failed.
+
+        One small message between the CPUs (gloo), which waits for no GPU.
+
+        Raises ChildProcessError if torchrun was killed: a job that nobody watches would train on
+        beside the one that is started in its place.
+        """
+        if self.launcher and os.getppid() != self.launcher:
+            raise ChildProcessError("torchrun, which started this process, has ended")
+        self.agreed, self.failed = self.signalled, failed
+        if self.procs.world_size > 1:
+            flags = torch.tensor([float(self.signalled), float(failed)])
+            dist.all_reduce(flags)
+            self.agreed, self.failed = (flags > 0).tolist()
