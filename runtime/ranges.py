@@ -14,6 +14,7 @@ The bounds are those of the package annotated_types, which pydantic and hypothes
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import types
 from collections.abc import Callable
@@ -28,6 +29,8 @@ NonNegative = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
+Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
+BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a share to drop
 
 
 def flag(name: str) -> str:
@@ -58,7 +61,9 @@ def check_value(value: Any, hint: Any, name: str) -> None:
     elif origin is Literal:
         if value not in arguments:
             choices = ", ".join(map(repr, arguments))
-            raise ValueError(f"{name} is {value!r}; it must be one of {choices}")
+            near = difflib.get_close_matches(str(value), map(str, arguments), n=1)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name} is {value!r}; it must be one of {choices}{guess}")
     elif origin is Annotated:
         check_value(value, arguments[0], name)
         bounds = [bound for item in arguments[1:] for bound in _bounds(item)]
