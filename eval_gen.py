@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from checkpoints import store as checkpoint
-from data.tokenizer import TOKENIZERS, get_tokenizer
+from data.tokenizers import TOKENIZERS, get_tokenizer
 from evaluation.judges import (
     Judge,
     calls,

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import tyro
 
 from checkpoints import store as checkpoint
-from data.tokenizer import Tokenizer, get_tokenizer
+from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import run_script
 from runtime.devices import pick_dtype
 from runtime.files import check_output, to_json

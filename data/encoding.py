@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from data.detokenise import DETOKENISERS
+from data.detokenisers import DETOKENISERS
 from data.loader import DTYPES, dtype_name
-from data.tokenizer import get_tokenizer
+from data.tokenizers import get_tokenizer
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 8192

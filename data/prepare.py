@@ -1,6 +1,6 @@
 """Turn text into token files for training and evaluation: python data/prepare.py NAME [options].
 
-Reads documents (catalogue.py, sources.py), detokenises published test sets (detokenise.py), tokenises on all cores
+Reads documents (catalogue.py, sources.py), detokenises published test sets (detokenisers.py), tokenises on all cores
 (encoding.py), packs (packing.py) and writes a folder (folder.py):
 
     train.bin, val.bin, test.bin      token ids, flat, little-endian uint16 (uint32 for more than 65536 ids), of the
@@ -39,7 +39,7 @@ from data.folder import clear_leftovers, is_finished, move_into_place, staging, 
 from data.loader import DTYPES, FORMAT, SPLIT_STREAM, dtype_name, random_bits
 from data.packing import PROTOCOLS, SplitFile
 from data.sources import Corpus, Piece, safe_cut
-from data.tokenizer import get_tokenizer
+from data.tokenizers import get_tokenizer
 
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 

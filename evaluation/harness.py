@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from checkpoints import store as checkpoint
-from data.tokenizer import get_tokenizer
+from data.tokenizers import get_tokenizer
 from model import HEAD_CHUNK_ELEMENTS, log_linear_noise
 from orders import OrderConfig, orders_at, philox_bits
 from runtime.devices import autocast, pick_device, pick_dtype

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoints import store as checkpoint
-from data.tokenizer import END_OF_TEXT, get_tokenizer
+from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.estimates import t_quantile
 
 LOGITS_ALIVE = 2**28  # of a batch that is scored

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from data import prepare as prepare_script
 from data import sources
 from data.loader import TokenDataset, dtype_name, load_meta, ngram_entropies, random_bits
-from data.tokenizer import TOKENIZERS, BytesTokenizer, get_tokenizer
+from data.tokenizers import TOKENIZERS, BytesTokenizer, get_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 

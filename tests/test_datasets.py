@@ -17,10 +17,10 @@ from helpers import assert_user_error, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import catalogue, detokenise, loader, packing
+from data import catalogue, detokenisers, loader, packing
 from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens
 from data.prepare import Prepare, prepare
-from data.tokenizer import get_tokenizer
+from data.tokenizers import get_tokenizer
 
 SETS = {each.name: each for each in catalogue.EVALUATION_SETS}
 
@@ -90,7 +90,7 @@ def write(path: Path, text: str) -> Path:
     ],
 )
 def test_wikitext_rules(text, expected):
-    assert detokenise.wikitext(text) == expected
+    assert detokenisers.wikitext(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_wikitext_rules(text, expected):
     ],
 )
 def test_ptb_rules(text, expected):
-    assert detokenise.ptb(text) == expected
+    assert detokenisers.ptb(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,18 +144,18 @@ def test_ptb_rules(text, expected):
     ],
 )
 def test_lm1b_rules(text, expected):
-    assert detokenise.lm1b(text) == expected
+    assert detokenisers.lm1b(text) == expected
 
 
 def test_lambada_rules():
-    assert detokenise.lambada("  “ hi ” he said ’ \n") == '\n" hi " he said ’'
-    assert detokenise.lambada("") == "\n"
+    assert detokenisers.lambada("  “ hi ” he said ’ \n") == '\n" hi " he said ’'
+    assert detokenisers.lambada("") == "\n"
 
 
 def test_real_lines(real_data):
     ptb = (real_data / "ptb" / "ptb.test.txt").read_text().splitlines()
-    assert detokenise.ptb(ptb[0].strip()) == "no it wasn't black monday"
-    assert detokenise.ptb(ptb[3].strip()).startswith(
+    assert detokenisers.ptb(ptb[0].strip()) == "no it wasn't black monday"
+    assert detokenisers.ptb(ptb[3].strip()).startswith(
         "the 1 stock specialist firms on the big board floor the buyers"
     )
     wiki = (
@@ -163,18 +163,18 @@ def test_real_lines(real_data):
         .read_text(encoding="utf-8")
         .splitlines(keepends=True)
     )
-    assert detokenise.wikitext(wiki[1]) == " = Robert Boulter =\n"
-    assert detokenise.wikitext(wiki[6]) == " == Career ==\n"
-    assert detokenise.wikitext(wiki[3]).startswith(
+    assert detokenisers.wikitext(wiki[1]) == " = Robert Boulter =\n"
+    assert detokenisers.wikitext(wiki[6]) == " == Career ==\n"
+    assert detokenisers.wikitext(wiki[3]).startswith(
         " Robert Boulter is an English film, television and theatre actor. He had a guest-starring role on the "
         "television series The Bill in 2000. This"
     )
-    assert ' he portrayed "Scott Parry" in the episode, "In Safe Hands". ' in detokenise.wikitext(
+    assert ' he portrayed "Scott Parry" in the episode, "In Safe Hands". ' in detokenisers.wikitext(
         wiki[11]
     )
     with open(real_data / "lambada" / "lambada_test.jsonl", encoding="utf-8") as file:
         first = json.loads(next(file))["text"]
-    assert detokenise.lambada(first).startswith(
+    assert detokenisers.lambada(first).startswith(
         "\nIn my palm is a clear stone, and inside it is a small ivory"
     )
 

@@ -17,7 +17,7 @@ from helpers import LENGTH, MODES, column, read_lines, torchrun
 import eval_gen
 import sample
 from checkpoints import store as checkpoint
-from data.tokenizer import BytesTokenizer, get_tokenizer
+from data.tokenizers import BytesTokenizer, get_tokenizer
 from evaluation import judges
 from evaluation.estimates import estimate
 from runtime.processes import Processes

@@ -14,7 +14,7 @@ from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks
 from checkpoints import store as checkpoint
-from data.tokenizer import get_tokenizer
+from data.tokenizers import get_tokenizer
 from evaluation import harness
 from runtime.processes import Processes
 from sampling.engine import TokenChoice, generate, l2r_plan

@@ -21,7 +21,7 @@ from helpers import (
 
 import sample
 from checkpoints import store as checkpoint
-from data.tokenizer import get_tokenizer
+from data.tokenizers import get_tokenizer
 from sampling import engine as decode
 from sampling import modes
 
