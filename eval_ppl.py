@@ -194,7 +194,7 @@ def parse_order(text: str) -> OrderConfig:
 
 def choose_orders(a: Arguments, config) -> list[tuple[str, OrderConfig, tuple[int, ...]]]:
     """Orders by name, and the ensemble sizes of each; ValueError for what the model has no likelihood for."""
-    encoder, blind = config.attention == "full", config.target == "none"
+    encoder, blind = config.is_encoder, config.target == "none"
     possible = ("random",) if encoder else ("l2r",) if blind else ("l2r", "random")
     if a.orders is not None and not a.orders:
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
@@ -326,7 +326,7 @@ class Job:
     @property
     def joint(self) -> bool:
         """The masks of a draw depend on one another: their rates are stratified over the sequences."""
-        return self.loaded.model.config.attention == "full"
+        return self.loaded.model.config.is_encoder
 
     def weights(self) -> Tensor:
         """(N,) scored tokens of each row over their mean: the mean of weighted rows is the mean over tokens."""

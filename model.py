@@ -1,25 +1,31 @@
 """The Transformer: a decoder that predicts the tokens of a sequence in any order.
 
-Shapes: B batch, T steps (= positions), D width, H heads, V vocabulary; in a cached pass N items in all, W in the widest
-row, C cache slots.
+Shapes: B batch, T steps (= positions), D width, H heads, V vocabulary. In a parallel pass (see
+`AOGPT.parallel_hidden`): N items in all, W items in the longest row, C cache slots.
 
 For T tokens x and an order s (a permutation of the positions), the input and output of step i are
 
     step i            0        1          ...  T-1
-    input token       [None]   x[s[0]]         x[s[T-2]]      [None] is a learned start vector
-    input position    0        s[0] + 1        s[T-2] + 1     `wpe`, block_size + 1 rows
-    target position   s[0]     s[1]            s[T-1]         `wtpe`, block_size rows
+    input token       [None]   x[s[0]]         x[s[T-2]]     [None] is a learned start vector
+    input position    0        s[0] + 1        s[T-2] + 1    `wpe`, block_size + 1 rows
+    target position   s[0]     s[1]            s[T-1]        `wtpe`, block_size rows
     predicts          x[s[0]]  x[s[1]]         x[s[T-1]]
 
-so T inputs give T predictions, under ordinary causal attention *along the order*. A causal decoder cannot know which
-position it is asked for next unless it is told; AO-GPT tells every block through adaLN on the target position.
+so T inputs give T predictions, under ordinary causal attention *along the order*. A causal decoder
+cannot know which position it is asked for next unless it is told; AO-GPT tells every block through
+adaLN on the target position.
 
-Source: Any-Order GPT as Masked Diffusion Model (Xue et al., arXiv 2506.19935), "the paper".
+Source: Any-Order GPT as Masked Diffusion Model (Xue et al., arXiv 2506.19935), "the paper". The
+systems that the paper compares AO-GPT with are settings of the same blocks (README, "Systems").
+
+How to read on: `ModelConfig`, then `AOGPT.hidden`, `AOGPT.forward` and `Block`; the encoder, the
+cached parallel pass and the size of a model can wait.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -27,6 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from orders import inverse_permutation
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits alive at once in the output head, outside torch.compile
 
@@ -44,12 +52,14 @@ class ModelConfig:
     n_embd: int = 768
     """Width of the residual stream; a multiple of n_head."""
     attention: Literal["causal", "full"] = "causal"
-    """causal: a decoder, causal along the order. full: an encoder that sees all positions, masked ones as [MASK]."""
+    """causal: a decoder, causal along the order. full: an encoder that sees all positions, masked
+    ones as [MASK]."""
     target: Literal["none", "input", "adaln", "shared", "per_block", "two_stream"] = "adaln"
-    """How a step of a decoder is told the position it predicts. none: not at all (plain left-to-right GPT); input: a
-    full-width embedding added to the input (sigma-GPT); adaln: it modulates every normalisation (AO-GPT); shared: one
-    full-width table added again before every block; per_block: a table per block; two_stream: a query stream that
-    starts from the target position and reads a content stream (XLNet, A3). An encoder has "none"."""
+    """How a step of a decoder is told the position it predicts. none: not at all (plain
+    left-to-right GPT); input: a full-width embedding added to the input (sigma-GPT); adaln: it
+    modulates every normalisation (AO-GPT); shared: one full-width table added again before every
+    block; per_block: a table per block; two_stream: a query stream that starts from the target
+    position and reads a content stream (XLNet, A3). An encoder has "none"."""
     cond_dim: int = 128
     """Width of the vector that adaLN is computed from."""
     noise: bool = False
@@ -68,14 +78,16 @@ class ModelConfig:
     """Biases on the attention's two linear layers."""
     mlp_bias: bool = True
     start: Literal["attended", "hidden"] = "attended"
-    """Whether later steps of a decoder see [None]. hidden: no, as in GPT-2, which has no start token."""
+    """Whether later steps of a decoder see [None]. hidden: no, as in GPT-2, which has no start
+    token."""
     tied_head: bool = False
     """The output head shares the token table."""
     head_bias: bool = True
     dropout: float = 0.0
     position_init: Literal["normal", "sinusoidal"] = "normal"
-    """How the learned position tables start. normal: as the paper does; sinusoidal: as sine waves, so that neighbouring
-    positions start alike, which lets a small any-order model find its neighbours after far fewer steps."""
+    """How the learned position tables start. normal: as the paper does; sinusoidal: as sine waves,
+    so that neighbouring positions start alike, which lets a small any-order model find its
+    neighbours after far fewer steps."""
 
     def __post_init__(self):
         for name, hint in get_type_hints(type(self)).items():
@@ -92,45 +104,77 @@ class ModelConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}; give a number from 0 to below 1")
-        self._check_architecture()
+        if self.is_encoder:
+            self._check_encoder()
+        else:
+            self._check_decoder()
 
-    def _check_architecture(self) -> None:
-        encoder = self.attention == "full"
-        if encoder and self.target != "none":
+    def _check_encoder(self) -> None:
+        if self.target != "none":
             raise ValueError(
-                f"model.target is {self.target!r}, but an encoder (model.attention = 'full') predicts every masked "
-                "position at once and has no target position; set model.target to 'none'"
+                f"model.target is {self.target!r}, but an encoder (model.attention = 'full') "
+                "predicts every masked position at once and has no target position; set "
+                "model.target to 'none'"
             )
-        if encoder and not (self.mask_token is not None and 0 < self.mask_token < self.vocab_size):
+        if self.mask_token is None or not 0 < self.mask_token < self.vocab_size:
             raise ValueError(
-                f"model.mask_token is {self.mask_token}; an encoder (model.attention = 'full') needs the first id "
-                f"after the tokenizer's, below model.vocab_size ({self.vocab_size}): 50257 for gpt2, 257 for bytes"
+                f"model.mask_token is {self.mask_token}; an encoder (model.attention = 'full') "
+                "needs the first id after the tokenizer's, below model.vocab_size "
+                f"({self.vocab_size}): 50257 for gpt2, 257 for bytes"
             )
-        for name, value in (("mask_token", None), ("noise", False), ("position", "learned")):
-            if not encoder and getattr(self, name) != value:
-                value = getattr(self, name)
-                raise ValueError(
-                    f"model.{name} = {value!r} is for encoders; set model.attention to 'full'"
-                )
         if self.position == "rotary" and self.n_embd // self.n_head % 2:
             raise ValueError(
                 f"rotary positions need an even head width, but it is {self.n_embd // self.n_head}"
             )
+
+    def _check_decoder(self) -> None:
+        for name, value in (("mask_token", None), ("noise", False), ("position", "learned")):
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"model.{name} = {getattr(self, name)!r} is for encoders; set model.attention "
+                    "to 'full'"
+                )
         if self.start == "hidden" and self.target == "two_stream":
             raise ValueError(
                 "model.start = 'hidden' leaves the first query of two_stream nothing to read"
             )
 
     @property
+    def is_encoder(self) -> bool:
+        return self.attention == "full"
+
+    @property
     def adaln(self) -> bool:
         return self.noise or self.target == "adaln"
+
+
+# ---- layers ----------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight takes the dtype of the input, so that the fused kernel also runs under
+    autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.norm_bias)
+    return RMSNorm(config.n_embd, eps=1e-5)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
 
 
 class PermutationGather(torch.autograd.Function):
     """Rows of a per-position table in the order of each sequence: (T, D), (B, T) -> (B, T, D).
 
-    Every row of `order` is a permutation of 0..T-1, so the gradient is a gather by the inverse permutation and a sum
-    over the batch: no atomics, hence deterministic on every device.
+    Every row of `order` is a permutation of 0..T-1, so the gradient is a gather by the inverse
+    permutation and a sum over the batch. Plain indexing would add up the gradients with atomics,
+    whose order, and hence rounding, differs from run to run on a GPU; this is deterministic.
     """
 
     @staticmethod
@@ -145,151 +189,21 @@ class PermutationGather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
         batch = torch.arange(grad.shape[0], device=grad.device)[:, None]
+        # 16-bit numbers are too coarse to add up a batch.
         accumulate = torch.float32 if grad.dtype in (torch.bfloat16, torch.float16) else grad.dtype
         return grad[batch, inverse].sum(0, dtype=accumulate).to(grad.dtype), None, None
 
 
-def inverse_of(order: Tensor) -> Tensor:
-    """The step at which each position is predicted, (B, T) -> (B, T)."""
-    steps = torch.arange(order.shape[1], device=order.device)
-    return torch.empty_like(order).scatter_(1, order, steps.expand_as(order))
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight takes the dtype of the input, so that the fused kernel also runs under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.norm_bias)
-    return RMSNorm(config.n_embd, eps=1e-5)
-
-
-def sinusoids(rows: int, dim: int, std: float) -> Tensor:
-    """Sine and cosine waves over the rows, wavelengths from 2 pi to pi * rows in geometric steps: (rows, dim)."""
-    frequency = (2 / rows) ** torch.linspace(0, 1, (dim + 1) // 2)
-    angle = torch.arange(rows).unsqueeze(1) * frequency
-    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]
-    return waves * (std / waves.std())
-
-
-def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
-    """Noise level sigma(t) = -log(1 - (1 - eps) t) at which a token is masked with probability (1 - eps) t (SEDD)."""
-    return -torch.log1p(-(1 - eps) * t)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
-
-
-def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay rows of different lengths one after the other: row and column of `total` items, and whether they exist.
-
-    counts: LongTensor (B,), items of each row. total: a host number >= counts.sum(), so that nothing waits for the
-    device. Returns three (total,) tensors; items past the last row have existing = False, column 0 and some row.
-    """
-    ends = counts.cumsum(0)
-    item = torch.arange(total, device=counts.device)
-    row = torch.searchsorted(ends, item, right=True).clamp(max=len(counts) - 1)
-    existing = item < ends[-1]
-    return row, (item - (ends - counts)[row]) * existing, existing
-
-
-class KVCache:
-    """Keys and values of every layer, allocated once.
-
-    Input i of a sequence owns slot i. Slots past the known tokens are scratch space for the parallel targets of a step;
-    the last slot takes what nobody reads.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        length: int,
-        device=None,
-        dtype=None,
-        layers=None,
-    ):
-        layers = config.n_layer if layers is None else layers
-        shape = (layers, batch_size, length + 1, config.n_head, config.n_embd // config.n_head)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, C, H, D/H)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-
-
 @dataclass
-class Feed:
-    """What one cached pass is fed: of every row, `count` consecutive steps from `cached` on.
+class AttentionMask:
+    """Which inputs the queries of one pass see, the same in every block. The default: all."""
 
-    Tensors live on the device; the three numbers are known on the host and fix the shapes of the pass. They may be
-    larger than needed, so that passes of many sizes share a few shapes.
-    """
-
-    cached: Tensor
-    """(B,) inputs that the cache holds."""
-    known: Tensor
-    """(B,) tokens that are known, >= cached. Steps from `known` on are parallel targets."""
-    count: Tensor
-    """(B,) steps fed; 0 for a row that is finished."""
-    items: int
-    """N >= count.sum()."""
-    width: int
-    """W >= count.max()."""
-    length: int
-    """Cache slots that are read, >= (cached + count).max()."""
-
-
-@dataclass
-class CachedStep:
-    """One layer's view of the cache for one pass of N items: where they are written and how queries are laid out."""
-
-    keys: Tensor
-    values: Tensor
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-    grid: Tensor
-    """(B, W), the item that stands in each cell of a rectangle of queries."""
-    length: int
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the (N, H, D/H) keys and values of this pass; return all (B, length, H, D/H)."""
-        self.keys[self.row, self.slot] = k.to(self.keys.dtype)
-        self.values[self.row, self.slot] = v.to(self.values.dtype)
-        return self.keys[:, : self.length], self.values[:, : self.length]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, T, H, D/H) by (T, 1, D/H) angles, rotate-half pairing (Su et al. 2021)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Tensor]:
-    frequency = 10000.0 ** (
-        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
-    )
-    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequency
-    angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-@dataclass
-class View:
-    """What the attention of one pass may see, the same for every block."""
-
-    causal: bool = True
-    """Input i sees inputs 0..i. False without a mask: everything."""
-    mask: Tensor | None = None
-    """BoolTensor (B, 1, W, keys), True where a key is seen; replaces `causal`."""
-    query_mask: Tensor | None = None
-    """The same for the query stream, where it differs from `causal`."""
+    causal: bool = False
+    """Query i sees inputs 0..i."""
     hide_start: bool = False
-    """Input 0 is seen by itself only (full passes; in a cached pass the mask says so)."""
-    rotary: tuple[Tensor, Tensor] | None = None
+    """With causal: input 0 is seen by itself only."""
+    allowed: Tensor | None = None
+    """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
 
 
 class Attention(nn.Module):
@@ -303,42 +217,56 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, view: View, cached: CachedStep | None = None, queries: Tensor | None = None
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: LayerCache | None = None,
+        queries: Tensor | None = None,
+        query_mask: AttentionMask | None = None,
     ):
-        """x (B, T, D), or the (N, D) items of a cached pass -> the same shape; with a query stream of that shape, which
-        reads the keys of x, the outputs of both."""
+        """x (B, T, D) -> the same shape. In a parallel pass, which has a cache: the N items, (N, D).
+
+        queries: of the shape of x, a second stream that reads the keys and values of x as
+        query_mask says. With it, the outputs of both streams are returned.
+        """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
         q, k = self.q_norm(q), self.k_norm(k)
-        if view.rotary is not None:
-            q, k = rotate(q, *view.rotary), rotate(k, *view.rotary)
-        if cached is not None:
-            k, v = cached.update(k, v)
-        y = self._attend(q, k, v, view.mask, view, cached)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = cache.update(k, v)  # now those of earlier passes, too
+        y = self._attend(q, k, v, mask, cache)
         if queries is None:
             return y
+        # The query stream shares the projection of x, of which it needs the first third.
         D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
-        q = self.q_norm(
-            F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
-        )
-        return y, self._attend(q, k, v, view.query_mask, view, cached)
+        q = F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
+        return y, self._attend(self.q_norm(q), k, v, query_mask, cache)
 
-    def _attend(
-        self, q, k, v, mask: Tensor | None, view: View, cached: CachedStep | None
-    ) -> Tensor:
-        """Queries (B, T, H, D/H) or (N, H, D/H), keys and values (B, keys, H, D/H) -> projected, in the shape of x."""
-        q = q if cached is None else q[cached.grid]
+    def _attend(self, q, k, v, mask: AttentionMask, cache: LayerCache | None) -> Tensor:
+        """q (B, T, H, D/H) or of items (N, H, D/H); k, v (B, keys, H, D/H) -> projected, as x."""
+        if cache is not None:
+            q = cache.layout.to_grid(q)
         q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
-        own = None
-        if view.hide_start and mask is None:
-            own, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
-        p = self.dropout if self.training else 0.0
-        causal = view.causal and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=causal)
-        if own is not None:  # input 0 attends to nothing but itself
-            y = torch.cat([own, y], dim=2)
+        start = None
+        if mask.hide_start:
+            # Input 0 attends to itself alone, so its output is its value, and the others go on
+            # without it. A mask would do the same, but fused attention kernels know causal best.
+            start, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask.allowed,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask.causal,
+        )
+        if start is not None:
+            y = torch.cat([start, y], dim=2)
         y = y.transpose(1, 2).flatten(2)
-        return self.proj(y if cached is None else y[cached.row, cached.column])
+        return self.proj(y if cache is None else cache.layout.to_items(y))
 
 
 class MLP(nn.Module):
@@ -353,6 +281,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, pre-norm. It reads its own parameters only, so that it can be sharded,
+    compiled or computed again alone."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.norm1, self.norm2 = make_norm(config), make_norm(config)
@@ -364,38 +295,681 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
-        self, x, view: View, rows=None, condition=None, table=None, cached=None, queries=None
-    ):
-        """One block; it reads its own parameters only, so that it can be sharded, compiled or computed again alone.
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        at_targets: Callable[[Tensor], Tensor],
+        condition: Tensor | None = None,
+        modulation: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """One block (SPEC of adaLN: the paper, section 3).
 
         Args:
-            x: (B, T, D), or the (N, D) items of a cached pass.
-            rows: picks the rows of a per-position table that belong to the targets: (positions, D) -> the shape of x.
+            x: (B, T, D), or the (N, D) items of a parallel pass.
+            at_targets: picks the rows of a per-position table that belong to the target positions
+                of x: (positions, ...) -> (B, T, ...) or (N, ...).
             condition: (positions, cond_dim), what adaLN is computed from.
-            table: (positions, 6 D), what it gives, if that is known.
-            cached: the cache of a cached pass.
-            queries: query stream, of the shape of x, which reads the keys and values of x only.
-
-        Returns x, or x and the queries.
+            modulation: (positions, 6 D), what adaLN gives, where that is known already.
+            rotary: of an encoder, see `rotary_angles`.
+            cache: of a parallel pass.
         """
-        if queries is not None:
-            return self._two_stream(x, queries, view, cached)
         if self.wtpe is not None:
-            x = x + rows(self.wtpe.weight)
+            x = x + at_targets(self.wtpe.weight)
         if self.adaln is None:
-            x = x + self.drop(self.attn(self.norm1(x), view, cached))
+            x = x + self.drop(self.attn(self.norm1(x), mask, rotary, cache))
             return x + self.drop(self.mlp(self.norm2(x)))
-        table = self.adaln(condition) if table is None else table
-        shift1, scale1, gate1, shift2, scale2, gate2 = rows(table).chunk(6, dim=-1)
-        x = x + gate1 * self.drop(self.attn(modulate(self.norm1(x), shift1, scale1), view, cached))
-        return x + gate2 * self.drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
+        # adaLN is computed once per position, not once per token: the whole batch shares the table,
+        # and every token gathers the row of its target.
+        if modulation is None:
+            modulation = self.adaln(condition)
+        shift1, scale1, gate1, shift2, scale2, gate2 = at_targets(modulation).chunk(6, dim=-1)
+        h = self.attn(modulate(self.norm1(x), shift1, scale1), mask, rotary, cache)
+        x = x + gate1 * self.drop(h)
+        h = self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return x + gate2 * self.drop(h)
 
-    def _two_stream(self, x: Tensor, queries: Tensor, view: View, cached: CachedStep | None):
-        y, answer = self.attn(self.norm1(x), view, cached, self.norm1(queries))
-        x, queries = x + self.drop(y), queries + self.drop(answer)
-        return x + self.drop(self.mlp(self.norm2(x))), queries + self.drop(
-            self.mlp(self.norm2(queries))
+
+class TwoStreamBlock(Block):
+    """A block of two streams with the same weights (XLNet, A3): x, which sees its own tokens, and
+    queries, which know only their target position and what they read from x."""
+
+    def forward(
+        self,
+        x: Tensor,
+        queries: Tensor,
+        mask: AttentionMask,
+        query_mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        y, answer = self.attn(
+            self.norm1(x), mask, cache=cache, queries=self.norm1(queries), query_mask=query_mask
         )
+        x, queries = x + self.drop(y), queries + self.drop(answer)
+        x, queries = (
+            x + self.drop(self.mlp(self.norm2(x))),
+            queries + self.drop(self.mlp(self.norm2(queries))),
+        )
+        return x, queries
+
+
+# ---- what decoder and encoder share ----------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """Token table, blocks and output head. `AOGPT` and `Encoder` say what goes in and comes out."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        # Optimizers, gradient clipping and checkpoints go by the order in which modules are made.
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.make_inputs()
+        self.drop = nn.Dropout(config.dropout)
+        block = TwoStreamBlock if config.target == "two_stream" else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layer))
+        self.norm_f = make_norm(config)
+        self.adaln_f = nn.Linear(config.cond_dim, 2 * config.n_embd) if config.adaln else None
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
+        if config.tied_head:
+            self.head.weight = self.wte.weight
+        self.init_weights()
+
+    def make_inputs(self) -> None:
+        """Make the parameters that stand beside the token table: positions and conditions."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Give every weight its initial value."""
+        for name, p in self.named_parameters():
+            self.init_weight(name, p, generator)
+
+    @torch.no_grad()
+    def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill p, of the shape of the weight `name`: truncated normal (std 0.02, cut at 3 std;
+        residual projections 0.02 / sqrt(2 n_layer)), biases 0, norms 1; position tables as
+        model.position_init says."""
+        waves = self.config.position_init == "sinusoidal"
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+        elif "norm" in name:
+            nn.init.ones_(p)
+        elif waves and name == "wpe.weight":
+            p.copy_(sinusoids(*p.shape, std=0.04))
+        elif waves and name == "wtpe.weight":
+            # adaLN hears the table through a linear layer of std 0.02, so it must start louder.
+            std = 2.0 if self.config.target == "adaln" else 0.04
+            p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])  # position p is row p + 1 of `wpe`
+        else:
+            std = 0.02
+            if name.endswith("proj.weight"):  # 2 n_layer of these add up in the residual stream
+                std = 0.02 / math.sqrt(2 * self.config.n_layer)
+            nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+    def final_norm(
+        self,
+        x: Tensor,
+        at_targets: Callable[[Tensor], Tensor],
+        condition: Tensor | None,
+        modulation: Tensor | None = None,
+    ) -> Tensor:
+        """The last norm, with its adaLN; arguments as in `Block.forward`."""
+        x = self.norm_f(x)
+        if self.adaln_f is None:
+            return x
+        if modulation is None:
+            modulation = self.adaln_f(condition)
+        return modulate(x, *at_targets(modulation).chunk(2, dim=-1))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states (..., D) -> logits (..., V) of the tokens."""
+        return self.head(x)
+
+    def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of the output head, (B, T, D), (B, T) -> (B, T), nats."""
+        return self.head_in_chunks(self._cross_entropy, x, targets).view(targets.shape)
+
+    def _cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x), targets, reduction="none")
+
+    def head_in_chunks(self, function: Callable, x: Tensor, targets: Tensor) -> Tensor:
+        """function(x (n, D), targets (n,)) of all B T tokens, without (B, T, V) float32 logits.
+
+        Compiled, the float32 softmax is fused into its reductions. Eager, more than
+        HEAD_CHUNK_ELEMENTS logits are computed in chunks, and again in the backward pass. PyTorch
+        2.13's chunked linear_cross_entropy does the same job; these chunks also run on older
+        versions, and were faster where both were measured (results/loss_head.md).
+        """
+        x, targets = x.flatten(0, 1), targets.flatten()
+        rows = max(256, HEAD_CHUNK_ELEMENTS // self.config.vocab_size)
+        if torch.compiler.is_compiling() or len(x) <= rows:
+            return function(x, targets)
+        chunks = zip(x.split(rows), targets.split(rows), strict=True)
+        again = {"use_reentrant": False, "preserve_rng_state": False}
+        return torch.cat([checkpoint(function, *chunk, **again) for chunk in chunks])
+
+    def check_tokens(self, tokens: Tensor, other: Tensor) -> None:
+        """Raise ValueError if tokens or what comes with them (orders, masks) do not fit."""
+        if tokens.shape != other.shape or tokens.dim() != 2:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be "
+                "(batch, length)"
+            )
+        if not 1 <= tokens.shape[1] <= self.config.block_size:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens a sequence; this model takes 1 to "
+                f"{self.config.block_size}"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise ValueError(
+                f"tokens run from {int(tokens.min())} to {int(tokens.max())}; this model knows 0 "
+                f"to {self.config.vocab_size - 1}"
+            )
+
+    def num_params(self) -> dict[str, int]:
+        """Parameter counts, split as embeddings, blocks, conditioning (target positions and adaLN)
+        and head."""
+        counts = dict.fromkeys(("embeddings", "blocks", "conditioning", "head"), 0)
+        for name, p in self.named_parameters():
+            if "wtpe" in name or "adaln" in name or name.startswith(("query", "noise")):
+                counts["conditioning"] += p.numel()
+            elif name.startswith(("wte", "wpe", "start")):
+                counts["embeddings"] += p.numel()
+            else:
+                counts["blocks" if name.startswith("blocks") else "head"] += p.numel()
+        return counts
+
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations of forward and backward per token: 6 per weight of a matrix
+        that every token passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B).
+        adaLN is left out: it runs per position."""
+        c = self.config
+        matrices = 12 * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size
+        return 6 * matrices + 12 * c.n_layer * c.n_embd * length
+
+
+# ---- the decoder -----------------------------------------------------------------------------
+
+
+class AOGPT(Transformer):
+    """A decoder of log p(x | order) under any order of prediction (the paper, section 3).
+
+    AOGPT(config) of an encoder's configuration (attention "full") is an `Encoder`.
+    """
+
+    def __new__(cls, config: ModelConfig | None = None):  # copies are made without a config
+        if config is not None and config.is_encoder:
+            return Encoder(config)
+        return super().__new__(cls)
+
+    def make_inputs(self) -> None:
+        c = self.config
+        self.wpe = nn.Embedding(c.block_size + 1, c.n_embd)  # row 0 is the position of [None]
+        self.start = nn.Parameter(torch.empty(c.n_embd))
+        self.query = nn.Parameter(torch.empty(c.n_embd)) if c.target == "two_stream" else None
+        widths = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}
+        width = widths.get(c.target)
+        self.wtpe = nn.Embedding(c.block_size, width) if width else None
+
+    # The training pass: all T predictions of a known sequence at once.
+
+    def forward(self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None) -> Tensor:
+        """-log p(x[order[b, i]] | x[order[b, :i]]); differentiable.
+
+        Args:
+            tokens: LongTensor (B, T), T <= block_size, in sequence order.
+            order: LongTensor (B, T), every row a permutation of 0..T-1.
+            group_start: see `hidden`.
+
+        Returns: (B, T), nats, in prediction order.
+        """
+        # tokens.gather(1, order), but a compiled backward pass keeps this and would do that again
+        # for every logit.
+        ordered = torch.empty_like(tokens).scatter_(1, inverse_permutation(order), tokens)
+        return self.head_nll(self.hidden(tokens, order, group_start), ordered)
+
+    def hidden(self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, T, D) of the training pass; state i predicts order[:, i].
+
+        group_start: LongTensor (B, T), two_stream only: step i is predicted from the tokens of
+            steps < group_start[:, i]. None: groups of one.
+        """
+        if group_start is not None and self.config.target != "two_stream":
+            raise ValueError("groups in training need model.target = 'two_stream'")
+        T = order.shape[1]
+        # The table at the top of this file: the inputs are the tokens of the order, one step late.
+        shifted = order[:, :-1]
+        in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))  # its first column stands for [None]
+        in_positions = F.pad(shifted + 1, (1, 0))
+        inverse = inverse_permutation(order)
+        mask = AttentionMask(causal=True, hide_start=self.config.start == "hidden")
+        query_mask = mask
+        if group_start is not None:
+            # Input i holds the token of step i - 1, so inputs up to group_start hold what came
+            # before the group.
+            inputs = torch.arange(T, device=order.device)
+            query_mask = AttentionMask(allowed=(inputs <= group_start.unsqueeze(-1)).unsqueeze(1))
+        return self._trunk(
+            self._embed(in_tokens, in_positions),
+            order,
+            lambda table: PermutationGather.apply(table[:T], order, inverse),
+            mask,
+            query_mask,
+        )
+
+    def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
+        """Inputs, one vector a token: at position 0 it is [None], whatever the token."""
+        x = self.wte(in_tokens)
+        x = torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x)
+        return x + self.wpe(in_positions)
+
+    def _trunk(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        at_targets: Callable[[Tensor], Tensor],
+        mask: AttentionMask,
+        query_mask: AttentionMask,
+        modulations: list[Tensor] | None = None,
+        cache: KVCache | None = None,
+        layout: ItemLayout | None = None,
+    ) -> Tensor:
+        """Run the blocks and the final norm on embedded inputs (B, T, D), or on the items (N, D) of
+        a parallel pass, which has a cache and a layout.
+
+        targets: (B, T) or (N,) target positions; at_targets: their rows of a table, see `Block`.
+        """
+        variant = self.config.target
+        condition = None if modulations else self._condition()
+        if variant == "two_stream":
+            queries = self.query + self.wpe(targets + 1)
+        if variant in ("input", "shared"):
+            added = at_targets(self.wtpe.weight)
+        x = self.drop(x + added if variant == "input" else x)
+        for i, block in enumerate(self.blocks):
+            layer = None if cache is None else cache.layer(i, layout)
+            if variant == "two_stream":
+                x, queries = block(x, queries, mask, query_mask, layer)
+                continue
+            if variant == "shared":
+                x = x + added
+            modulation = modulations[i] if modulations else None
+            x = block(x, mask, at_targets, condition, modulation, cache=layer)
+        if variant == "two_stream":
+            x = queries  # predictions come from the query stream
+        return self.final_norm(x, at_targets, condition, modulations[-1] if modulations else None)
+
+    def _condition(self) -> Tensor | None:
+        """What adaLN is computed from, (block_size, cond_dim): it depends on the target position
+        only. None without adaLN."""
+        return F.silu(self.wtpe.weight) if self.config.target == "adaln" else None
+
+    def modulations(self) -> list[Tensor]:
+        """What adaLN gives for every position, computed once for many parallel passes: of every
+        block (block_size, 6 D), and of the final norm (block_size, 2 D). Empty without adaLN."""
+        condition = self._condition()
+        if condition is None:
+            return []
+        return [*(block.adaln(condition) for block in self.blocks), self.adaln_f(condition)]
+
+    # Scoring of known sequences.
+
+    @torch.no_grad()
+    def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm.
+
+        Raises ValueError if the shapes differ, T exceeds block_size, a token is not in the
+        vocabulary or a row of `order` is not a permutation.
+        """
+        self.check_tokens(tokens, order)
+        steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        if not torch.equal(order.sort(dim=1).values, steps):
+            raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
+        return -self(tokens, order)
+
+    def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        """log p(true token | all unmasked tokens) at every masked position, in one pass.
+
+        The unmasked positions, in ascending order, are the context; every masked position is
+        predicted from them and from nothing else (`parallel_log_probs`).
+
+        Args:
+            tokens: LongTensor (B, T), in sequence order.
+            masked: BoolTensor (B, T).
+
+        Returns: float tensor (B, T) in sequence order, natural logarithm; 0 at unmasked positions.
+        """
+        self.check_tokens(tokens, masked)
+        order = masked.to(torch.uint8).argsort(dim=1, stable=True)
+        log_probs = self.parallel_log_probs(tokens, order, known=(~masked).sum(1))
+        return torch.zeros_like(log_probs).scatter_(1, order, log_probs)
+
+    @torch.no_grad()
+    def parallel_log_probs(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+        """log p(x[order[b, r]] | x[order[b, :known[b]]]) for every step r >= known[b], in one pass.
+
+        The first `known` positions of the order, as listed, are the context. Every other position
+        is predicted from them and from nothing else (the parallel mask of `parallel_hidden`).
+
+        Args:
+            tokens: LongTensor (B, T), in sequence order.
+            order: LongTensor (B, T), permutations of the positions.
+            known: LongTensor (B,), 0 to T.
+
+        Returns: float tensor (B, T) in prediction order, natural logarithm; 0 at steps < known.
+        """
+        ordered = tokens.gather(1, order)
+        B, T = tokens.shape
+        steps = ParallelPass(
+            cached=torch.zeros_like(known),
+            known=known,
+            count=torch.full_like(known, T),
+            items=B * T,
+            width=T,
+            length=T,
+        )
+        x = self.parallel_hidden(ordered, order, steps)
+        log_probs = -self.head_nll(x.view(B, T, -1), ordered)
+        predicted = torch.arange(T, device=order.device) >= known[:, None]
+        return log_probs.where(predicted, torch.zeros_like(log_probs))
+
+    # The cached parallel pass: many targets that see the same context.
+
+    def parallel_hidden(
+        self,
+        ordered: Tensor,
+        order: Tensor,
+        steps: ParallelPass,
+        cache: KVCache | None = None,
+        modulations: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Compute the steps that the cache does not hold, and many targets from one context.
+
+        An item is one step i of one row; it predicts position order[i], and its key and value go
+        to cache slot i. Up to step i = known it is input i itself, seen causally. Every step
+        beyond is a parallel target: a copy of input `known` (the last known token) that sees the
+        inputs before it and itself, never another copy. That is what training shows under the order
+        (context, target), so there is no mismatch between training and generation.
+
+        Example: T = 6, order 4 1 5 0 2 3, the tokens of positions 4, 1 and 5 are known, and two
+        more, of 0 and 2, are wanted. Nothing is cached, so steps 0 to 4 are computed:
+
+            cached = 0, known = 3, count = 5
+
+            step = slot   input token   input position   target   sees slots
+            0             [None]        0                4        0
+            1             x4            5                1        0 1
+            2             x1            2                5        0 1 2
+            3             x5            6                0        0 1 2 3      first target
+            4             x5            6                2        0 1 2   4    second, a copy of 3
+
+        Slots 0 to 3 hold true inputs and stay. Slot 4 is scratch: its copy saw x5 at step 3, whose
+        successor in the order was not known yet. When tokens x0 and x2 are drawn, the next pass
+        feeds them, and overwrites it:
+
+            cached = 4, known = 5, count = 2
+
+            4             x0            1                2        0 1 2 3 4
+            5             x2            3                3        0 1 2 3 4 5  the next target
+
+        Pure tensor code without a wait for the device: its shapes depend on the host numbers of
+        `steps` alone, so that it can be compiled and captured in a CUDA graph.
+
+        Args:
+            ordered, order: (B, T) tokens and positions in prediction order; tokens from `known` on
+                are ignored.
+            steps: which steps of which rows.
+            cache: of at least T slots; None: nothing is cached before or after this pass.
+            modulations: of `AOGPT.modulations`, to compute them once for many calls.
+
+        Returns: (N, D) final hidden states, rows one after the other; the item of step i predicts
+            position order[i].
+        """
+        B, T = order.shape
+        if cache is None:
+            autocast, device = torch.is_autocast_enabled(order.device.type), order.device
+            dtype = torch.get_autocast_dtype(device.type) if autocast else self.wte.weight.dtype
+            cache = ScratchCache(self.config, B, T, device, dtype)
+        layout = ItemLayout.of(steps, unused_slot=cache.keys.shape[2] - 1)
+        row, slot = layout.row, layout.slot
+        source = torch.minimum(slot, steps.known[row])  # the input of which the item is a copy
+        before = (source - 1).clamp(min=0)  # and the step whose token that input holds
+        in_positions = torch.where(source == 0, 0, order[row, before] + 1)
+        targets = order[row, slot.clamp(max=T - 1)]
+        return self._trunk(
+            self._embed(ordered[row, before], in_positions),
+            targets,
+            lambda table: table[targets],
+            *self._parallel_masks(steps),
+            modulations,
+            cache,
+            layout,
+        )
+
+    def _parallel_masks(self, steps: ParallelPass) -> tuple[AttentionMask, AttentionMask]:
+        """What the (B, W) items and queries of a parallel pass see of the first cache slots."""
+        device = steps.cached.device
+        slots = (steps.cached[:, None] + torch.arange(steps.width, device=device)).unsqueeze(-1)
+        source = torch.minimum(slots, steps.known[:, None, None])
+        keys = torch.arange(steps.length, device=device)
+        seen = (keys < source) | (keys == slots)
+        if self.config.start == "hidden":
+            seen &= (keys > 0) | (slots == 0)
+        # The query stream sees the content of slot `known`, which is input `known` itself, and
+        # nothing after it: content is no copy there.
+        by_queries = keys <= source
+        return AttentionMask(allowed=seen.unsqueeze(1)), AttentionMask(
+            allowed=by_queries.unsqueeze(1)
+        )
+
+
+@dataclass
+class ParallelPass:
+    """The steps that one parallel pass computes: of every row `count` steps from `cached` on.
+
+    Tensors live on the device; the three numbers are known on the host and fix the shapes of the
+    pass. They may be larger than needed, so that passes of many sizes share a few shapes.
+    """
+
+    cached: Tensor
+    """(B,) inputs that the cache holds."""
+    known: Tensor
+    """(B,) tokens that are known, >= cached. Steps from `known` on are targets."""
+    count: Tensor
+    """(B,) steps computed; 0 for a row that is finished."""
+    items: int
+    """N >= count.sum()."""
+    width: int
+    """W >= count.max()."""
+    length: int
+    """Cache slots that are read, >= (cached + count).max()."""
+
+
+def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay rows of different lengths one after the other: row and column of `total` items, and
+    whether they are valid. For counts 3 and 1 and a total of 5:
+
+        row      0     0     0     1     1
+        column   0     1     2     0     0
+        valid    True  True  True  True  False    items past the last row
+
+    counts: LongTensor (B,), items of each row. total: a host number >= counts.sum(), so that
+    nothing waits for the device.
+    """
+    ends = counts.cumsum(0)
+    item = torch.arange(total, device=counts.device)
+    row = torch.searchsorted(ends, item, right=True).clamp(max=len(counts) - 1)
+    valid = item < ends[-1]
+    return row, (item - (ends - counts)[row]) * valid, valid
+
+
+@dataclass
+class ItemLayout:
+    """Where the N items of a parallel pass lie in the cache and in a (B, W) rectangle of queries.
+
+    Linear layers take the items one after the other, so that short rows cost nothing; attention
+    takes the rectangle.
+    """
+
+    row: Tensor
+    """(N,) the row of each item, and its column in that row."""
+    column: Tensor
+    slot: Tensor
+    """(N,) the cache slot of each item."""
+    item: Tensor
+    """(B, W) the item in each cell; cells past the end of a row hold some item, never read."""
+    length: int
+    """Cache slots that are read."""
+
+    @classmethod
+    def of(cls, steps: ParallelPass, unused_slot: int) -> ItemLayout:
+        row, column, valid = ragged(steps.count, steps.items)
+        slot = torch.where(valid, steps.cached[row] + column, unused_slot)
+        first = steps.count.cumsum(0) - steps.count
+        cells = torch.arange(steps.width, device=slot.device)
+        item = (first[:, None] + cells).clamp(max=steps.items - 1)
+        return cls(row, column, slot, item, steps.length)
+
+    def to_grid(self, x: Tensor) -> Tensor:
+        """(N, ...) -> (B, W, ...)."""
+        return x[self.item]
+
+    def to_items(self, x: Tensor) -> Tensor:
+        """(B, W, ...) -> (N, ...)."""
+        return x[self.row, self.column]
+
+
+class KVCache:
+    """Keys and values of every layer, allocated once, (layers, B, length + 1, H, D/H) each.
+
+    Slot i belongs to step i of a sequence; the last slot takes what nobody reads.
+    """
+
+    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
+        self._allocate(config.n_layer, config, batch_size, length, device, dtype)
+
+    def _allocate(self, layers: int, config, batch_size, length, device, dtype) -> None:
+        shape = (layers, batch_size, length + 1, config.n_head, config.n_embd // config.n_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+    def layer(self, i: int, layout: ItemLayout) -> LayerCache:
+        return LayerCache(self.keys[i], self.values[i], layout)
+
+
+class ScratchCache(KVCache):
+    """A cache for a single pass, which leaves nothing behind: all layers share the space of one."""
+
+    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
+        self._allocate(1, config, batch_size, length, device, dtype)
+
+    def layer(self, i: int, layout: ItemLayout) -> LayerCache:
+        return super().layer(0, layout)
+
+
+@dataclass
+class LayerCache:
+    """The cache of one layer, (B, C, H, D/H), in one parallel pass."""
+
+    keys: Tensor
+    values: Tensor
+    layout: ItemLayout
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the (N, H, D/H) keys and values of this pass; return all (B, length, H, D/H)."""
+        row, slot, length = self.layout.row, self.layout.slot, self.layout.length
+        self.keys[row, slot] = k.to(self.keys.dtype)
+        self.values[row, slot] = v.to(self.values.dtype)
+        return self.keys[:, :length], self.values[:, :length]
+
+
+# ---- the encoder -----------------------------------------------------------------------------
+
+
+class Encoder(Transformer):
+    """Full attention over a partly masked sequence, which predicts the masked tokens: the masked
+    diffusion models that the paper compares with (RADD, SEDD)."""
+
+    def make_inputs(self) -> None:
+        c = self.config
+        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.position == "learned" else None
+        self.noise = NoiseEmbedding(c.cond_dim) if c.noise else None
+
+    def forward(self, tokens: Tensor, masked: Tensor, sigma: Tensor | None = None) -> Tensor:
+        """-log p(true token | unmasked tokens) at masked positions; differentiable.
+
+        Args:
+            tokens: LongTensor (B, T), T <= block_size, in sequence order.
+            masked: BoolTensor (B, T).
+            sigma: (B,) noise levels, for a model with noise.
+
+        Returns: (B, T), nats, in sequence order; 0 at unmasked positions. With noise, whose outputs
+            are scores, (2, B, T): see `head_nll`.
+        """
+        x = self.hidden(torch.where(masked, self.config.mask_token, tokens), sigma)
+        nll = self.head_nll(x, tokens)
+        return nll if self.config.noise else nll * masked
+
+    def hidden(
+        self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states (B, T, D); tokens (B, T) with [MASK] in place; sigma (B,) with noise;
+        lengths (B,): of rows that are shorter than T, whose padding no position sees."""
+        T, c = tokens.shape[1], self.config
+        x, mask, rotary, condition = self.wte(tokens), AttentionMask(), None, None
+        if lengths is not None:
+            real = torch.arange(T, device=x.device) < lengths[:, None]
+            mask = AttentionMask(allowed=real[:, None, None])
+        if c.position == "rotary":
+            rotary = rotary_angles(T, c.n_embd // c.n_head, x.device, x.dtype)
+        else:
+            x = x + self.wpe.weight[:T]
+        if c.noise:
+            condition = F.silu(self.noise(sigma)).unsqueeze(1)  # (B, 1, cond_dim)
+
+        def at_targets(modulation: Tensor) -> Tensor:
+            return modulation  # one for each sequence: it broadcasts over the positions
+
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x, mask, at_targets, condition, rotary=rotary)
+        return self.final_norm(x, at_targets, condition)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states (..., D) -> logits (..., mask_token) of the tokens, which end at [MASK]."""
+        return self.head(x)[..., : self.config.mask_token]
+
+    def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
+        """As in `Transformer`; with noise (2, B, T), the log of the summed exponentials of the
+        output, and the output of the true token, of which score entropy is made."""
+        if not self.config.noise:
+            return super().head_nll(x, targets)
+        both = self.head_in_chunks(self._normaliser_and_output, x, targets)
+        return both.T.reshape(2, *targets.shape)
+
+    def _normaliser_and_output(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(x)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        output = logits.gather(1, targets[:, None]).squeeze(1)
+        return torch.stack([logits.logsumexp(dim=-1), output], dim=1)
+
+    @torch.no_grad()
+    def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        """log p(true token | all unmasked tokens) at every masked position, in one pass; arguments
+        and result as those of `AOGPT.masked_log_probs`. With noise, its level is that of the time
+        that equals the share of masked tokens."""
+        self.check_tokens(tokens, masked)
+        if not self.config.noise:
+            return -self(tokens, masked)
+        sigma = log_linear_noise(masked.double().mean(1))
+        normaliser, output = self(tokens, masked, sigma)
+        return (output - normaliser) * masked
+
+    def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """An encoder has none."""
+        raise ValueError("an encoder has no log-probabilities along an order; use masked_log_probs")
 
 
 class NoiseEmbedding(nn.Module):
@@ -408,395 +982,40 @@ class NoiseEmbedding(nn.Module):
     def forward(self, sigma: Tensor) -> Tensor:
         frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float64) / 128)
         angle = sigma.double()[:, None] * frequency
-        return self.proj(
-            F.silu(self.fc(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype)))
-        )
+        waves = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype)
+        return self.proj(F.silu(self.fc(waves)))
 
 
-class AOGPT(nn.Module):
-    """One Transformer for every system of the comparison; AO-GPT is its default configuration.
+def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
+    """Noise level sigma(t) = -log(1 - (1 - eps) t) at which a token is masked with probability
+    (1 - eps) t (SEDD)."""
+    return -torch.log1p(-(1 - eps) * t)
 
-    Decoders model log p(x | order) under any order of prediction (the paper, section 3); encoders predict masked tokens
-    from all others.
-    """
 
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        decoder = config.attention == "causal"
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = (
-            nn.Embedding(config.block_size + decoder, config.n_embd)
-            if config.position == "learned"
-            else None
-        )
-        self.start = nn.Parameter(torch.empty(config.n_embd)) if decoder else None
-        self.query = (
-            nn.Parameter(torch.empty(config.n_embd)) if config.target == "two_stream" else None
-        )
-        target_dim = {
-            "input": config.n_embd,
-            "shared": config.n_embd,
-            "adaln": config.cond_dim,
-        }.get(config.target)
-        self.wtpe = nn.Embedding(config.block_size, target_dim) if target_dim else None
-        self.noise = NoiseEmbedding(config.cond_dim) if config.noise else None
-        self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm_f = make_norm(config)
-        self.adaln_f = nn.Linear(config.cond_dim, 2 * config.n_embd) if config.adaln else None
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
-        if config.tied_head:
-            self.head.weight = self.wte.weight
-        self.init_weights()
+# ---- waves -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every weight its initial value."""
-        for name, p in self.named_parameters():
-            self.init_weight(name, p, generator)
 
-    @torch.no_grad()
-    def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill p, of the shape of the weight `name`: truncated normal (std 0.02, cut at 3 std; residual projections
-        0.02 / sqrt(2 n_layer)), biases 0, norms 1; position tables as model.position_init says."""
-        if name.endswith("bias"):
-            nn.init.zeros_(p)
-        elif "norm" in name:
-            nn.init.ones_(p)
-        elif self.config.position_init == "sinusoidal" and name == "wpe.weight":
-            p.copy_(sinusoids(*p.shape, std=0.04))
-        elif self.config.position_init == "sinusoidal" and name == "wtpe.weight":
-            std = (
-                2.0 if self.config.target == "adaln" else 0.04
-            )  # adaLN hears it through a linear layer of std 0.02
-            p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])  # position p is row p + 1 of `wpe`
-        else:
-            std = (
-                0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("proj.weight") else 0.02
-            )
-            nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
+def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle of each position and coordinate, (T, 1, D/H) each."""
+    dims = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)
+    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -dims / head_dim
+    )
+    angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    # ---- scoring: all T predictions of a known sequence in one pass -----------------------------------------------
 
-    def forward(self, tokens: Tensor, which: Tensor, extra: Tensor | None = None) -> Tensor:
-        """The training pass; differentiable.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, T, H, D/H) by (T, 1, D/H) angles, rotate-half pairing (Su et al.
+    2021)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
-        Args:
-            tokens: LongTensor (B, T), T <= block_size, in sequence order.
-            which: decoder: order, LongTensor (B, T), every row a permutation of 0..T-1. Encoder: masked, BoolTensor.
-            extra: two-stream decoder: LongTensor (B, T), for step i the first step of its group (None: groups of one).
-                Encoder with noise: the noise level sigma, (B,).
 
-        Returns: (B, T) negative log-probability, nats, of every token given those before it, in prediction order
-            (decoder), or of every masked token given the others, 0 elsewhere, in sequence order (encoder). With noise:
-            (2, B, T), the log of the summed exponentials of the output and the output of the true token.
-        """
-        if self.config.attention == "full":
-            x = self.encoder_hidden(torch.where(which, self.config.mask_token, tokens), extra)
-            return (
-                self.head_nll(x, tokens) if self.config.noise else self.head_nll(x, tokens) * which
-            )
-        # tokens.gather(1, which), but a compiled backward pass keeps this and would do that again for every logit.
-        ordered = torch.empty_like(tokens).scatter_(1, inverse_of(which), tokens)
-        return self.head_nll(self.hidden(tokens, which, extra), ordered)
-
-    def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm; for decoders.
-
-        Raises ValueError if the shapes differ, T exceeds block_size, a token is not in the vocabulary or a row of
-        `order` is not a permutation.
-        """
-        if self.config.attention == "full":
-            raise ValueError(
-                "an encoder has no log-probabilities along an order; use masked_log_probs"
-            )
-        self._check(tokens, order)
-        steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        if not torch.equal(order.sort(dim=1).values, steps):
-            raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
-        with torch.no_grad():
-            return -self(tokens, order)
-
-    def hidden(self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None) -> Tensor:
-        """Final hidden states (B, T, D) of a decoder's training pass; state i predicts position order[:, i].
-
-        group_start: (B, T), two_stream only: step i is predicted from the tokens of steps < group_start[i].
-        """
-        if group_start is not None and self.config.target != "two_stream":
-            raise ValueError("groups in training need model.target = 'two_stream'")
-        T = order.shape[1]
-        shifted = order[:, :-1]
-        in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))  # its first column stands for [None]
-        in_positions = F.pad(shifted + 1, (1, 0))
-        inverse = inverse_of(order)
-        view = View(hide_start=self.config.start == "hidden")
-        if group_start is not None:
-            view.query_mask = (
-                torch.arange(T, device=order.device) <= group_start.unsqueeze(-1)
-            ).unsqueeze(1)
-        x = self._embed(in_tokens, in_positions)
-        return self._trunk(
-            x,
-            view,
-            order,
-            lambda table: PermutationGather.apply(table[:T], order, inverse),
-            self._condition(),
-        )
-
-    def encoder_hidden(
-        self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None
-    ) -> Tensor:
-        """Final hidden states (B, T, D) of an encoder; tokens (B, T) with [MASK] in place; sigma (B,) with noise;
-        lengths (B,): of rows that are shorter than T, whose padding no position sees."""
-        x, view, c = self.wte(tokens), View(causal=False), self.config
-        if lengths is not None:
-            view.mask = (torch.arange(tokens.shape[1], device=x.device) < lengths[:, None])[
-                :, None, None
-            ]
-        if c.position == "rotary":
-            view.rotary = rotary_angles(tokens.shape[1], c.n_embd // c.n_head, x.device, x.dtype)
-        else:
-            x = x + self.wpe.weight[: tokens.shape[1]]
-        condition = F.silu(self.noise(sigma)).unsqueeze(1) if c.noise else None
-        return self._trunk(x, view, None, lambda table: table, condition)
-
-    def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
-        """Inputs of a decoder, one vector a token: position 0 is [None], whatever its token."""
-        x = self.wte(in_tokens)
-        return torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x) + self.wpe(
-            in_positions
-        )
-
-    def _trunk(
-        self,
-        x,
-        view: View,
-        targets,
-        rows,
-        condition,
-        tables=None,
-        cache: KVCache | None = None,
-        **step,
-    ) -> Tensor:
-        """Run the blocks and the final norm on embedded inputs (B, T, D), or on the items (N, D) of a cached pass.
-
-        rows, condition: see `Block.forward`. tables: the list of `adaln_tables`, to use it instead of `condition`.
-        """
-        variant = self.config.target
-        queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
-        added = rows(self.wtpe.weight) if variant in ("input", "shared") else None
-        x = self.drop(x + added if variant == "input" else x)
-        for i, block in enumerate(self.blocks):
-            cached = None
-            if cache is not None:
-                layer = i % len(
-                    cache.keys
-                )  # a pass that leaves nothing behind makes do with one layer's space
-                cached = CachedStep(cache.keys[layer], cache.values[layer], **step)
-            if variant == "two_stream":
-                x, queries = block(x, view, cached=cached, queries=queries)
-                continue
-            x = x + added if variant == "shared" else x
-            x = block(x, view, rows, condition, tables[i] if tables else None, cached)
-        x = self.norm_f(x if queries is None else queries)
-        if not self.config.adaln:
-            return x
-        return modulate(
-            x, *rows(tables[-1] if tables else self.adaln_f(condition)).chunk(2, dim=-1)
-        )
-
-    def _condition(self) -> Tensor | None:
-        """What adaLN is computed from, (block_size, cond_dim). It depends on the target position only, so one row per
-        position serves the whole batch. None without adaLN on the target position."""
-        return F.silu(self.wtpe.weight) if self.config.target == "adaln" else None
-
-    def adaln_tables(self) -> list[Tensor]:
-        """The modulation of every block, (block_size, 6 D), and of the final norm, (block_size, 2 D), for many passes.
-
-        Empty without adaLN on the target position.
-        """
-        condition = self._condition()
-        layers = [*(block.adaln for block in self.blocks), self.adaln_f]
-        return [layer(condition) for layer in layers] if condition is not None else []
-
-    def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of the output head, (B, T, D), (B, T) -> (B, T), without keeping (B, T, V) float32 logits.
-
-        Compiled, the float32 softmax is fused into its reductions. Eager, more than HEAD_CHUNK_ELEMENTS logits are
-        computed in chunks, and again in the backward pass. PyTorch 2.13's chunked linear_cross_entropy does the same
-        job; these chunks also run on older versions, and were faster where both were measured (results/loss_head.md).
-        """
-        flat_x, flat_targets = x.flatten(0, 1), targets.flatten()
-        rows = max(256, HEAD_CHUNK_ELEMENTS // self.config.vocab_size)
-        if torch.compiler.is_compiling() or len(flat_x) <= rows:
-            nll = self._chunk_nll(flat_x, flat_targets)
-        else:
-            chunks = zip(flat_x.split(rows), flat_targets.split(rows), strict=True)
-            again = {"use_reentrant": False, "preserve_rng_state": False}
-            nll = torch.cat([checkpoint(self._chunk_nll, *chunk, **again) for chunk in chunks])
-        return nll.T.reshape(-1, *targets.shape) if self.config.noise else nll.view(targets.shape)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) -> logits (..., V) of the tokens; an encoder's end before [MASK]."""
-        return self.head(x)[..., : self.config.mask_token]
-
-    def _chunk_nll(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = self.logits(x)
-        if self.config.noise:
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            return torch.stack(
-                [logits.logsumexp(dim=-1), logits.gather(1, targets[:, None]).squeeze(1)], dim=1
-            )
-        return F.cross_entropy(logits, targets, reduction="none")
-
-    def _check(self, tokens: Tensor, other: Tensor) -> None:
-        if tokens.shape != other.shape or tokens.dim() != 2:
-            raise ValueError(
-                f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be (batch, length)"
-            )
-        if not 1 <= tokens.shape[1] <= self.config.block_size:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens a sequence; this model takes 1 to {self.config.block_size}"
-            )
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            low, high = int(tokens.min()), int(tokens.max())
-            raise ValueError(
-                f"tokens run from {low} to {high}; this model knows 0 to {self.config.vocab_size - 1}"
-            )
-
-    # ---- parallel prediction: many targets that see the same context ---------------------------------------------
-
-    def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """log p(true token | all unmasked tokens) at every masked position, in one pass.
-
-        Decoder: the unmasked positions, in ascending order, are the context; every masked position is predicted from
-        them and from nothing else (the parallel mask of `parallel_hidden`). Encoder: one pass of full attention, with
-        the noise level, if it has one, of the time that equals the share of masked tokens.
-
-        Args:
-            tokens: LongTensor (B, T), in sequence order.
-            masked: BoolTensor (B, T).
-
-        Returns: float tensor (B, T) in sequence order, natural logarithm; 0 at unmasked positions.
-        """
-        self._check(tokens, masked)
-        if self.config.attention == "full":
-            with torch.no_grad():
-                if not self.config.noise:
-                    return -self(tokens, masked)
-                normaliser, output = self(tokens, masked, log_linear_noise(masked.double().mean(1)))
-                return (output - normaliser) * masked
-        order, known = masked.to(torch.uint8).argsort(dim=1, stable=True), (~masked).sum(1)
-        log_probs = self.parallel_log_probs(tokens, order, known)
-        return torch.zeros_like(log_probs).scatter_(1, order, log_probs)
-
-    def parallel_log_probs(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
-        """log p(x[order[b, r]] | x[order[b, :known[b]]]) for every step r >= known[b], in one pass; for decoders.
-
-        The first `known` positions of the order, as listed, are the context. Every other position is predicted from
-        them and from nothing else (the parallel mask of `parallel_hidden`).
-
-        Args:
-            tokens: LongTensor (B, T), in sequence order.
-            order: LongTensor (B, T), permutations of the positions.
-            known: LongTensor (B,), 0 to T.
-
-        Returns: float tensor (B, T) in prediction order, natural logarithm; 0 at steps < known.
-        """
-        ordered = tokens.gather(1, order)
-        B, T = tokens.shape
-        feed = Feed(
-            torch.zeros_like(known),
-            known,
-            torch.full_like(known, T),
-            items=B * T,
-            width=T,
-            length=T,
-        )
-        with torch.no_grad():
-            x = self.parallel_hidden(ordered, order, feed)
-            log_probs = -self.head_nll(x.view(B, T, -1), ordered)
-        predicted = torch.arange(T, device=order.device) >= known[:, None]
-        return log_probs.where(predicted, torch.zeros_like(log_probs))
-
-    def parallel_hidden(
-        self,
-        ordered: Tensor,
-        order: Tensor,
-        feed: Feed,
-        cache: KVCache | None = None,
-        tables: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Feed the inputs that are not in the cache yet, then one copy of the last known input per parallel target.
-
-        An item stands for a step i of its row and targets position order[i]. While i < known it is input i itself, seen
-        causally. From i = known on it is a copy of input `known` (the last known token) that sees the inputs before it
-        and itself, never another copy: what training shows under the order (context, target). Its key and value go to
-        cache slot i; the first copy is the true input `known`, so its slot is the one that stays.
-
-        Pure tensor code without a wait for the device: its shapes depend on the host numbers of `feed` alone.
-
-        Args:
-            ordered, order: (B, T) tokens and positions in prediction order; tokens from `known` on are ignored.
-            feed: which steps of which rows.
-            cache: of at least T slots; None: nothing is cached before or after this pass.
-            tables: the list of `adaln_tables`, to compute them once for many calls.
-
-        Returns: (N, D) final hidden states, rows one after the other; the item of step i predicts position order[i].
-        """
-        B, T = order.shape
-        if cache is None:
-            fast, device = torch.is_autocast_enabled(order.device.type), order.device
-            dtype = torch.get_autocast_dtype(device.type) if fast else self.wte.weight.dtype
-            cache = KVCache(self.config, B, T, device, dtype, layers=1)
-        row, column, existing = ragged(feed.count, feed.items)
-        slot = torch.where(existing, feed.cached[row] + column, cache.keys.shape[2] - 1)
-        source = torch.minimum(slot, feed.known[row])
-        before = (source - 1).clamp(min=0)
-        in_positions = torch.where(source == 0, 0, order[row, before] + 1)
-        targets = order[row, slot.clamp(max=T - 1)]
-        cells = torch.arange(feed.width, device=order.device)
-        first = feed.count.cumsum(0) - feed.count
-        grid = (first[:, None] + cells).clamp(max=feed.items - 1)
-        view = self._parallel_view(feed.cached[:, None] + cells, feed)
-        x = self._embed(ordered[row, before], in_positions)
-        condition = None if tables else self._condition()
-        places = {"row": row, "column": column, "slot": slot, "grid": grid, "length": feed.length}
-        return self._trunk(
-            x, view, targets, lambda table: table[targets], condition, tables, cache, **places
-        )
-
-    def _parallel_view(self, slots: Tensor, feed: Feed) -> View:
-        """What the queries in `slots` (B, W) see of the first `feed.length` cache slots."""
-        source = torch.minimum(slots, feed.known[:, None]).unsqueeze(-1)
-        keys = torch.arange(feed.length, device=slots.device)
-        mask = (keys < source) | (keys == slots.unsqueeze(-1))
-        if self.config.start == "hidden":
-            mask &= (keys > 0) | (slots == 0).unsqueeze(-1)
-        # The content of slot `known` is input `known` itself: queries see it, and nothing after it.
-        return View(mask=mask.unsqueeze(1), query_mask=(keys <= source).unsqueeze(1))
-
-    # ---- size ----------------------------------------------------------------------------------------------------
-
-    def num_params(self) -> dict[str, int]:
-        """Parameter counts, split as embeddings, blocks, conditioning (target positions and adaLN) and head."""
-        counts = dict.fromkeys(("embeddings", "blocks", "conditioning", "head"), 0)
-        for name, p in self.named_parameters():
-            if "wtpe" in name or "adaln" in name or name.startswith(("query", "noise")):
-                counts["conditioning"] += p.numel()
-            elif name.startswith(("wte", "wpe", "start")):
-                counts["embeddings"] += p.numel()
-            else:
-                counts["blocks" if name.startswith("blocks") else "head"] += p.numel()
-        return counts
-
-    def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of forward and backward per token: 6 per weight of a matrix that every token
-        passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B). adaLN is left out: it runs per position.
-        """
-        c = self.config
-        return (
-            6 * (12 * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size)
-            + 12 * c.n_layer * c.n_embd * length
-        )
+def sinusoids(rows: int, dim: int, std: float) -> Tensor:
+    """Sine and cosine waves over the rows, wavelengths from 2 pi to pi * rows in geometric steps:
+    (rows, dim)."""
+    frequency = (2 / rows) ** torch.linspace(0, 1, (dim + 1) // 2)
+    angle = torch.arange(rows).unsqueeze(1) * frequency
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]
+    return waves * (std / waves.std())

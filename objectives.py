@@ -186,7 +186,7 @@ def token_nll(
         tokens: (B, T), the sequences `rows` of the `total` that are scored.
         scored_from: first step of an order that counts; 1 for GPT-2, which has no start token. NaN before it.
     """
-    if model.config.attention == "full":
+    if model.config.is_encoder:
         if orders.kind != "random":
             raise ValueError(
                 f"an encoder has an any-order likelihood only, not one for orders of kind {orders.kind!r}"

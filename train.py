@@ -376,7 +376,7 @@ def by_step(
     as a random order of a decoder has.
     """
     length, sums = nll.shape[1], torch.zeros(2, points, dtype=torch.float64)
-    if config.model.attention == "full":
+    if config.model.is_encoder:
         masks = evaluation_masks(config.seed, 0, rows, total, length)
         count = masks.masked.sum(dim=1)
         step, losses = length - count, nll.sum(dim=1) / masks.weight

@@ -357,9 +357,9 @@ def hidden_sample(model: AOGPT, vocab_size: int, length: int, seed: int) -> Tens
     generator, device = seeded(seed), model.wte.weight.device
     tokens = torch.randint(vocab_size, (2, length), generator=generator).to(device)
     order = torch.rand(2, length, generator=generator).argsort(dim=1).to(device)
-    if model.config.attention == "full":
+    if model.config.is_encoder:
         masked = order < length / 2
-        return model.encoder_hidden(tokens.where(~masked, model.config.mask_token)).flatten(0, 1)
+        return model.hidden(tokens.where(~masked, model.config.mask_token)).flatten(0, 1)
     return model.hidden(tokens, order).flatten(0, 1)
 
 

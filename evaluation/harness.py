@@ -168,10 +168,7 @@ class HarnessModel(TemplateLM):
             self.loaded.model.to(self.device),
             get_tokenizer(self.loaded.tokenizer),
         )
-        self.encoder, self.dtype = (
-            self.model.config.attention == "full",
-            pick_dtype(a.dtype, self.device),
-        )
+        self.encoder, self.dtype = (self.model.config.is_encoder, pick_dtype(a.dtype, self.device))
         order, mode = ("random", "mdm") if self.encoder else ("l2r", "l2r")
         self.settings = dataclasses.replace(a, order=a.order or order, mode=a.mode or mode)
         self._check()
@@ -376,7 +373,7 @@ class HarnessModel(TemplateLM):
             else None
         )
         ragged = length if int(length.min()) < tokens.shape[1] else None
-        hidden = self.model.encoder_hidden(
+        hidden = self.model.hidden(
             tokens.where(~masked, self.model.config.mask_token), sigma, ragged
         )
         return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))

@@ -162,7 +162,7 @@ class OurJudge(Judge):
         self, name: str, loaded: checkpoint.Loaded, dtype: torch.dtype, device: torch.device
     ):
         config = loaded.model.config
-        if config.attention == "full":
+        if config.is_encoder:
             raise ValueError(
                 f"--judge {name} is an encoder: it has no left-to-right probabilities; give a decoder or a causal "
                 "language model"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import model as model_module
-from model import AOGPT, MLP, Feed, KVCache, log_linear_noise, ragged
+from model import AOGPT, MLP, KVCache, ParallelPass, log_linear_noise, ragged
 from runtime.devices import available_memory
 from sampling.plans import (
     Plan,
@@ -140,7 +140,7 @@ def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"samples of {T} tokens, but the model was built for up to {model.config.block_size}"
         )
-    if plan.draft and (model.config.attention == "full" or model.config.target == "none"):
+    if plan.draft and (model.config.is_encoder or model.config.target == "none"):
         raise ValueError(
             "speculative decoding needs a decoder that is told its target position; use another plan"
         )
@@ -210,7 +210,7 @@ class Steps:
 def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
     """Bytes that `generate` needs beside the model's weights: the cache exactly, the widest step by estimate."""
     c, T, width = model.config, plan.order.shape[1], model.wte.weight.element_size()
-    steps = Steps.of(plan, c.attention == "full")
+    steps = Steps.of(plan, c.is_encoder)
     row_items = int(steps.count.max()) if steps.count.numel() else 0
     revealed = (
         plan.length.max()
@@ -219,7 +219,7 @@ def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
         if steps.size.numel()
         else 0
     )
-    cache = 0 if c.attention == "full" else 2 * c.n_layer * batch_size * (T + 1) * c.n_embd * width
+    cache = 0 if c.is_encoder else 2 * c.n_layer * batch_size * (T + 1) * c.n_embd * width
     tables = (6 * c.n_layer + 2) * c.n_embd * c.block_size * width if c.target == "adaln" else 0
     packs = (
         sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
@@ -378,7 +378,7 @@ class Engine(nn.Module):
             vocab_size,
         )
         self.B, self.T, self.shapes = batch_size, length, Shapes() if compile else None
-        self.encoder = model.config.attention == "full"
+        self.encoder = model.config.is_encoder
         device, dtype = model.wte.weight.device, model.wte.weight.dtype
         shapes = {
             "order": torch.long,
@@ -398,7 +398,7 @@ class Engine(nn.Module):
         self.cache = None
         if not self.encoder:
             self.cache = KVCache(model.config, batch_size, length, device=device, dtype=dtype)
-            self.tables = model.adaln_tables()
+            self.tables = model.modulations()
         self.eval()
         how = {"dynamic": False, "mode": "reduce-overhead" if device.type == "cuda" else "default"}
         self._step = torch.compile(self.step, **how) if compile else self.step
@@ -540,14 +540,14 @@ class Engine(nn.Module):
             x, item = self.parallel_pass(cached, known, count, items, width, cache_length)
         if reveal != "order":
             item = self._reorder(x, item, known, size, reveal, candidates)
-        row, column, existing = ragged(size, reveals)
-        slot = torch.where(existing, known[row] + column, self.T)
+        row, column, valid = ragged(size, reveals)
+        slot = torch.where(valid, known[row] + column, self.T)
         self._reveal(x, item, row, slot)
 
     def parallel_pass(self, cached, known, count, items, width, length) -> tuple[Tensor, Tensor]:
         """Feed a decoder `count` steps of each row from `cached` on; hidden states (N, D) and the item (B, T + 1) that
         holds the prediction of each step."""
-        feed = Feed(cached, known, count, items, width, length)
+        feed = ParallelPass(cached, known, count, items, width, length)
         x = self.model.parallel_hidden(
             self.tokens, self.order[:, : self.T], feed, self.cache, self.tables
         )
@@ -565,7 +565,7 @@ class Engine(nn.Module):
             self.model.config.noise
         ):  # float64: bfloat16 would round a share near 1 to an infinite level
             sigma = log_linear_noise(1 - known[active].double() / lengths.clamp(min=1))
-        x = self.model.encoder_hidden(inputs, sigma, lengths if shorter else None)
+        x = self.model.hidden(inputs, sigma, lengths if shorter else None)
         first = torch.zeros_like(known).scatter_(
             0, active, torch.arange(len(active), device=known.device) * self.T
         )
@@ -573,8 +573,8 @@ class Engine(nn.Module):
 
     def _reorder(self, x, item, known, size, reveal, candidates) -> Tensor:
         """Put the candidates of every row that reveals something in the order in which the model prefers them."""
-        row, column, existing = ragged((size > 0) * (self.length - known), candidates)
-        slot = torch.where(existing, known[row] + column, self.T)
+        row, column, valid = ragged((size > 0) * (self.length - known), candidates)
+        slot = torch.where(valid, known[row] + column, self.T)
         wanted = x[item[row, slot]]
         score = torch.cat(
             [self._score(part, reveal) for part in wanted.split(_head_rows(self.model.config))]

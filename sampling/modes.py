@@ -91,7 +91,7 @@ def check_model(options, config: ModelConfig) -> None:
         raise ValueError(
             f"{what} needs a model that is told its target position; this one takes --mode l2r, group size 1"
         )
-    if options.mode == "speculative" and config.attention == "full":
+    if options.mode == "speculative" and config.is_encoder:
         raise ValueError(
             "--mode speculative needs causal attention, and this model has full attention; take another mode"
         )

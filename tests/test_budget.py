@@ -66,7 +66,7 @@ def losses(model, config, sequences=B):
     tokens = torch.randint(V - 20, (sequences, T), generator=generator)
     which = torch.stack([torch.randperm(T, generator=generator) for _ in tokens])
     extra = None
-    if config.model.attention == "full":
+    if config.model.is_encoder:
         which, extra = which < T // 2, torch.full((sequences,), 0.5) if config.model.noise else None
     if config.objective.kind == "groupwise":
         extra = (torch.arange(T) - torch.arange(T) % 4).expand(sequences, T)

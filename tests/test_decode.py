@@ -310,11 +310,11 @@ def every_mode_of(*systems, modes=EVERY_MODE):
 def logits_given(model, tokens, context, target):
     """Logits (V,) of one position given the tokens of one row (T,) at `context`, without a cache."""
     length = len(tokens)
-    if model.config.attention == "full":
+    if model.config.is_encoder:
         known = torch.tensor([p in context for p in range(length)])
         inputs = torch.where(known, tokens, model.config.mask_token)[None]
         sigma = log_linear_noise((~known).double().mean()[None]) if model.config.noise else None
-        return model.logits(model.encoder_hidden(inputs, sigma))[0, target]
+        return model.logits(model.hidden(inputs, sigma))[0, target]
     rest = [p for p in range(length) if p not in context and p != target]
     order = torch.tensor([[*context, target, *rest]])
     return model.logits(model.hidden(tokens[None], order))[0, len(context)]
@@ -497,15 +497,13 @@ def test_what_stands_in_the_padding_of_an_encoder_is_invisible(system, dtype):
     tokens, lengths = random_tokens(11, 4, 9, seed=0), torch.tensor([9, 3, 1, 6])
     sigma = torch.tensor([0.3, 2.0, 0.01, 1.0]) if model.config.noise else None
     with torch.no_grad():
-        got = model.encoder_hidden(tokens, sigma, lengths)
+        got = model.hidden(tokens, sigma, lengths)
         for b, length in enumerate(lengths.tolist()):
             one = None if sigma is None else sigma[b : b + 1]
-            alone = model.encoder_hidden(tokens[b : b + 1, :length], one)[0]
+            alone = model.hidden(tokens[b : b + 1, :length], one)[0]
             error = (got[b, :length] - alone).abs().max()
             assert error < (1e-5 if dtype == torch.float32 else 0.1)
-        other = model.encoder_hidden(
-            tokens.where(torch.arange(9) < lengths[:, None], 0), sigma, lengths
-        )
+        other = model.hidden(tokens.where(torch.arange(9) < lengths[:, None], 0), sigma, lengths)
     assert all(torch.equal(got[b, :n], other[b, :n]) for b, n in enumerate(lengths.tolist()))
 
 

@@ -14,7 +14,7 @@ from reference import (
 )
 
 import model as model_module
-from model import AOGPT, Feed, KVCache, ModelConfig, PermutationGather
+from model import AOGPT, KVCache, ModelConfig, ParallelPass, PermutationGather
 
 TINY = {"vocab_size": 11, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12, "cond_dim": 5}
 
@@ -191,10 +191,10 @@ def test_permutation_gather_sums_bfloat16_gradients_in_float32():
     assert table.grad.flatten().tolist() == [4096.0, 4096.0]
 
 
-def test_adaln_tables_hold_one_row_per_position_and_only_with_adaln():
+def test_modulations_hold_one_row_per_position_and_only_with_adaln():
     model = make_model(0)
-    assert [tuple(t.shape) for t in model.adaln_tables()] == [(9, 72), (9, 72), (9, 24)]
-    assert make_model(0, target="input").adaln_tables() == []
+    assert [tuple(t.shape) for t in model.modulations()] == [(9, 72), (9, 72), (9, 24)]
+    assert make_model(0, target="input").modulations() == []
 
 
 # ---- parallel targets ------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def cached_logits(model, tokens, order, known, sizes, spares=(0, 0, 0)):
     """
     B, T = order.shape
     cache = KVCache(model.config, B, T, dtype=model.wte.weight.dtype)
-    ordered, tables = tokens.gather(1, order), model.adaln_tables()
+    ordered, tables = tokens.gather(1, order), model.modulations()
     known, cached, result = known.clone(), torch.zeros(B, dtype=torch.long), {}
     for size in sizes.T:
         count = (size > 0) * (known + size - cached)
@@ -270,7 +270,7 @@ def cached_logits(model, tokens, order, known, sizes, spares=(0, 0, 0)):
         )  # nobody may peek at what is not decoded yet
         sizes_of_pass = (int(count.sum()), int(count.max()), int((cached + count).max()))
         items, width, length = (v + spare for v, spare in zip(sizes_of_pass, spares, strict=True))
-        feed = Feed(cached, known, count, items, width, min(length, T))
+        feed = ParallelPass(cached, known, count, items, width, min(length, T))
         logits = model.head(model.parallel_hidden(seen, order, feed, cache, tables))
         first = (count.cumsum(0) - count).tolist()
         for b in range(B):

@@ -16,7 +16,7 @@ from reference import (
     randomise,
 )
 
-from model import AOGPT, Feed, ModelConfig
+from model import AOGPT, ModelConfig, ParallelPass
 from objectives import ao_ar_loss, evaluation_masks, held_out_nll, token_nll
 from orders import OrderConfig, orders_at
 
@@ -121,7 +121,7 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
         for known in range(N):  # l - 1
             lengths = torch.full((len(orders),), known)
             with torch.no_grad():
-                feed = Feed(
+                feed = ParallelPass(
                     torch.zeros_like(lengths),
                     lengths,
                     torch.full_like(lengths, N),

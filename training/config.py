@@ -241,14 +241,10 @@ class Config:
         """Raise ValueError where architecture, objective and orders do not go together."""
         kind, model = self.objective.kind, self.model
         if (kind in DECODER_OBJECTIVES) != (model.attention == "causal"):
-            role = (
-                "an encoder (model.attention = 'full')"
-                if model.attention == "full"
-                else "a decoder"
-            )
+            role = "an encoder (model.attention = 'full')" if model.is_encoder else "a decoder"
             fit = (
                 "lambda_dce, k_dce, t_dce or score_entropy"
-                if model.attention == "full"
+                if model.is_encoder
                 else "ar, ao_ar or groupwise"
             )
             raise ValueError(
@@ -260,9 +256,7 @@ class Config:
             )
         if kind == "groupwise" and model.target != "two_stream":
             raise ValueError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
-        if model.attention == "full" and (
-            self.schedule or self.order.kind not in ("random", "mixture")
-        ):
+        if model.is_encoder and (self.schedule or self.order.kind not in ("random", "mixture")):
             raise ValueError(
                 "an encoder predicts in no order: set order.kind to 'random' and leave out [[schedule]]"
             )

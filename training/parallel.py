@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model import AOGPT
+from model import AOGPT, Transformer
 from runtime.devices import pick_dtype
 from runtime.processes import Processes
 from training.config import Config
@@ -100,7 +100,7 @@ def sharding(config: Config, procs: Processes):
     low = dtype if dtype != torch.float32 else None
 
     def shard(module: nn.Module) -> None:
-        param_dtype = None if isinstance(module, AOGPT) else low
+        param_dtype = None if isinstance(module, Transformer) else low
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
