@@ -27,6 +27,7 @@ from runtime.processes import processes
 from training import config as configuration
 from training import parallel
 from training import state as states
+from training.batches import micro_batches
 
 
 def full(tensor):
@@ -74,7 +75,7 @@ def steps(config, procs):
     model, rows, count = parallel.replicate(state.model, procs), [], Reductions()
     if model is not state.model:
         model.register_comm_hook(count, reduce_bucket)
-    batches = train.Batches(data, config, procs, 0)
+    batches = micro_batches(data, config, procs, 0)
     for step in range(config.train.steps):
         count.number = 0
         with count:

@@ -13,7 +13,7 @@ from checkpoints import store as checkpoint
 from data.loader import TokenDataset
 from objectives import evaluation_masks
 from orders import OrderConfig, orders_at
-from training import metrics
+from training import metrics, validation
 
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
 
@@ -24,6 +24,12 @@ def lines_of(folder):
 
 def held_out(data, count):
     return TokenDataset(data, "val", LENGTH).blocks(range(count))
+
+
+def any_order(model, data, config):
+    """Validation loss and curve in random orders."""
+    val_data = TokenDataset(data, "val", LENGTH)
+    return validation.validation_loss(model, val_data, OrderConfig("random"), config, ALONE)
 
 
 # ---- evaluation lines ------------------------------------------------------------------------------------------------
@@ -57,10 +63,12 @@ def test_a_curve_is_the_mean_over_sequences_of_the_loss_at_every_step(run, data,
 def test_a_long_curve_is_the_mean_over_equal_parts_of_the_order(run, data, points, monkeypatch):
     config = tiny_config(data, "")
     model = checkpoint.load_model(run, "ema")
-    _, whole = train.validation(model, TokenDataset(data, "val", LENGTH), "random", config, ALONE)
-    monkeypatch.setattr(train, "CURVE_POINTS", points)
-    loss, curve = train.validation(
-        model, TokenDataset(data, "val", LENGTH), "random", config, ALONE
+    _, whole = validation.validation_loss(
+        model, TokenDataset(data, "val", LENGTH), OrderConfig("random"), config, ALONE
+    )
+    monkeypatch.setattr(validation, "CURVE_POINTS", points)
+    loss, curve = validation.validation_loss(
+        model, TokenDataset(data, "val", LENGTH), OrderConfig("random"), config, ALONE
     )
     parts = [[whole[i] for i in range(LENGTH) if i * points // LENGTH == j] for j in range(points)]
     np.testing.assert_allclose(curve, [np.mean(part) for part in parts], rtol=1e-12)
@@ -77,8 +85,8 @@ def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of
     expected = [[] for _ in range(LENGTH)]
     for b in range(7):
         expected[LENGTH - int(masked[b].sum())] += (-log_probs[b][masked[b]]).tolist()
-    loss, curve = train.validation(
-        model, TokenDataset(data, "val", LENGTH), "random", config, ALONE
+    loss, curve = validation.validation_loss(
+        model, TokenDataset(data, "val", LENGTH), OrderConfig("random"), config, ALONE
     )
     assert 0 < sum(value is None for value in curve) <= LENGTH - 2, (
         "7 sequences cannot have 16 numbers of known tokens"

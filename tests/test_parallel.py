@@ -32,6 +32,7 @@ from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.processes import processes
 from training import parallel
+from training.batches import PendingLosses, micro_batches
 from training.config import Config
 
 
@@ -336,7 +337,7 @@ def gradients(config, batch):
 def test_activation_checkpointing_changes_no_gradient_and_keeps_less(short, name, dropout):
     config = system(short, name, model__dropout=dropout)
     dataset = TokenDataset(config.data.folder, "train", 16)
-    batch = train.Batches(dataset, config, ALONE, 0).make(0, 0)
+    batch = next(micro_batches(dataset, config, ALONE, 0))
     torch.set_default_dtype(torch.float64)
     try:
         kinds = ("none", "selective", "block")
@@ -386,7 +387,7 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
     )
     with processes("cpu", 60.0, group=True) as procs:
         state, data = parallel_jobs.start(config, procs)
-        batches = train.Batches(data, config, procs, 0)
+        batches = micro_batches(data, config, procs, 0)
 
         def step(number, spoilt):
             loss, norm = train.train_step(
@@ -418,7 +419,7 @@ def test_nothing_in_a_step_waits_for_the_gpu(short, kind):
     )
     with processes("cuda", 60.0, group=True) as procs:
         state, data = parallel_jobs.start(config, procs)
-        batches, results = train.Batches(data, config, procs, 0), train.Results()
+        batches, losses = micro_batches(data, config, procs, 0), PendingLosses()
         try:
             for number in range(10):
                 torch.cuda.set_sync_debug_mode("error" if number > 4 else "default")
@@ -426,12 +427,12 @@ def test_nothing_in_a_step_waits_for_the_gpu(short, kind):
                     number, state.model, state.optimizer, batches, config, procs
                 )
                 train.update(state, loss, norm)
-                results.put(number + 1, loss, norm)
-                list(results.ready())
+                losses.add(number + 1, loss, norm)
+                list(losses.arrived())
         finally:
             torch.cuda.set_sync_debug_mode("default")
             batches.close()
-        assert all(math.isfinite(loss + norm) for _, loss, norm in results.ready(wait=True))
+        assert all(math.isfinite(loss + norm) for _, loss, norm in losses.arrived(wait=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

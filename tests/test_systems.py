@@ -47,6 +47,7 @@ from objectives import (
 from orders import OrderConfig, orders_at
 from sampling.engine import Plan, generate
 from training import config as configuration
+from training.batches import make_batch
 from training.config import Config, StageConfig
 
 LENGTH = TINY["block_size"]
@@ -956,7 +957,7 @@ def test_training_uses_the_orders_and_groups_of_the_stage(step):
     }[step]
     order = orders_at(OrderConfig(kind, share, seed=7), config.seed, step, rows, LENGTH)
     expected = groupwise_loss(model, tokens, order, group)
-    batch = train.Batch(tokens, train.drawn(config, step, rows, LENGTH))
+    batch = make_batch(tokens, config, step, rows)
     assert torch.equal(train.training_loss(model, batch, config, step), expected)
 
 
@@ -973,7 +974,7 @@ def test_training_of_an_encoder_minimises_its_objective(system):
         if system == "SEDD"
         else masked_nll(model, tokens, masks)
     )
-    batch = train.Batch(tokens, train.drawn(config, 9, rows, LENGTH))
+    batch = make_batch(tokens, config, 9, rows)
     assert torch.equal(train.training_loss(model, batch, config, 9), loss.mean())
 
 

@@ -44,6 +44,7 @@ from orders import OrderConfig, orders_at
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
+from training.batches import micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
 
@@ -93,7 +94,7 @@ def one_step(config, dataset, procs=ALONE, step=3):
     """Gradients of a step of a fresh model: (model, loss, norm)."""
     torch.manual_seed(config.seed)
     model = AOGPT(config.model)
-    optimizer, batches = make_optimizer(model, config), train.Batches(dataset, config, procs, step)
+    optimizer, batches = make_optimizer(model, config), micro_batches(dataset, config, procs, step)
     loss, norm = train.train_step(step, model, optimizer, batches, config, procs)
     batches.close()
     return model, loss.item(), norm.item()
@@ -271,7 +272,7 @@ def test_every_length_is_compiled_once_and_none_falls_back_to_eager(data, tmp_pa
 
     monkeypatch.setattr(AOGPT, "compile", lambda self, **how: plain(self, backend=counting, **how))
     monkeypatch.setattr(
-        train.shutil, "which", lambda name: name
+        parallel.shutil, "which", lambda name: name
     )  # this backend needs no C++ compiler
     torch._dynamo.reset()
     config = tiny_config(

@@ -1,7 +1,8 @@
-"""One model on several processes: replicas (DDP) or shards (FSDP2), with activation checkpointing and compilation.
+"""One model on several processes: replicas (DDP) or shards (FSDP2), with activation checkpointing
+and compilation.
 
-The model knows nothing of all this: everything is done to it from outside. Whatever the processes, a weight of a new
-model follows from the run's seed and the weight's name alone.
+The model knows nothing of all this: everything is done to it from outside. Whatever the processes,
+a weight of a new model follows from the run's seed and the weight's name alone.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +22,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from data.loader import LENGTHS
 from model import AOGPT, Transformer
 from runtime.devices import pick_dtype
 from runtime.processes import Processes
 from training.config import Config
 
+# What selective activation checkpointing keeps. Which attention PyTorch calls depends on the device;
+# a build has only those that it can run.
 MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = tuple(
     getattr(torch.ops.aten, name).default
@@ -37,110 +42,152 @@ ATTENTION = tuple(
     if hasattr(torch.ops.aten, name)
 )
 
+# ---- building ------------------------------------------------------------------------------------
+
 
 def build(
     config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
-) -> AOGPT:
-    """A model on its device, with new weights or the given ones, by name, in full; with none yet if `empty`.
+) -> Transformer:
+    """A model on its device, cut among the processes under fsdp.
 
-    Under fsdp every process holds its part of every weight (a DTensor) and never more than one block in full.
+    The model begins on the meta device, without memory. Each block is made real and cut before the
+    next one, so that no process ever holds more than one block in full.
+
+    Args:
+        weights: initial values by name; None: new ones.
+        empty: leave the weights at 0, for a checkpoint that is about to be read.
     """
     with torch.device("meta"):
         model = AOGPT(config.model)
     shard = sharding(config, procs)
     for i, block in enumerate(model.blocks):
-        fill(model, f"blocks.{i}.", weights, config, procs, empty)
+        materialize(model, f"blocks.{i}.", weights, config, procs, empty)
         checkpoint_activations(block, config)
         shard(block)
-    fill(model, "", weights, config, procs, empty)
-    if config.model.tied_head:
+    materialize(model, "", weights, config, procs, empty)
+    if config.model.tied_head:  # each has been given a tensor of its own
         model.head.weight = model.wte.weight
     shard(model)
     return model
 
 
 @torch.no_grad()
-def fill(
-    model: AOGPT,
+def materialize(
+    model: Transformer,
     prefix: str,
     weights: Mapping[str, Tensor] | None,
     config: Config,
-    procs,
+    procs: Processes,
     empty: bool,
 ) -> None:
-    """Make real the weights below `prefix` that are still on the meta device."""
+    """Give memory and values to the weights below `prefix` that are still on the meta device."""
     for name, p in list(model.named_parameters()):
         if not p.is_meta or not name.startswith(prefix):
             continue
-        value = torch.empty(p.shape)
-        if empty:  # a checkpoint will fill it: drawing the weights of a large model takes minutes
+        if empty:  # drawing the weights of a large model, to be overwritten, takes minutes
             value = torch.zeros(p.shape, device=procs.device)
-        elif weights is None:
-            seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
-            model.init_weight(name, value, torch.Generator().manual_seed(int.from_bytes(seed)))
+        elif weights is not None:
+            value = weights[name].to(procs.device, p.dtype, copy=True)
         else:
-            value.copy_(weights[name])
+            # A generator for each weight: were there one for all, a weight would depend on those
+            # drawn before it. On the CPU, so that it does not depend on the device either.
+            seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
+            value = torch.empty(p.shape)
+            model.init_weight(name, value, torch.Generator().manual_seed(int.from_bytes(seed)))
+            value = value.to(procs.device)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, nn.Parameter(value.to(procs.device)))
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(value))
 
 
-def sharding(config: Config, procs: Processes):
-    """What cuts the weights of a module among all processes; nothing under ddp.
+def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
+    """A function that cuts the weights of a module among all processes; under ddp it does nothing.
 
-    Blocks are gathered in the precision of matrix work, what remains in float32 (autocast rounds it where it is used),
-    and gradients are reduced in float32: the numbers of ddp, but for the rounding of norm weights.
+    Blocks are gathered in the precision of matrix work, which halves the traffic, what remains in
+    float32 (autocast rounds it where it is used), and gradients are reduced in float32: the numbers
+    are those of ddp, but for the rounding of norm weights.
     """
     if config.train.parallel == "ddp":
         return lambda module: None
-    warnings.filterwarnings(
-        "ignore", message="(?s).*returned a view tensor"
-    )  # nobody writes into the losses
+    # FSDP2 warns that views of outputs must not be written into; nobody writes into the losses.
+    warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
     dtype = pick_dtype(config.train.dtype, procs.device)
-    low = dtype if dtype != torch.float32 else None
+    block_dtype = None if dtype == torch.float32 else dtype
 
     def shard(module: nn.Module) -> None:
-        param_dtype = None if isinstance(module, Transformer) else low
         policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=None if isinstance(module, Transformer) else block_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         )
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     return shard
 
 
+def like(full: Tensor, target: Tensor) -> Tensor:
+    """A full tensor, cut as `target` is; every process has it and cuts its own part."""
+    if not isinstance(target, DTensor):
+        return full
+    full = full.to(target.device)
+    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+
+
 def checkpoint_activations(block: nn.Module, config: Config) -> None:
-    """Let the backward pass of a block compute again what train.activation_checkpointing says."""
+    """Let the backward pass of a block compute again what train.activation_checkpointing says,
+    instead of keeping it: time for memory."""
     kind = config.train.activation_checkpointing
     if kind == "none":
         return
     options = {"use_reentrant": False, "preserve_rng_state": config.model.dropout > 0}
     if kind == "selective":
-        # Attention with dropout draws random numbers: were it not run again, the dropout after it would get others.
+        # Attention with dropout draws random numbers. Were its result kept and it not run again,
+        # the dropout after it would draw those numbers instead of its own.
         kept = MATRIX_PRODUCTS if config.model.dropout else MATRIX_PRODUCTS + ATTENTION
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(kept))
     block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
-def compile_model(model: AOGPT) -> None:
-    """Compile in place: the whole model, or under fsdp, whose gathering stays outside, its blocks and its head."""
-    if not isinstance(model, FSDPModule):
-        model.compile(dynamic=False)
+# ---- training ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compiled(model: Transformer, config: Config, procs: Processes):
+    """Compile the model in place, if the configuration says so, and let it be compiled inside the
+    block as often as it has to be: once for every shape it is called with.
+
+    These are at most LENGTHS in training, and the whole and the last batch of an evaluation: more
+    than torch.compile's default limit, past which it would silently go on uncompiled.
+    """
+    if not config.train.compile:
+        yield
         return
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    model.head_nll = torch.compile(model.head_nll, dynamic=False)
+    if procs.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ValueError(
+            "train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile"
+        )
+    if isinstance(model, FSDPModule):
+        # FSDP gathers the weights of a block right before it: that stays outside of compiled code.
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.head_nll = torch.compile(model.head_nll, dynamic=False)
+    else:
+        model.compile(dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
+        yield
 
 
-def replicate(model: AOGPT, procs: Processes) -> nn.Module:
-    """What a training step calls: the model in DDP, where processes hold replicas of it, else the model."""
+def replicate(model: Transformer, procs: Processes) -> nn.Module:
+    """What a training step calls: the model in DDP where processes hold replicas of it, else the
+    model."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def micro_step(model: nn.Module, last: bool, config: Config):
-    """A context for one forward and backward pass: gradients are exchanged in the last one of a step, or in each."""
+def micro_step(model: nn.Module, last: bool, config: Config) -> contextlib.AbstractContextManager:
+    """A context for the forward and backward pass of one micro-batch. Gradients are exchanged in
+    the last one of a step, or, to hold fewer of them under fsdp, in each."""
     exchange = last or config.train.reduce_every_micro_batch
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
@@ -149,15 +196,9 @@ def micro_step(model: nn.Module, last: bool, config: Config):
     return contextlib.nullcontext()
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """After a pass without a backward: forget gathered weights, which would outlive a change of the weights."""
+def reshard(model: nn.Module) -> None:
+    """Under fsdp, forget the weights that a forward pass has gathered; call it after passes without
+    a backward, which would do so. Kept, they would hide a change of the weights from the next
+    pass."""
     if isinstance(model, FSDPModule):
         model.reshard()
-
-
-def like(full: Tensor, target: Tensor) -> Tensor:
-    """A full tensor, cut as `target` is; every process cuts its own part."""
-    if not isinstance(target, DTensor):
-        return full
-    full = full.to(target.device)
-    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)

@@ -1,0 +1,136 @@
+"""What goes to the device and what comes back, without a wait for it: micro-batches, and losses.
+
+B sequences in a micro-batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.loader import TokenDataset, batch_lengths
+from objectives import DECODER_OBJECTIVES, Masks, masks_at
+from orders import orders_at
+from runtime.processes import Processes
+from training.config import Config
+
+
+@dataclass
+class DecoderBatch:
+    """Sequences, and the order in which the positions of each are predicted."""
+
+    tokens: Tensor  # LongTensor (B, T)
+    order: Tensor  # LongTensor (B, T)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> DecoderBatch:
+        return DecoderBatch(function(self.tokens), function(self.order))
+
+
+@dataclass
+class EncoderBatch:
+    """Sequences, and which positions of each are masked and predicted."""
+
+    tokens: Tensor  # LongTensor (B, T)
+    masks: Masks
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> EncoderBatch:
+        m = self.masks
+        masks = Masks(function(m.masked), function(m.weight), function(m.sigma))
+        return EncoderBatch(function(self.tokens), masks)
+
+
+Batch = DecoderBatch | EncoderBatch
+
+
+def make_batch(tokens: Tensor, config: Config, step: int, batch_rows: range) -> Batch:
+    """The sequences `batch_rows` of the global batch of `step`, with their orders or masks: a pure
+    function of the arguments and the run's seed, so a resumed run has no generator to restore."""
+    length = tokens.shape[1]
+    if config.objective.kind in DECODER_OBJECTIVES:
+        orders, _ = config.stage(step)
+        return DecoderBatch(tokens, orders_at(orders, config.seed, step, batch_rows, length))
+    size = config.train.batch_size
+    return EncoderBatch(
+        tokens, masks_at(config.objective, config.seed, step, batch_rows, size, length)
+    )
+
+
+def accumulation_steps(config: Config, procs: Processes) -> int:
+    """Micro-batches of one process in an optimizer step."""
+    return config.train.batch_size // (config.train.micro_batch_size * procs.world_size)
+
+
+def micro_batches(
+    data: TokenDataset, config: Config, procs: Processes, first_step: int
+) -> Iterator[Batch]:
+    """Yield this process's micro-batches on its device, those of `first_step` and of all steps after
+    it, in order. Close it to end its thread.
+
+    A thread makes the next one while the device is at work on the one before, in pinned memory,
+    from where a copy to the GPU needs no wait either.
+
+    The global batch is cut into micro-batches first and among processes second: micro-batch m holds
+    consecutive sequences, of which process r takes the r-th part. So which sequences and orders a
+    step trains on does not depend on the number of processes.
+    """
+    size, device = config.train.micro_batch_size, procs.device
+    block_size, random_prob = config.model.block_size, config.data.random_length_prob
+    micro_steps = accumulation_steps(config, procs)
+
+    def make(step: int, micro: int) -> Batch:
+        first = (micro * procs.world_size + procs.rank) * size
+        batch_rows = range(first, first + size)
+        tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
+        (length,) = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)
+        tokens = tokens[:, :length].contiguous()
+        batch = make_batch(tokens, config, step, batch_rows)
+        return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
+
+    def to_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
+        ahead: deque = deque()
+        for step in range(first_step, config.train.steps):
+            for micro in range(micro_steps):
+                ahead.append(thread.submit(make, step, micro))
+                if len(ahead) == 2:
+                    yield ahead.popleft().result().map(to_device)
+        while ahead:
+            yield ahead.popleft().result().map(to_device)
+
+
+class PendingLosses:
+    """Losses and gradient norms on their way from the device.
+
+    To read a number from a GPU at once would wait for all its work (a host sync), and the GPU would
+    then wait for the next step. So every step's numbers are copied to the host in the background
+    and read once they are there, some steps later.
+    """
+
+    def __init__(self):
+        self.pending: deque = deque()
+
+    def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        values, copied = torch.stack([loss.detach(), norm.detach()]), None
+        if values.is_cuda:
+            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self.pending.append((step, values, copied))
+
+    def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
+        """Yield (step, loss, norm) of the steps whose numbers are here; with `wait`, of all."""
+        while self.pending:
+            step, values, copied = self.pending[0]
+            if copied and not wait and not copied.query():
+                return
+            if copied:
+                copied.synchronize()
+            self.pending.popleft()
+            yield step, *values.tolist()

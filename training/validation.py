@@ -1,0 +1,142 @@
+"""Validation during training: losses of the held-out split, and how they fall along the order.
+
+B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from checkpoints.store import EMA
+from data.loader import TokenDataset
+from model import Transformer
+from objectives import evaluation_masks, token_nll
+from orders import OrderConfig, orders_at
+from runtime.devices import autocast, pick_dtype
+from runtime.processes import Processes
+from training.config import Config
+from training.parallel import reshard
+
+CURVE_POINTS = 64  # at most; of a curve by step
+
+Losses = dict[str, tuple[float, list]]
+"""(loss, curve) by the name of the orders, as in metrics.jsonl: l2r, random, fixed."""
+
+
+def evaluate(
+    model: Transformer, ema: EMA, val_data: TokenDataset, config: Config, procs: Processes
+) -> tuple[Losses, Losses]:
+    """Validation losses of the averaged and of the last weights; all processes must call."""
+    orders = validation_orders(config)
+    model.eval()
+    last = {name: validation_loss(model, val_data, o, config, procs) for name, o in orders.items()}
+    with ema.applied(model):
+        averaged = {
+            name: validation_loss(model, val_data, o, config, procs) for name, o in orders.items()
+        }
+    model.train()
+    return averaged, last
+
+
+def validation_orders(config: Config) -> dict[str, OrderConfig]:
+    """The distributions over orders that the model can be evaluated under, by name: those of the
+    any-order and of the left-to-right likelihood, and the run's own where it is a fixed order."""
+    if config.model.is_encoder:  # an encoder knows no order
+        return {"random": OrderConfig("random")}
+    orders = {"l2r": OrderConfig("l2r")}
+    if config.model.target != "none":
+        orders["random"] = OrderConfig("random")
+    if final_orders(config).kind.startswith("fixed"):
+        orders["fixed"] = final_orders(config)
+    return orders
+
+
+def best_by(config: Config) -> str:
+    """The name of the orders whose validation loss says which checkpoint is the best: the run's
+    own."""
+    kind, names = final_orders(config).kind, validation_orders(config)
+    if kind.startswith("fixed"):
+        return "fixed"
+    # A mixture is random orders but for a few. A model without target positions has l2r alone.
+    return "l2r" if kind == "l2r" or "random" not in names else "random"
+
+
+def final_orders(config: Config) -> OrderConfig:
+    """A schedule of orders is judged by where it leads, from the first step on, so that all losses
+    of a run can be compared."""
+    orders, _ = config.stage(config.train.steps)
+    return orders
+
+
+def validation_loss(
+    model: Transformer,
+    val_data: TokenDataset,
+    orders: OrderConfig,
+    config: Config,
+    procs: Processes,
+) -> tuple[float, list]:
+    """Mean nats per token of the first eval.sequences blocks, and its curve by step (see `by_step`).
+
+    Every block is scored under one order, or one set of masked positions, which is the same in every
+    evaluation of the run, so that the loss changes with the weights alone.
+    """
+    count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
+    points = min(CURVE_POINTS, config.model.block_size)
+    dtype = pick_dtype(config.train.dtype, procs.device)
+    total, sums = 0.0, torch.zeros(2, points, dtype=torch.float64)  # of losses, and how many
+
+    share = procs.share(count)
+    largest_share = math.ceil(count / procs.world_size)
+    for first in range(share.start, share.start + largest_share, size):
+        batch_rows = range(first, min(first + size, share.stop))
+        # Under fsdp a forward pass is common work of all processes: one that has fewer sequences
+        # than another makes a pass too many, on sequence 0, and does not count it.
+        counts = bool(batch_rows)
+        batch_rows = batch_rows or range(1)
+        tokens = val_data.blocks(list(batch_rows)).to(procs.device)
+        with autocast(procs.device, dtype):
+            nll = token_nll(model, tokens, orders, config.seed, 0, batch_rows, count).cpu()
+        if counts:
+            total += float(nll.mean(dim=1).sum())
+            sums += by_step(nll, orders, config, batch_rows, count, points)
+    reshard(model)
+
+    totals, all_sums = zip(*procs.gather((total, sums)), strict=True)
+    losses, numbers = sum(all_sums).tolist()
+    curve = [loss / n if n else None for loss, n in zip(losses, numbers, strict=True)]
+    return sum(totals) / count, curve
+
+
+def by_step(
+    nll: Tensor, orders: OrderConfig, config: Config, batch_rows: range, total: int, points: int
+) -> Tensor:
+    """Losses by how much of the sequence is known: (2, points) float64, their sums and their
+    numbers.
+
+    The step of a token is the number of tokens that are known when it is predicted; step i of T
+    counts at point floor(i points / T). An encoder has no order, but all its masked tokens are
+    predicted from the others: those of a sequence with i unmasked tokens count at step i, and the
+    set of these is uniformly random, as the first i of a decoder's random order are.
+
+    Args:
+        nll: (B, T), what `token_nll` gave for the sequences `batch_rows` of `total`.
+    """
+    length = nll.shape[1]
+    if config.model.is_encoder:
+        masks = evaluation_masks(config.seed, 0, batch_rows, total, length)
+        number = masks.masked.sum(dim=1)
+        step = length - number
+        losses = nll.sum(dim=1) / masks.weight  # of a sequence, over its masked positions
+    else:
+        order = orders_at(orders, config.seed, 0, batch_rows, length)
+        step = torch.arange(length)
+        losses = nll.gather(1, order).sum(dim=0)  # of a step, over sequences
+        number = torch.full_like(step, len(nll))
+    point = step * points // length
+    sums = torch.zeros(2, points, dtype=torch.float64)
+    sums[0].index_add_(0, point, losses)
+    sums[1].index_add_(0, point, number.double())
+    return sums
