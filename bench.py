@@ -1,18 +1,24 @@
 """Measure speed, as ratios between systems that run side by side.
 
-python bench.py decode --size small --batch-size 32 --steps 64 256 1024 --markdown decoding.md --plot decoding.png
+python bench.py decode --size medium --batch-size 32 --steps 64 256 1024 --plot decoding.png
 python bench.py train --size small --batch-size 16 --markdown training.md --profile traces
 """
 
 import tyro
 
-from benchmarks.decode import decode
-from benchmarks.train import train
+from benchmarks.decode import DecodeOptions, bench_decode
+from benchmarks.train import TrainOptions, bench_train
 from runtime.command_line import run_script
 
 
 def main() -> None:
-    tyro.extras.subcommand_cli_from_dict({"decode": decode, "train": train}, description=__doc__)
+    options = tyro.extras.subcommand_cli_from_dict(
+        {"decode": DecodeOptions, "train": TrainOptions}, description=__doc__
+    )
+    if isinstance(options, DecodeOptions):
+        bench_decode(options)
+    else:
+        bench_train(options)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What bench.py measures against: the same weights, distributions and losses, written the way one writes them first.
+"""What bench.py measures against: the same weights, distributions and losses, written the way one
+writes them first.
 
-`PerToken` is AO-GPT's training pass; the other two are samplers. `decode_cached` keeps keys and values and lengthens
-them by concatenation in every step; `decode_uncached` feeds every known token anew in every step. Both are batched over
-rows, walk through the plan's steps with all rows padded to the widest, rebuild the attention mask in every step,
-compute adaLN for every token they feed, use PyTorch's fused attention, evaluate the output head at the revealed
-positions only and sort the vocabulary for the nucleus.
+`PerToken` is AO-GPT's training pass; the other two are samplers. `decode_cached` keeps keys and
+values and lengthens them by concatenation in every step; `decode_uncached` feeds every known token
+anew in every step. Both are batched over rows, walk through the plan's steps with all rows padded
+to the widest, rebuild the attention mask in every step, compute adaLN for every token they feed,
+use PyTorch's fused attention, evaluate the output head at the unmasked positions only and sort the
+vocabulary for the nucleus.
 
-Shapes: B samples or sequences, T positions, S steps, W items fed in one step, H heads, D width, V vocabulary.
+Shapes: B samples or sequences, T positions, S steps, W items fed in one step, H heads, D width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from sampling.engine import Generation, Plan, TokenChoice
 
 
 class PerToken(nn.Module):
-    """AO-GPT's training pass with the modulation computed for every token of the batch, in every block.
+    """AO-GPT's training pass with adaLN computed for every token of the batch, in every block.
 
-    All T tokens follow [None], so that sequences are T + 1 long; the last token predicts nothing, and what it gives is
-    thrown away. The head's logits are all kept, (B, T + 1, V). Loss and gradients are those of the model it wraps.
+    All T tokens follow [None], so that sequences are T + 1 long; the last token predicts nothing,
+    and what it gives is thrown away. The head's logits are all kept, (B, T + 1, V). Loss and
+    gradients are those of the model it wraps.
     """
 
     def __init__(self, model: AOGPT):
@@ -52,7 +56,7 @@ class PerToken(nn.Module):
 def decode_cached(
     model: AOGPT, plan: Plan, *, choice: TokenChoice, vocab_size: int, generator: torch.Generator
 ) -> Generation:
-    """Generate the samples of a plan without given positions, all rows in step, with a cache that grows.
+    """Generate the samples of a plan without given positions, with a cache that grows.
 
     Args:
         model: AO-GPT (a decoder with adaLN) in eval mode.
@@ -71,7 +75,7 @@ def decode_cached(
         cache.write_to(items.slots, start=int(cached.max()))
         hidden = _item_hidden(model, items, cache)
         targets = items.targets_of(fresh, size)
-        state.reveal(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
+        state.unmask(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
         state.token_forwards += int((fresh + size)[active].sum())
         cached = torch.where(
             active, known + 1, cached
@@ -90,10 +94,12 @@ def decode_uncached(
     generator: torch.Generator,
     calls: Collection[int] | None = None,
 ) -> Generation:
-    """The same without a cache; in every step only the rows that reveal something are fed.
+    """The same without a cache; in every step only the rows that unmask something are fed.
 
-    calls: run the model in these calls only (0 is the first step that reveals something) and leave token 0 where the
-        others would reveal, to time a part of the work. `model_calls` and `token_forwards` are of the whole plan.
+    Args:
+        calls: run the model in these calls only (0 is the first step that unmasks something) and
+            leave token 0 where the others would unmask, to time a part of the work. `model_calls`
+            and `token_forwards` are of the whole plan.
     """
     _check_plan(model, plan)
     state = _State(model, plan)
@@ -106,7 +112,7 @@ def decode_uncached(
             items = _Items(state, nothing, known[active], int((known + size)[active].max()), active)
             hidden = _item_hidden(model, items)
             targets = items.targets_of(known[active], size[active])
-            state.reveal(
+            state.unmask(
                 model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator
             )
         known = known + size
@@ -117,7 +123,8 @@ def _check(model: AOGPT) -> None:
     c = model.config
     if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
         raise ValueError(
-            "the baselines are of AO-GPT: a decoder with model.target = 'adaln' and an attended start"
+            "the baselines are of AO-GPT: a decoder with model.target = 'adaln' and an attended "
+            "start"
         )
 
 
@@ -130,7 +137,8 @@ def _check_plan(model: AOGPT, plan: Plan) -> None:
 
 
 def _step_sizes(plan: Plan):
-    """Yield how many positions each row reveals, (B,), for every step in which any row reveals something."""
+    """Yield how many positions each row unmasks, (B,), for every step in which any row unmasks
+    something."""
     for step in plan.step.unique().tolist():
         yield (plan.step == step).sum(dim=1)
 
@@ -146,19 +154,19 @@ class _State:
         )
         self.token_forwards = 0
 
-    def reveal(
+    def unmask(
         self, logits: Tensor, known: Tensor, size: Tensor, choice: TokenChoice, generator
     ) -> None:
         """Draw the tokens of this step from their logits (N, V), rows one after the other."""
         logits = at_least_float32(logits)
         drawn = draw(logits, choice, generator)
         index = torch.arange(self.order.shape[1])
-        revealed = ((index >= known[:, None]) & (index < (known + size)[:, None])).to(
+        unmasked = ((index >= known[:, None]) & (index < (known + size)[:, None])).to(
             self.order.device
         )
-        self.tokens[revealed] = drawn
+        self.tokens[unmasked] = drawn
         log_probs = logits.log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
-        self.log_probs[revealed] = log_probs.to(self.log_probs.dtype)
+        self.log_probs[unmasked] = log_probs.to(self.log_probs.dtype)
 
     def result(self) -> Generation:
         def in_sequence(v: Tensor, order: Tensor) -> Tensor:
@@ -175,10 +183,12 @@ class _State:
 
 
 class _Items:
-    """What one step feeds: the known inputs after the `cached` first ones, then a copy of the last per target.
+    """What one step feeds: the known inputs after the `cached` first ones, then a copy of the last
+    per target.
 
-    Item w of a row takes slot cached + w. Slots below `known` are true inputs, seen causally; slot i from `known` on is
-    a copy of input `known` with target order[i], which sees the inputs before it and itself, no other copy.
+    Item w of a row takes slot cached + w. Slots below `known` are true inputs, seen causally; slot
+    i from `known` on is a copy of input `known` with target order[i], which sees the inputs before
+    it and itself, no other copy.
     """
 
     def __init__(
@@ -205,7 +215,8 @@ class _Items:
 
 
 class GrowingCache:
-    """Keys and values of every layer, (B, H, slots, D/H), lengthened by concatenation; input i of a row owns slot i."""
+    """Keys and values of every layer, (B, H, slots, D/H), lengthened by concatenation; input i of a
+    row owns slot i."""
 
     def __init__(self, n_layer: int):
         self.layers = [(None, None)] * n_layer
@@ -240,7 +251,8 @@ def _trunk(
     mask: Tensor | None = None,
     cache: GrowingCache | None = None,
 ) -> Tensor:
-    """Blocks and final norm, adaLN and all, on embedded tokens (B, W, D) with targets (B, W); causal without a mask."""
+    """Blocks and final norm, adaLN and all, on embedded tokens (B, W, D) with targets (B, W);
+    causal without a mask."""
     condition = F.silu(model.wtpe(targets))
     for i, block in enumerate(model.blocks):
         shift1, scale1, gate1, shift2, scale2, gate2 = block.adaln(condition).chunk(6, dim=-1)
@@ -262,7 +274,8 @@ def _heads(attn, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(logits: Tensor, choice: TokenChoice, generator: torch.Generator) -> Tensor:
-    """Draw one token a row of logits (N, V), (N,): softmax, a full sort if anything is cut off, multinomial."""
+    """Draw one token a row of logits (N, V), (N,): softmax, a full sort if anything is cut off,
+    multinomial."""
     if choice.greedy:
         return logits.argmax(dim=-1)
     probs = (at_least_float32(logits) / choice.temperature).softmax(dim=-1)

@@ -1,11 +1,9 @@
-"""What the benchmarks of bench.py share: sizes, the machine and its rates, tables."""
+"""What both benchmarks share: their options, the models' sizes, the machine and its rates, the
+report."""
 
 from __future__ import annotations
 
-import io
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +12,11 @@ from typing import Literal
 
 import torch
 
-from checkpoints.store import write_atomically
 from model import AOGPT, ModelConfig
-from runtime.files import check_output, to_json
+from runtime.devices import synchronize
+from runtime.files import check_output, write_atomically, write_json, write_text
+from runtime.ranges import Count, NonNegative, check_values
+from runtime.reports import provenance
 
 SizeName = Literal["tiny", "bench", "small", "medium"]
 GPT2 = {"vocab_size": 50304, "block_size": 1024}  # 50257 ids, padded
@@ -29,19 +29,36 @@ SIZES = {  # the model, and how many of its ids are tokens
     "small": (ModelConfig(**GPT2, n_layer=12, n_head=12, n_embd=768), 50257),
     "medium": (ModelConfig(**GPT2, n_layer=24, n_head=16, n_embd=1024), 50257),
 }
-BANDWIDTH_BYTES = 2**29  # larger than any cache
+BANDWIDTH_BYTES = 2**29  # of the tensor whose sum is timed: larger than any processor's cache
 
 
-def check_settings(a, lowest: dict[str, int]) -> None:
-    """Raise ValueError for options below their lowest value, for no systems and for result files that cannot be."""
-    for name, low in lowest.items():
-        value = getattr(a, name)
-        if value is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {low}")
-    if not a.systems:
-        raise ValueError("--systems is empty; name at least one")
-    for option in ("json", "markdown", "plot"):
-        check_output(getattr(a, option), f"--{option}")
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of both benchmarks."""
+
+    size: SizeName = "bench"
+    """Layers/width/heads: tiny 2/64/2, bench 6/384/6, small 12/768/12, medium 24/1024/16; random
+    weights."""
+    threads: Count | None = None
+    """Threads of PyTorch on a CPU."""
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of matrix work; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
+    seed: NonNegative = 0
+    json: Path | None = None
+    """Write every figure, with settings, machine and versions."""
+    markdown: Path | None = None
+    """Write the table, with the command above it."""
+    plot: Path | None = None
+    """Draw the table as a PNG."""
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, no systems, or files that cannot be written."""
+        check_values(self)
+        if not self.systems:
+            raise ValueError("--systems is empty; name at least one")
+        for option in ("json", "markdown", "plot"):
+            check_output(getattr(self, option), f"--{option}")
 
 
 def random_model(config: ModelConfig, seed: int, device: torch.device) -> AOGPT:
@@ -50,39 +67,32 @@ def random_model(config: ModelConfig, seed: int, device: torch.device) -> AOGPT:
         return AOGPT(config).eval()
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
-
-
-def machine(device: torch.device) -> dict:
-    """What the figures depend on besides the library versions."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {
-        "device": device.type,
-        "name": name,
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-    }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+# ---- the machine and its rates -------------------------------------------------------------------
+
+
+def machine(device: torch.device) -> dict:
+    """What the figures depend on besides the versions of libraries."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    threads = torch.get_num_threads()
+    return {"type": device.type, "name": name, "threads": threads, "platform": platform.platform()}
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")  # platform.processor() is empty on Linux
+    for line in info.read_text().splitlines() if info.is_file() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
 @dataclass(frozen=True)
 class Rates:
-    """What this machine reaches: operations per second of a matrix product, bytes per second read from memory."""
+    """What this machine reaches: operations per second of a matrix product, and bytes per second
+    read from memory."""
 
     flops: float
     bandwidth: float
@@ -91,12 +101,11 @@ class Rates:
 def measure_rates(
     config: ModelConfig, items: int, dtype: torch.dtype, device: torch.device
 ) -> Rates:
-    """Time the product of `items` hidden states (at most 4096) with an MLP's first matrix, and the sum of a tensor
-    larger than any cache."""
+    """Time the product of `items` hidden states (at most 4096) with an MLP's first matrix, and the
+    sum of a tensor larger than any cache."""
     rows, D = min(items, 4096), config.n_embd
-    x, weight = (
-        torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, D), (D, 4 * D))
-    )
+    x = torch.randn(rows, D, device=device, dtype=dtype)
+    weight = torch.randn(D, 4 * D, device=device, dtype=dtype)
     product = fastest(lambda: x @ weight, device)
     data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
     return Rates(2 * rows * D * 4 * D / product, BANDWIDTH_BYTES / fastest(data.sum, device))
@@ -107,7 +116,7 @@ def fastest(
 ) -> float:
     """Seconds of one call in the best of some rounds, each of which lasts about `seconds`."""
 
-    def timed(calls: int) -> float:
+    def time_calls(calls: int) -> float:
         synchronize(device)
         started = time.perf_counter()
         for _ in range(calls):
@@ -115,39 +124,47 @@ def fastest(
         synchronize(device)
         return (time.perf_counter() - started) / calls
 
-    timed(1)
-    calls = max(1, round(seconds / timed(1)))
-    return min(timed(calls) for _ in range(rounds))
+    time_calls(1)  # the first call may load kernels
+    calls = max(1, round(seconds / time_calls(1)))
+    return min(time_calls(calls) for _ in range(rounds))
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
-def command() -> str:
-    return shlex.join(["python", "bench.py", *sys.argv[1:]])
+def describe(options: BenchOptions, dtype: torch.dtype, device: torch.device, **more) -> dict:
+    """Everything that the rows of a report depend on."""
+    return provenance(options, dtype, device, machine=machine(device)) | more
 
 
-def publish(a, title: str, result: dict, report: str, plot: Callable[[], bytes]) -> None:
+def publish(
+    options: BenchOptions, title: str, result: dict, report: str, plot: Callable[[], bytes]
+) -> None:
     """Print the report; write the files that --json, --markdown and --plot name."""
     print(report)
-    if a.json:
-        write_atomically(
-            a.json, lambda file: file.write(to_json(result, indent=2).encode() + b"\n")
-        )
-    if a.markdown:
-        heading = f"# {title}\n\n    {result['command']}\n\n"
-        write_atomically(a.markdown, lambda file: file.write((heading + report).encode()))
-    if a.plot:
+    if options.json:
+        write_json(options.json, result)
+    if options.markdown:
+        write_text(options.markdown, f"# {title}\n\n    {result['command']}\n\n{report}")
+    if options.plot:
         image = plot()
-        write_atomically(a.plot, lambda file: file.write(image))
+        write_atomically(options.plot, lambda file: file.write(image))
 
 
-def table(lines: list[list[str]]) -> list[str]:
-    """Rows of cells, titles first, as a Markdown table that reads well as plain text too."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    padded = (map(aligned, line, widths, range(len(line))) for line in [lines[0], rule, *lines[1:]])
-    return ["| " + " | ".join(cells) + " |" for cells in padded]
+def paragraphs(*parts: str) -> str:
+    """Text with an empty line between its parts."""
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def machine_line(result: dict) -> str:
+    """The machine, its threads and torch, as the reports begin."""
+    m = result["machine"]
+    return f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}"
+
+
+def ratios_only(result: dict) -> str:
+    """What a report from a CPU says of its absolute times."""
+    return "On a CPU only the ratios mean something." if result["machine"]["type"] == "cpu" else ""
 
 
 def short(value: float) -> str:
@@ -155,15 +172,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def aligned(cell: str, width: int, column: int) -> str:
-    return cell.rjust(width) if column else cell.ljust(width)
-
-
-def png(figure) -> bytes:
-    """A matplotlib figure as a PNG; closes it."""
-    import matplotlib.pyplot as plt
-
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format="png")
-    plt.close(figure)
-    return image.getvalue()
+def with_range(middle: float, low: float, high: float) -> str:
+    """The middle, and the least and largest behind it."""
+    return f"{short(middle)} ({short(low)} - {short(high)})"

@@ -1,9 +1,14 @@
-"""bench.py train: the same training step, of every system."""
+"""bench.py train: the same training step, of every system.
+
+A step of every system is taken in turn, so that what disturbs the machine disturbs all of them
+alike. The median step counts, and ratios come with the least and the largest of their turns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import shutil
@@ -13,33 +18,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor
 
 from benchmarks.baselines import PerToken
 from benchmarks.common import (
     SIZES,
-    SizeName,
-    check_settings,
-    command,
-    machine,
+    BenchOptions,
+    describe,
+    machine_line,
     measure_rates,
-    png,
+    paragraphs,
     publish,
     random_model,
+    ratios_only,
     seeded,
     short,
-    table,
+    with_range,
 )
 from checkpoints.store import EMA
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
 from runtime.devices import autocast, peak_flops, pick_device, pick_dtype
-from runtime.reports import versions
+from runtime.ranges import Count
+from runtime.reports import markdown_table, new_figure, png
 from training.config import Config, OptimConfig
 from training.optimizers import make_optimizer
 
@@ -50,112 +55,108 @@ PHASES = ("forward", "backward", "optimizer")
 TOP_OPERATIONS = 30
 
 
-@dataclass(frozen=True)
-class TrainArguments:
-    size: SizeName = "bench"
-    """Layers/width/heads: tiny 2/64/2, bench 6/384/6, small 12/768/12, medium 24/1024/16; random weights."""
-    batch_size: int = 2
-    """Sequences in a step, which is one forward and one backward pass."""
-    length: int | None = None
-    """Tokens in a sequence; the model's block size if left out (tiny: 128, the others: 1024)."""
-    systems: tuple[System, ...] = ("aogpt", "gpt", "per-token")
-    """aogpt: AO-GPT, random orders with 10% left to right, compiled. gpt: the same model without target positions, left
-    to right, compiled. per-token: AO-GPT as one writes it first (baselines.PerToken), uncompiled. aogpt-eager,
-    gpt-eager: the first two, uncompiled."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    repeats: int = 5
-    """Steps of every system that are timed, in turn; the median counts."""
-    warmup: int = 3
-    """Steps of every system before that, in which it is compiled."""
-    threads: int | None = None
-    """Threads of PyTorch on a CPU."""
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of matrix work; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights stay float32."""
-    seed: int = 0
-    json: Path | None = None
-    """Write every figure, with settings, machine and versions."""
-    markdown: Path | None = None
-    """Write the table, with the command above it."""
-    plot: Path | None = None
-    """Draw the parts of a step as a PNG."""
-    profile: Path | None = None
-    """Write a Chrome trace and a table of the top operations of one more step of every system to this folder."""
-
-
-def train(arguments: Annotated[TrainArguments, tyro.conf.arg(name="")]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(BenchOptions):
     """Take the same training steps with every system and compare.
 
-    Data and orders are drawn before the clock starts. The learning rate is constant. After the warm-up a system that is
-    compiled again is an error.
+    Data and orders are drawn before the clock starts. The learning rate is constant. After the
+    warm-up a system that is compiled again is an error.
     """
-    a = arguments
-    check_arguments(a)
-    if a.threads is not None:
-        torch.set_num_threads(a.threads)
-    device = pick_device(a.device)
+
+    batch_size: Count = 2
+    """Sequences in a step, which is one forward and one backward pass."""
+    length: Count | None = None
+    """Tokens in a sequence; the model's block size if left out (tiny: 128, the others: 1024)."""
+    systems: tuple[System, ...] = ("aogpt", "gpt", "per-token")
+    """aogpt: AO-GPT, random orders with 10% left to right, compiled. gpt: the same model without
+    target positions, left to right, compiled. per-token: AO-GPT as one writes it first
+    (baselines.PerToken), uncompiled. aogpt-eager, gpt-eager: the first two, uncompiled."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    repeats: Count = 5
+    """Steps of every system that are timed, in turn; the median counts."""
+    warmup: Count = 3
+    """Steps of every system before that, in which it is compiled."""
+    profile: Path | None = None
+    """Write a Chrome trace and a table of the top operations of one more step of every system to
+    this folder."""
+
+    @property
+    def tokens_in_sequence(self) -> int:
+        return self.length or SIZES[self.size][0].block_size
+
+
+def bench_train(options: TrainOptions) -> None:
+    """Run the benchmark and report. Raises ValueError for settings that no system could run."""
+    options.check()
+    check_settings(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and streams are those of the current device
-    dtype = pick_dtype(a.dtype, device)
-    length = a.length or SIZES[a.size][0].block_size
-    rates = measure_rates(SIZES[a.size][0], a.batch_size * length, dtype, device)
-    with torch._inductor.config.patch("cpp.enable_kernel_profile", a.profile is not None):
-        systems = [Trainee(name, a, length, device, dtype) for name in dict.fromkeys(a.systems)]
-        steps = measure(systems, a)
-        if a.profile:
+    dtype, length = pick_dtype(options.dtype, device), options.tokens_in_sequence
+    tokens = options.batch_size * length
+    rates = measure_rates(SIZES[options.size][0], tokens, dtype, device)
+    # Names of compiled kernels in a profile of the CPU; it must be set before they are compiled.
+    with torch._inductor.config.patch("cpp.enable_kernel_profile", options.profile is not None):
+        names = dict.fromkeys(options.systems)
+        systems = [Trainee(name, options, length, device, dtype) for name in names]
+        steps = measure(systems, options)
+        if options.profile:
             for system in systems:
-                profile(system, a.profile, a.warmup + a.repeats)
+                profile(system, options.profile, options.warmup + options.repeats)
     peak = peak_flops(device, dtype)
-    result = {
-        "command": command(),
-        "settings": dataclasses.asdict(a)
-        | {"length": length, "dtype": str(dtype).removeprefix("torch.")},
-        "machine": machine(device),
-        "versions": versions(),
-        "peak_flops": peak,
-        "matrix_product_flops": rates.flops,
-        "rows": summaries(systems, steps, a.batch_size * length, peak, rates.flops),
-    }
-    report = "\n".join(
-        [*facts(result), "", *markdown_table(result["rows"]), "", *notes(result), ""]
+    result = describe(
+        dataclasses.replace(options, length=length),
+        dtype,
+        device,
+        peak_flops=peak,
+        matrix_product_flops=rates.flops,
+        rows=summaries(systems, steps, tokens, peak, rates.flops),
     )
-    publish(a, "Training speed", result, report, lambda: plot_parts(result))
+    plot = functools.partial(plot_parts, result)
+    publish(options, "Training speed", result, report(result), plot)
 
 
-def check_arguments(a: TrainArguments) -> None:
-    """Raise ValueError for settings that no system could run."""
-    lowest = {"batch_size": 1, "length": 1, "repeats": 1, "warmup": 1, "seed": 0, "threads": 1}
-    check_settings(a, lowest)
-    block_size = SIZES[a.size][0].block_size
-    if a.length is not None and a.length > block_size:
+def check_settings(options: TrainOptions) -> None:
+    """Raise ValueError for settings that do not go together, or that this machine cannot run."""
+    block_size = SIZES[options.size][0].block_size
+    if options.tokens_in_sequence > block_size:
         raise ValueError(
-            f"--length {a.length} exceeds the block size of {a.size}, {block_size}; lower it"
+            f"--length {options.length} exceeds the block size of {options.size}, {block_size}; "
+            "lower it"
         )
-    if a.profile is not None and a.profile.is_file():
-        raise ValueError(f"--profile {a.profile} is a file; name a folder")
+    if options.profile is not None and options.profile.is_file():
+        raise ValueError(f"--profile {options.profile} is a file; name a folder")
+    compiled = [name for name in options.systems if name in COMPILED]
     compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
-    compiled = [name for name in a.systems if name in COMPILED]
-    if compiled and pick_device(a.device).type == "cpu" and not compiler:
+    if compiled and pick_device(options.device).type == "cpu" and not compiler:
         raise ValueError(
             f"{' and '.join(compiled)}: compiling needs a C++ compiler on a CPU and there is none; "
             "name systems that are not compiled, e.g. --systems aogpt-eager gpt-eager per-token"
         )
 
 
-# ---- one system ------------------------------------------------------------------------------------------------------
+# ---- one system ----------------------------------------------------------------------------------
 
 
 class Trainee:
     """A system with its own weights, average and optimizer, as in training."""
 
     def __init__(
-        self, name: System, a: TrainArguments, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        name: System,
+        options: TrainOptions,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
-        self.name, self.a, self.length, self.device, self.dtype = name, a, length, device, dtype
-        shape, self.vocab_size = SIZES[a.size]
-        config = train_config(name, shape, a.optimizer)
+        self.name, self.options, self.length = name, options, length
+        self.device, self.dtype = device, dtype
+        shape, self.vocab_size = SIZES[options.size]
+        config = train_config(name, shape, options.optimizer)
         self.orders = config.order
-        self.model = random_model(config.model, a.seed, device).train()
+        self.model = random_model(config.model, options.seed, device).train()
         self.ema = EMA(self.model, config.optim.ema_decay)
         self.optimizer = make_optimizer(self.model, config)
         self.grad_clip = config.optim.grad_clip
@@ -165,14 +166,16 @@ class Trainee:
             self.model.compile(dynamic=False)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and orders (B, T) of a step; the same tokens in every system, and the same orders of one kind."""
-        shape, rows = (self.a.batch_size, self.length), range(self.a.batch_size)
-        tokens = torch.randint(self.vocab_size, shape, generator=seeded(self.a.seed + step))
-        order = orders_at(self.orders, self.a.seed, step, rows, self.length)
+        """Tokens and orders (B, T) of a step; the same tokens in every system, and the same orders
+        in all of one kind."""
+        B, seed = self.options.batch_size, self.options.seed
+        tokens = torch.randint(self.vocab_size, (B, self.length), generator=seeded(seed + step))
+        order = orders_at(self.orders, seed, step, range(B), self.length)
         return tokens.to(self.device), order.to(self.device)
 
     def step(self, tokens: Tensor, order: Tensor, mark: Callable[[], None]) -> Tensor:
-        """One training step; calls `mark` before it and after each of PHASES. Returns the loss, on the device."""
+        """One training step; calls `mark` before it and after each of PHASES. Returns the loss, on
+        the device."""
         mark()
         with autocast(self.device, self.dtype):
             loss = ao_ar_loss(self.called, tokens, order)
@@ -186,11 +189,10 @@ class Trainee:
         mark()
         return loss.detach()
 
-    def timed(self, step: int) -> Step:
+    def timed_step(self, step: int) -> Step:
         batch, clock = self.batch(step), Clock(self.device)
         loss = self.step(*batch, clock.mark)
-        parts = clock.parts()
-        return Step(float(loss), *parts)
+        return Step(float(loss), *clock.parts())
 
     def peak_bytes(self, step: int) -> int:
         """Take a step; the most that tensors of this system took in it, in bytes."""
@@ -200,45 +202,41 @@ class Trainee:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.step(*batch, lambda: None)
             return state + torch.cuda.max_memory_allocated(self.device) - before
+        # A CPU's allocator keeps no statistics: add up what the profiler saw come and go.
         with profiler(self.device, profile_memory=True) as found:
             self.step(*batch, lambda: None)
-        changes = [
-            event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"
-        ]
+        events = found.profiler.kineto_results.events()
+        changes = [event for event in events if event.name() == "[memory]"]
         changes.sort(key=lambda event: event.start_ns())
         return state + max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
 
     def state_bytes(self) -> int:
-        """What lies in memory between the steps: weights, their average and the optimizer's moments."""
-        states = [self.optimizer.state_dict()]
-        found: dict[int, int] = {}
+        """What lies in memory between the steps: weights, their average and the optimizer's
+        moments."""
+        tensors = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
+        tensors |= {average.data_ptr(): average.nbytes for average in self.ema.weights.values()}
+        states = [self.optimizer.state_dict()]  # of dicts within dicts, one for two optimizers
         while states:
-            state = states.pop()
-            if isinstance(state, Tensor):
-                found[state.data_ptr()] = state.nbytes
-            elif isinstance(state, dict):
-                states += state.values()
-        parameters = sum(p.nbytes for p in self.model.parameters())
-        return (
-            sum(found.values())
-            + parameters
-            + sum(average.nbytes for average in self.ema.weights.values())
-        )
+            for value in states.pop().values():
+                if isinstance(value, dict):
+                    states.append(value)
+                elif isinstance(value, Tensor):
+                    tensors[value.data_ptr()] = value.nbytes
+        return sum(tensors.values())
 
 
 def train_config(name: System, shape: ModelConfig, optimizer: str) -> Config:
     """A run's configuration for a system; rates and decays are the defaults."""
     optim = OptimConfig(kind=optimizer)
     if name.startswith("gpt"):
-        return Config(
-            model=dataclasses.replace(shape, target="none"), order=OrderConfig("l2r"), optim=optim
-        )
+        plain = dataclasses.replace(shape, target="none")
+        return Config(model=plain, order=OrderConfig("l2r"), optim=optim)
     return Config(model=shape, order=OrderConfig("mixture"), optim=optim)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step's parts."""
+    """The loss of a step, and the seconds of its parts."""
 
     loss: float
     forward: float
@@ -251,7 +249,7 @@ class Step:
 
 
 class Clock:
-    """Times between marks: on a GPU those at which it got there, with no wait in between, else the host's."""
+    """Times between marks: on a GPU those at which the GPU got there, with no wait in between."""
 
     def __init__(self, device: torch.device):
         self.device, self.marks = device, []
@@ -266,7 +264,8 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def parts(self) -> list[float]:
-        pairs = zip(self.marks, self.marks[1:], strict=False)
+        """Seconds from each mark to the next."""
+        pairs = list(itertools.pairwise(self.marks))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return [first.elapsed_time(second) / 1000 for first, second in pairs]
@@ -280,25 +279,26 @@ def profiler(device: torch.device, **settings) -> torch.profiler.profile:
     return torch.profiler.profile(activities=activities, **settings)
 
 
-# ---- all systems, in turn --------------------------------------------------------------------------------------------
+# ---- all systems, in turn ------------------------------------------------------------------------
 
 
-def measure(systems: list[Trainee], a: TrainArguments) -> dict[str, list[Step]]:
-    """Warm up, then take a step of every system in turn. Raises RuntimeError if one is compiled again in that."""
+def measure(systems: list[Trainee], options: TrainOptions) -> dict[str, list[Step]]:
+    """Warm up, then take a step of every system in turn. Raises RuntimeError if one is compiled
+    again in that."""
     steps: dict[str, list[Step]] = {system.name: [] for system in systems}
     for system in systems:
-        for step in range(a.warmup):
-            steps[system.name].append(timed(system, step))
-        system.peak = system.peak_bytes(a.warmup)
+        for step in range(options.warmup):
+            steps[system.name].append(take_step(system, step))
+        system.peak = system.peak_bytes(options.warmup)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for step in range(a.warmup, a.warmup + a.repeats):
+        for step in range(options.warmup, options.warmup + options.repeats):
             for system in systems:
-                steps[system.name].append(timed(system, step))
+                steps[system.name].append(take_step(system, step))
     return steps
 
 
-def timed(system: Trainee, step: int) -> Step:
-    done = system.timed(step)
+def take_step(system: Trainee, step: int) -> Step:
+    done = system.timed_step(step)
     if not math.isfinite(done.loss):
         raise RuntimeError(f"the loss of {system.name} is {done.loss} in step {step}")
     print(f"step {step}, {system.name}: {done.seconds:.3g} s", file=sys.stderr, flush=True)
@@ -309,7 +309,7 @@ def summaries(
     systems: list[Trainee], steps: dict, tokens: int, peak: float | None, product: float
 ) -> list[dict]:
     """A row for each system; `tokens` in a step, `peak` and `product`: operations per second."""
-    warmup = systems[0].a.warmup
+    warmup = systems[0].options.warmup
     timings = {name: taken[warmup:] for name, taken in steps.items()}
     rows = []
     for system in systems:
@@ -319,32 +319,32 @@ def summaries(
         row["mfu"] = flops / row["seconds"] / peak if peak else None
         row["share_of_matrix_product"] = flops / row["seconds"] / product
         for base in (name for name in BASES if name in timings):
-            turns = [
-                mine.seconds / other.seconds for mine, other in zip(own, timings[base], strict=True)
-            ]
-            middle = statistics.median(step.seconds for step in timings[base])
-            key = f"times_{base.replace('-', '_')}"
-            row |= {
-                key: row["seconds"] / middle,
-                f"{key}_min": min(turns),
-                f"{key}_max": max(turns),
-            }
+            other = timings[base]
+            turns = [mine.seconds / theirs.seconds for mine, theirs in zip(own, other, strict=True)]
+            key = ratio_key(base)
+            row[key] = row["seconds"] / statistics.median(step.seconds for step in other)
+            row[f"{key}_min"], row[f"{key}_max"] = min(turns), max(turns)
         rows.append(row)
     return rows
+
+
+def ratio_key(base: str) -> str:
+    return f"times_{base.replace('-', '_')}"
 
 
 def summary(system: Trainee, steps: list[Step], tokens: int) -> dict:
     seconds = [step.seconds for step in steps]
     median = statistics.median(seconds)
+    phases = {
+        f"{phase}_seconds": statistics.median(getattr(step, phase) for step in steps)
+        for phase in PHASES
+    }
     return {
         "system": system.name,
         "seconds": median,
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
-        **{
-            f"{phase}_seconds": statistics.median(getattr(step, phase) for step in steps)
-            for phase in PHASES
-        },
+        **phases,
         "all_steps": [dataclasses.asdict(step) for step in steps],
         "tokens_per_second": tokens / median,
         "parameters": sum(p.numel() for p in system.model.parameters()),
@@ -354,16 +354,17 @@ def summary(system: Trainee, steps: list[Step], tokens: int) -> dict:
 
 
 def profile(system: Trainee, folder: Path, step: int) -> None:
-    """Write FOLDER/SYSTEM.json, a Chrome trace of one step, and FOLDER/SYSTEM.txt, its operations by time."""
+    """Write FOLDER/SYSTEM.json, a Chrome trace of one step, and FOLDER/SYSTEM.txt, its operations
+    by time."""
     folder.mkdir(parents=True, exist_ok=True)
     on_gpu = system.device.type == "cuda"
-    names = iter((*PHASES, None))
-    current = contextlib.ExitStack()
+    phases, current = iter((*PHASES, None)), contextlib.ExitStack()
 
     def mark() -> None:
+        """End the phase before, and begin the next."""
         current.close()
-        if name := next(names):
-            current.enter_context(torch.profiler.record_function(name))
+        if phase := next(phases):
+            current.enter_context(torch.profiler.record_function(phase))
 
     batch = system.batch(step)
     with profiler(system.device) as found:
@@ -372,96 +373,74 @@ def profile(system: Trainee, folder: Path, step: int) -> None:
             torch.cuda.synchronize(system.device)
     found.export_chrome_trace(str(folder / f"{system.name}.json"))
     by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    text = found.key_averages().table(
-        sort_by=by, row_limit=TOP_OPERATIONS, max_name_column_width=80
-    )
+    operations = found.key_averages()
+    text = operations.table(sort_by=by, row_limit=TOP_OPERATIONS, max_name_column_width=80)
     (folder / f"{system.name}.txt").write_text(text)
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
-def facts(result: dict) -> list[str]:
-    """What was measured, on what."""
-    s, m = result["settings"], result["machine"]
-    return [
-        f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, {s['optimizer']}, "
-        f"{s['dtype']}; median of {s['repeats']} steps, after {s['warmup']} to warm up.",
-        "",
-        f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}: "
-        f"{result['matrix_product_flops'] / 1e9:,.0f} GFLOP/s in a matrix product.",
-    ]
+def report(result: dict) -> str:
+    """What was measured on what, the table, and how to read it."""
+    s = result["settings"]
+    return paragraphs(
+        f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
+        f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps, after {s['warmup']} to "
+        "warm up.",
+        f"{machine_line(result)}: {result['matrix_product_flops'] / 1e9:,.0f} GFLOP/s in a matrix "
+        "product.",
+        table(result["rows"]),
+        "x gpt, x per-token: median step relative to theirs; least and largest ratio of two steps "
+        "in the same turn.",
+        "forward, backward, optimizer (with clipping and averaging): shares of the step.",
+        "MFU, of product: operations of forward and backward (AOGPT.flops_per_token) relative to "
+        "the peak in the device's data sheet and to the matrix product above.",
+        "state: weights, their average and the optimizer's moments. peak: the most that tensors "
+        "take in a step.",
+        ratios_only(result),
+    )
 
 
-def markdown_table(rows: list[dict]) -> list[str]:
-    """The rows as a table; ratios first."""
-    bases = {base: f"times_{base.replace('-', '_')}" for base in BASES}
-    bases = {base: key for base, key in bases.items() if key in rows[0]}
-    titles = [
-        "system",
-        *(f"x {base} (min - max)" for base in bases),
-        *PHASES,
-        "step ms (min - max)",
-        "tokens/s",
-        "MFU",
-    ]
-    lines = [[*titles, "of product", "state MB", "peak MB"]]
+def table(rows: list[dict]) -> str:
+    """The rows as a Markdown table; ratios first."""
+    bases = [base for base in BASES if ratio_key(base) in rows[0]]
+    head = ["system", *(f"x {base} (min - max)" for base in bases), *PHASES]
+    head += ["step ms (min - max)", "tokens/s", "MFU", "of product", "state MB", "peak MB"]
+    lines = []
     for r in rows:
-        ratios = (
+        ratios = [
             f"{r[key]:.3f} ({r[f'{key}_min']:.3f} - {r[f'{key}_max']:.3f})"
-            for key in bases.values()
-        )
-        parts = (f"{r[f'{phase}_seconds'] / r['seconds']:.1%}" for phase in PHASES)
-        ms, low, high = (short(1000 * r[key]) for key in ("seconds", "seconds_min", "seconds_max"))
-        mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
+            for key in map(ratio_key, bases)
+        ]
+        shares = [f"{r[f'{phase}_seconds'] / r['seconds']:.1%}" for phase in PHASES]
         lines.append(
             [
                 r["system"],
                 *ratios,
-                *parts,
-                f"{ms} ({low} - {high})",
+                *shares,
+                with_range(*(1000 * r[key] for key in ("seconds", "seconds_min", "seconds_max"))),
                 short(r["tokens_per_second"]),
-                mfu,
-            ]
-            + [
+                "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}",
                 f"{r['share_of_matrix_product']:.1%}",
                 f"{r['state_bytes'] / 1e6:,.0f}",
                 f"{r['peak_bytes'] / 1e6:,.0f}",
             ]
         )
-    return table(lines)
-
-
-def notes(result: dict) -> list[str]:
-    lines = [
-        "x gpt, x per-token: median step relative to theirs; least and largest ratio of two steps in the same turn.",
-        "forward, backward, optimizer (with clipping and the averaged weights): shares of the step.",
-        "MFU, of product: operations of forward and backward (AOGPT.flops_per_token) relative to the peak in the "
-        "device's data sheet and to the matrix product above.",
-        "state: weights, their average and the optimizer's moments. peak: the most that tensors take in a step.",
-    ]
-    if result["machine"]["device"] == "cpu":
-        lines.append("On a CPU only the ratios mean something.")
-    return [line for part in lines for line in (part, "")][:-1]
+    return "\n".join(markdown_table(head, lines))
 
 
 def plot_parts(result: dict) -> bytes:
     """PNG of the parts of each system's step, stacked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows, s = result["rows"], result["settings"]
-    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.6 * len(rows)), layout="constrained")
+    figure, axes = new_figure(size=(7, 1.2 + 0.6 * len(rows)))
     names, left = [row["system"] for row in rows], [0.0] * len(rows)
     for phase in PHASES:
         widths = [1000 * row[f"{phase}_seconds"] for row in rows]
         axes.barh(names, widths, left=left, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    title = (
-        f"{result['machine']['name']}, size {s['size']}, {s['batch_size']} x {s['length']} tokens"
-    )
+    name = result["machine"]["name"]
+    title = f"{name}, size {s['size']}, {s['batch_size']} x {s['length']} tokens"
     axes.set(xlabel="milliseconds", title=title)
     axes.invert_yaxis()
     axes.legend()

@@ -236,7 +236,7 @@ def test_logits_are_scaled_to_the_entropy_of_a_language_model():
         model = bench.random_model(config, 0, torch.device("cpu"))
         _, flat = bench.scale_logits(model, 1.0, 500, 16, seed=0)
         assert math.log(500) - 0.1 < flat < math.log(500)
-        scale, entropy = bench.scale_logits(model, "auto", 500, 16, seed=0)
+        scale, entropy = bench.scale_logits(model, None, 500, 16, seed=0)
         assert scale > 1 and abs(entropy - bench.ENTROPY) < 0.01
         assert bench.scale_logits(model, 1.0, 500, 16, seed=0) == (1.0, entropy), (
             "the scaled weights have this entropy"
@@ -367,7 +367,7 @@ def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
         "steps": (4,),
         "repeats": 1,
     }
-    bench.decode(bench.DecodeArguments(**settings, dtype="bfloat16", json=tmp_path / "json"))
+    bench.bench_decode(bench.DecodeOptions(**settings, dtype="bfloat16", json=tmp_path / "json"))
     result = json.loads((tmp_path / "json").read_text())
     assert (
         result["models"]["ours"]["logit_scale"] == 1 and result["settings"]["dtype"] == "bfloat16"
@@ -375,7 +375,7 @@ def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
     assert result["models"]["ours"]["parameters"] == AOGPT(run.model).num_params()
     assert [row["system"] for row in result["rows"]] == ["ours", "baseline", "no-cache", "encoder"]
     with pytest.raises(ValueError, match="not AO-GPT"):
-        bench.decode(bench.DecodeArguments(**settings | {"run": str(plain.run_folder)}))
+        bench.bench_decode(bench.DecodeOptions(**settings | {"run": str(plain.run_folder)}))
 
 
 def test_all_calls_of_chosen_systems_and_of_even_plans():
@@ -404,7 +404,7 @@ def test_all_calls_of_chosen_systems_and_of_even_plans():
     "settings, words",
     [
         ({"length": 129}, "--length 129 exceeds .* block size, 128"),
-        ({"steps": (4, 0)}, "--steps .* at least 1"),
+        ({"steps": (4, 0)}, "--steps is 0; .* at least 1"),
         ({"steps": ()}, "--steps .* at least 1"),
         ({"systems": ()}, "--systems"),
         ({"batch_size": 0}, "--batch-size is 0"),
@@ -413,15 +413,14 @@ def test_all_calls_of_chosen_systems_and_of_even_plans():
         ({"run": "nowhere/at-all"}, "nowhere"),
         ({"json": Path("nowhere/result.json")}, "--json .* make it first"),
         ({"top_p": -0.1}, "top_p"),
-        ({"logit_scale": 0.0}, "--logit-scale .* positive"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_impossible_settings_are_refused_by_name(settings, words, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=words):
-        bench.decode(
-            bench.DecodeArguments(**{"size": "tiny", "length": 32, "device": "cpu"} | settings)
+        bench.bench_decode(
+            bench.DecodeOptions(**{"size": "tiny", "length": 32, "device": "cpu"} | settings)
         )
 
 

@@ -11,9 +11,9 @@ import torch
 from helpers import assert_user_error, run_script
 from reference import randomise
 
-from benchmarks import train as bench_train
+from benchmarks import train as bench
 from benchmarks.baselines import PerToken
-from benchmarks.train import PHASES, TrainArguments, Trainee
+from benchmarks.train import PHASES, Trainee, TrainOptions
 from model import AOGPT, ModelConfig
 from orders import OrderConfig, orders_at
 
@@ -76,7 +76,7 @@ def test_the_per_token_baseline_refuses_what_it_does_not_cover():
 
 
 def trainee(name, **settings):
-    a = TrainArguments(**{"size": "tiny", "batch_size": 2, "device": "cpu"} | settings)
+    a = TrainOptions(**{"size": "tiny", "batch_size": 2, "device": "cpu"} | settings)
     return Trainee(name, a, 32, CPU, torch.float32)
 
 
@@ -103,7 +103,7 @@ def test_a_step_trains_and_the_baseline_trains_alike(optimizer):
     which AdamW may turn into a whole step where a gradient is nearly 0: hence the mean."""
     ours, per_token = (trainee(name, optimizer=optimizer) for name in ("aogpt-eager", "per-token"))
     start = [p.detach().clone() for p in ours.model.parameters()]
-    losses = [(ours.timed(step).loss, per_token.timed(step).loss) for step in range(10)]
+    losses = [(ours.timed_step(step).loss, per_token.timed_step(step).loss) for step in range(10)]
     assert max(abs(x - y) for x, y in losses) < 1e-3 and len(set(losses)) == 10
     for p, q, before in zip(
         ours.model.parameters(), per_token.model.parameters(), start, strict=True
@@ -118,7 +118,7 @@ def test_memory_is_that_of_weights_average_moments_and_what_a_step_needs():
     system = trainee("aogpt-eager")
     weights = 4 * sum(p.numel() for p in system.model.parameters())
     assert system.state_bytes() == 2 * weights
-    system.timed(0)
+    system.timed_step(0)
     counters = 4 * len(list(system.model.parameters()))  # AdamW's number of steps, one a tensor
     assert system.state_bytes() == 4 * weights + counters
     logits = 4 * 2 * 32 * 512
@@ -127,8 +127,8 @@ def test_memory_is_that_of_weights_average_moments_and_what_a_step_needs():
         "at least the gradients come on top"
     )
     assert system.peak_bytes(2) == peak
-    longer = Trainee("aogpt-eager", system.a, 128, CPU, torch.float32)
-    longer.timed(0)
+    longer = Trainee("aogpt-eager", system.options, 128, CPU, torch.float32)
+    longer.timed_step(0)
     assert longer.peak_bytes(1) > peak + 3 * logits
 
 
@@ -143,7 +143,7 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
     torch._dynamo.reset()
     systems = [trainee("aogpt", warmup=2, repeats=8), trainee("gpt", warmup=2, repeats=8)]
     orders = {tuple(systems[0].batch(step)[1].flatten().tolist()) for step in range(10)}
-    steps = bench_train.measure(systems, systems[0].a)
+    steps = bench.measure(systems, systems[0].options)
     assert len(graphs) == 2 and len(orders) == 10
     assert {name: len(taken) for name, taken in steps.items()} == {"aogpt": 10, "gpt": 10}
 
@@ -154,7 +154,7 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
     ours = systems[0]
     monkeypatch.setattr(ours, "batch", shorter_at_last)
     with pytest.raises(torch._dynamo.exc.RecompileError):
-        bench_train.measure([ours], ours.a)
+        bench.measure([ours], ours.options)
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_the_figures_of_every_system_agree(measured):
             )
         assert row["tokens_per_second"] == pytest.approx(3 * 64 / row["seconds"])
         assert row["mfu"] is None and result["peak_flops"] is None, "no CPU has a known peak"
-        flops = AOGPT(bench_train.SIZES["tiny"][0]).flops_per_token(64) * row["tokens_per_second"]
+        flops = AOGPT(bench.SIZES["tiny"][0]).flops_per_token(64) * row["tokens_per_second"]
         assert row["share_of_matrix_product"] == pytest.approx(
             flops / result["matrix_product_flops"]
         )
@@ -275,15 +275,15 @@ def test_a_profile_is_a_trace_and_a_table_for_every_system(measured):
 )
 def test_impossible_settings_are_refused_by_name(settings, words):
     with pytest.raises(ValueError, match=words):
-        bench_train.train(TrainArguments(**{"size": "tiny", "device": "cpu"} | settings))
+        bench.bench_train(TrainOptions(**{"size": "tiny", "device": "cpu"} | settings))
 
 
 def test_compiling_without_a_compiler_is_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(bench_train.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench.shutil, "which", lambda name: None)
     with pytest.raises(
         ValueError, match="aogpt and gpt: .* C[+][+] compiler .* --systems aogpt-eager"
     ):
-        bench_train.train(TrainArguments(size="tiny", device="cpu"))
+        bench.bench_train(TrainOptions(size="tiny", device="cpu"))
 
 
 def test_bad_command_lines_end_with_a_message():
