@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from model import AOGPT, ModelConfig
+from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import synchronize
 from runtime.files import check_output, write_atomically, write_json, write_text
 from runtime.ranges import Count, NonNegative, check_values
@@ -61,7 +61,7 @@ class BenchOptions:
             check_output(getattr(self, option), f"--{option}")
 
 
-def random_model(config: ModelConfig, seed: int, device: torch.device) -> AOGPT:
+def random_model(config: ModelConfig, seed: int, device: torch.device) -> Transformer:
     torch.manual_seed(seed)
     with device:
         return AOGPT(config).eval()

@@ -37,7 +37,7 @@ from benchmarks.common import (
     with_range,
 )
 from checkpoints import store as checkpoint
-from model import AOGPT, ModelConfig
+from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.ranges import Count, NonNegative
 from runtime.reports import markdown_table, new_figure, png
@@ -126,7 +126,7 @@ class DecodeBench:
             self.encoder = random_model(config, options.seed, device).to(dtype)
             self.models["encoder"] = self.prepare(self.encoder, scale=None)
 
-    def prepare(self, model: AOGPT, scale: float | None) -> dict:
+    def prepare(self, model: Transformer, scale: float | None) -> dict:
         """Give the model realistic logits; what the report says of it."""
         scale, entropy = scale_logits(
             model, scale, self.vocab_size, self.options.length, self.options.seed
@@ -196,7 +196,7 @@ class DecodeBench:
                 return self.engine(self.encoder).generate(plan, tokens, generator=generator)
 
     @functools.cache  # noqa: B019
-    def engine(self, model: AOGPT) -> Engine:
+    def engine(self, model: Transformer) -> Engine:
         """Caches, packed weights and compiled steps are made once, as for many samples."""
         o = self.options
         return Engine(model, o.batch_size, o.length, self.choice, self.vocab_size, o.compile)
@@ -303,7 +303,7 @@ def encoder_config(config: ModelConfig, vocab_size: int) -> ModelConfig:
 
 @torch.no_grad()
 def scale_logits(
-    model: AOGPT, scale: float | None, vocab_size: int, length: int, seed: int
+    model: Transformer, scale: float | None, vocab_size: int, length: int, seed: int
 ) -> tuple[float, float]:
     """Multiply the head's weights so that sampling has realistic work: the logits of fresh weights
     are nearly flat, and a nucleus of nearly all tokens is not what samplers meet.
@@ -325,7 +325,7 @@ def scale_logits(
     return scale, mean_entropy(model, hidden, 1.0, vocab_size)
 
 
-def hidden_sample(model: AOGPT, vocab_size: int, length: int, seed: int) -> Tensor:
+def hidden_sample(model: Transformer, vocab_size: int, length: int, seed: int) -> Tensor:
     """Final hidden states (2 x length, D) for random tokens: of a decoder in a random order, of an
     encoder in a half-masked sequence."""
     generator, device = seeded(seed), model.wte.weight.device
@@ -337,7 +337,7 @@ def hidden_sample(model: AOGPT, vocab_size: int, length: int, seed: int) -> Tens
     return model.hidden(tokens, order).flatten(0, 1)
 
 
-def mean_entropy(model: AOGPT, hidden: Tensor, scale: float, vocab_size: int) -> float:
+def mean_entropy(model: Transformer, hidden: Tensor, scale: float, vocab_size: int) -> float:
     """Nats, with the head's weights multiplied by `scale`."""
     logits = model.logits(hidden)[:, :vocab_size]
     bias = 0 if model.head.bias is None else model.head.bias[:vocab_size]

@@ -1,0 +1,39 @@
+"""The layout: what the paper's three files import, and the names that other programs build on.
+
+That imports between the folders run one way is for import-linter (make lint); it reads packages, and
+these three are single files.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+FOLDERS = {"benchmarks", "training", "evaluation", "sampling", "checkpoints", "data", "runtime"}
+PAPER = {"model", "orders", "objectives"}
+
+
+@pytest.mark.parametrize(
+    "name, may", [("model", {"orders"}), ("orders", set()), ("objectives", {"model", "orders"})]
+)
+def test_the_paper_is_built_on_itself_and_on_runtime_only(name, may):
+    list_imports = f"import {name}, sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", list_imports], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    imported = {module.split(".")[0] for module in json.loads(done.stdout)}
+    assert imported & (FOLDERS | PAPER) <= may | {name, "runtime"}
+
+
+def test_names_that_other_programs_import():
+    import checkpoint
+    import decode
+
+    for name in ("load_model", "load", "CheckpointError"):
+        assert callable(getattr(checkpoint, name))
+    for name in ("generate", "Generation", "Engine", "Plan", "TokenChoice", "group_sizes"):
+        assert callable(getattr(decode, name))
+    for kind in ("l2r", "random", "mdm", "adaptive", "speculative"):
+        assert callable(getattr(decode, f"{kind}_plan"))
