@@ -53,10 +53,14 @@ def provenance(
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
+def markdown_table(
+    head: list[str], rows: list[list[str]], left: int = 1, least: list[int] | None = None
+) -> list[str]:
     """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
-    then numbers."""
-    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    then numbers. least: widths of the columns where no cell is wider."""
+    least = least or [3] * len(head)
+    columns = zip(least, head, *rows, strict=True)
+    widths = [max(width, *map(len, cells)) for width, *cells in columns]
     rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
     return [table_line(cells, widths, left) for cells in (head, rule, *rows)]
 
