@@ -99,15 +99,16 @@ def find_tokenizer(path: Path, places: tuple[str, ...], samples: tuple[dict, ...
         raise ValueError(
             f'{path}: some rows have "tokens", some not; give all of them tokens, or none'
         )
-    found = [name for name in reversed(TOKENIZERS) if is_text_of(name, samples[0])]
+    # The last one first, and no more than are needed: gpt2 reads its files, from the network at worst.
+    fitting = (name for name in reversed(TOKENIZERS) if is_text_of(name, samples[0]))
+    tokenizer = next(fitting, None)
     for place, sample in zip(places, samples, strict=True):
-        if not found or not is_text_of(found[0], sample):
+        if tokenizer is None or not is_text_of(tokenizer, sample):
             raise ValueError(
                 f'{place}: "tokens" are not those of "text" in '
-                f'{found[0] if found else "any known tokenizer"}; leave "tokens" out to score the '
-                "text alone"
+                f'{tokenizer or "any known tokenizer"}; leave "tokens" out to score the text alone'
             )
-    return found[0]
+    return tokenizer
 
 
 def is_text_of(tokenizer: str, sample: dict) -> bool:

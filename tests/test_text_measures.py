@@ -1,0 +1,89 @@
+"""evaluation/text_measures.py: measures of samples by hand; errors and intervals of corpus perplexity."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from evaluation import text_measures
+from evaluation.estimates import estimate
+from evaluation.text_measures import corpus_perplexity, distinct, repetition, unigram_entropy
+
+
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [([7, 7, 7, 7], 0), ([1, 2, 3, 4], math.log(4)), ([1, 1, 2, 3], 1.5 * math.log(2))],
+)
+def test_entropy_is_that_of_the_histogram_in_nats(tokens, expected):
+    assert unigram_entropy(tokens) == pytest.approx(expected, rel=1e-15)
+
+
+def test_distinct_counts_types_among_the_n_grams():
+    tokens = [1, 2, 1, 2, 1, 3]  # pairs 12 21 12 21 13; triples 121 212 121 213
+    assert [distinct(tokens, n) for n in (1, 2, 3)] == [3 / 6, 3 / 5, 3 / 4]
+
+
+def test_repetition_is_the_share_of_4_grams_that_occurred_before():
+    assert repetition([1, 2, 3, 4, 5, 6]) == 0
+    assert repetition([5] * 8) == pytest.approx(4 / 5)  # 5 times 5555: all but the first
+    assert repetition([1, 2, 3, 4] * 2) == pytest.approx(1 / 5)  # 1234 2341 3412 4123 1234
+
+
+def test_what_is_too_short_has_no_measure():
+    for value in (unigram_entropy([]), distinct([1, 2], 3), repetition([1, 2, 3])):
+        assert math.isnan(value)
+
+
+@pytest.mark.parametrize(
+    "step, speculative, calls",
+    [
+        ([-1, -1], False, 0),
+        ([-1, 3, 0, 3, 7], False, 3),
+        ([-1, 0, 0, 1, 1], True, 4),
+        ([-1, 0, 0, 1], True, 3),  # the last round has nothing to verify
+    ],
+)
+def test_model_calls_are_those_of_the_sample_s_own_steps(step, speculative, calls):
+    assert text_measures.model_calls(step, speculative) == calls
+
+
+def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
+    got = corpus_perplexity([2.0, 9.0], [1, 3])
+    assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(math.exp(11 / 4), rel=1e-14)
+    # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under the root,
+    # over 4 tokens
+    error = math.sqrt(2 * 9 / 16 * 2) / 4
+    assert got["standard_error"] == pytest.approx(error, rel=1e-14)
+    # Student's t with one degree of freedom is Cauchy's distribution
+    reach = math.tan(0.95 * math.pi / 2) * error
+    assert got["perplexity_low"] == pytest.approx(math.exp(11 / 4 - reach), rel=1e-6)
+    assert got["perplexity_high"] == pytest.approx(math.exp(11 / 4 + reach), rel=1e-6)
+
+
+def test_with_equal_lengths_the_error_is_the_standard_error_of_the_mean():
+    totals = (torch.rand(9, generator=torch.Generator().manual_seed(0)) * 30).double()
+    got, expected = corpus_perplexity(totals.tolist(), [5] * 9), estimate(totals / 5)
+    for key in ("nll", "standard_error", "perplexity"):
+        assert got[key] == pytest.approx(getattr(expected, key), rel=1e-12)
+
+
+@pytest.mark.parametrize("samples", [3, 10, 60])
+def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
+    """2 nats a token in all; 1,000 repetitions, and samples whose lengths and means go together."""
+    generator, covered = np.random.default_rng(samples), 0
+    for _ in range(1000):
+        length = np.full(samples, 10) if samples < 60 else generator.integers(5, 40, size=samples)
+        totals = length * 2 + generator.normal(size=samples) * length**0.7
+        got = corpus_perplexity(totals.tolist(), length.tolist())
+        covered += got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"]
+    # 95%, give or take 2.9 standard deviations of 0.69%; 1.96 standard errors give 81% for 3
+    assert 930 <= covered <= 970
+
+
+def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
+    one, none = corpus_perplexity([3.0, 0.0], [2, 0]), corpus_perplexity([0.0], [0])
+    assert one["nll"] == 1.5
+    assert math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
+    assert math.isnan(none["perplexity"])
+    assert corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
