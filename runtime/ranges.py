@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -28,6 +29,7 @@ Count = Annotated[int, Interval(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
+Ratio = Probability  # the same numbers, where nothing is left to chance
 Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a share to drop
@@ -43,9 +45,15 @@ def check_values(values: Any, name: Callable[[str], str] = flag) -> None:
 
     name: what a user calls a field, for the message.
     """
-    for field, hint in get_type_hints(type(values), include_extras=True).items():
-        if field in {f.name for f in dataclasses.fields(values)}:
-            check_value(getattr(values, field), hint, name(field))
+    for field, hint in _declared(type(values)).items():
+        check_value(getattr(values, field), hint, name(field))
+
+
+@functools.cache
+def _declared(table: type) -> dict[str, Any]:
+    """The fields of a dataclass and their types, with all that these declare."""
+    hints = get_type_hints(table, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(table)}
 
 
 def check_value(value: Any, hint: Any, name: str) -> None:
