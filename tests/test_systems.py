@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -981,7 +980,6 @@ def test_training_of_an_encoder_minimises_its_objective(system):
 def test_schedule_tables_survive_toml(tmp_path):
     config = curriculum_config()
     text = configuration.to_toml(config)
-    assert len(re.findall(r"^\[\[schedule\]\]$", text, re.M)) == 3
     path = tmp_path / "run.toml"
     path.write_text(text)
     assert configuration.load_toml(path) == config
@@ -1014,8 +1012,8 @@ def test_the_steps_of_stages_must_rise(steps):
 @pytest.mark.parametrize(
     "schedule, words",
     [
-        ([{"step": -1}], "step must not be negative"),
-        ([{"step": 1, "group": 0}], "group must be at least 1"),
+        ([{"step": -1}], "schedule.step is -1; give a number at least 0"),
+        ([{"step": 1, "group": 0}], "schedule.group is 0; give a number at least 1"),
         ([{"step": 1, "kind": "rnd"}], "schedule.kind is 'rnd'.*did you mean"),
         ([{"stap": 1}], "unknown key 'schedule.stap'; did you mean 'schedule.step'"),
         ([{"step": 1, "l2r_prob": 1.5, "kind": "mixture"}], "l2r_prob"),
