@@ -55,32 +55,30 @@ eval-smoke: $(VENV)/.requirements-dev
 	test -f data/pydocs/meta.json || $(PY) data/prepare.py pydocs
 	test -f $(RUN)/best.pt || $(PY) train.py configs/quickstart.toml
 	@mkdir -p $(SMOKE)
-	@echo "== 1/9 data: three evaluation sets in the packing of the SEDD protocol, in blocks of this model"
+	@echo "== 1/8 data: three evaluation sets in the packing of the SEDD protocol, in blocks of this model"
 	$(PY) data/prepare.py ptb --source $(AOGPT_DATA)/ptb/ptb.test.txt $(SMALL) --out $(SMOKE)/ptb
 	$(PY) data/prepare.py lambada --source $(AOGPT_DATA)/lambada/lambada_test.jsonl $(SMALL) --out $(SMOKE)/lambada
 	$(PY) data/prepare.py wikitext103 --source $(AOGPT_DATA)/wikitext/wiki.test.tokens $(SMALL) --out $(SMOKE)/wikitext103
-	@echo "== 2/9 perplexity: data sets x orders x ensembles, until the standard error is 0.01 or 8 orders are drawn"
+	@echo "== 2/8 perplexity: data sets x orders x ensembles, until the standard error is 0.01 or 8 orders are drawn"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb $(SMOKE)/lambada $(SMOKE)/wikitext103 --orders l2r random \
 		--ensemble 1 8 --num-orders 8 --target-se 0.01 --max-sequences 256 --json $(SMOKE)/ppl.json
-	@echo "== 3/9 the direct way to ensembles, as a check"
-	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --ensemble-method direct \
-		--max-sequences 8 --json $(SMOKE)/direct.json --per-token $(SMOKE)/direct.npz
-	@echo "== 4/9 two processes give the numbers of one (the cheap way, on the blocks of step 3)"
+	@echo "== 3/8 two processes give the numbers of one"
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb \
 		--orders random --ensemble 1 4 --max-sequences 8 --json $(SMOKE)/two.json
-	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8
-	@echo "== 5/9 bfloat16, and how far it is from float32"
+	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8 \
+		--per-token $(SMOKE)/tokens.npz
+	@echo "== 4/8 bfloat16, and how far it is from float32"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json
-	@echo "== 6/9 an encoder, trained for 300 steps: its ELBO"
+	@echo "== 5/8 an encoder, trained for 300 steps: its ELBO"
 	$(PY) train.py configs/debug/encoder.toml --name encoder --out $(SMOKE) --train.steps 300
 	$(PY) eval_ppl.py $(SMOKE)/encoder --datasets $(SMOKE)/ptb $(SMOKE)/lambada --num-orders 8 --max-sequences 256 \
 		--json $(SMOKE)/elbo.json
-	@echo "== 7/9 samples of sample.py"
+	@echo "== 6/8 samples of sample.py"
 	$(PY) sample.py $(RUN) --mode l2r --num-samples 8 --top-p 0.95 --jsonl $(SMOKE)/samples.jsonl
-	@echo "== 8/9 those and samples of both models at three temperatures, judged by the decoder"
+	@echo "== 7/8 those and samples of both models at three temperatures, judged by the decoder"
 	$(PY) eval_gen.py $(RUN) $(SMOKE)/encoder --judge $(RUN) --samples $(SMOKE)/samples.jsonl --steps 8 16 64 \
 		--settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 --json $(SMOKE)/gen.json --plot $(SMOKE)/gen.png
-	@echo "== 9/9 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
+	@echo "== 8/8 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
 	@for task in file word; do sed 's|@FILE@|$(AOGPT_DATA)/lambada/lambada_test.jsonl|' \
 		configs/tasks/lambada_$$task.yaml > $(SMOKE)/lambada_$$task.yaml || exit; done
 	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml $(SMOKE)/lambada_word.yaml --limit 200 \

@@ -1,64 +1,86 @@
 """Order ensembles: a decoder's predictions from several orders of one context, averaged.
 
-A decoder's p(x_target | context) depends on the order in which the context is listed. An ensemble of M members is the
-mean of the *probabilities* over M orders of it, the original one and M - 1 uniformly random ones. Its loss is
+A decoder's p(x_target | context) depends on the order in which the context is listed. An ensemble
+of M members is the mean of the *probabilities* over M orders of it: the original order and M - 1
+uniformly random ones. Its loss is
 
-    L_M = 1/T sum_i E[ -log 1/M sum_j p(x[s_i] | s_<i in order j) ],    s the prediction order,
+    L_M = 1/T sum_i E[ -log 1/M sum_j p_j(x[s_i] | x[s_<i]) ]
 
-and under uniform s, where the original order of the context is as random as the others, L_M falls with M (Jensen).
+where s is the prediction order and p_j has the context s_<i listed in order j. Under uniform s the
+original order is as random as the others, and L_M falls with M (Jensen's inequality).
 
-direct  Every step of an order has M - 1 permuted contexts, each a full pass: any distribution of orders, T M passes.
-cheap   Uniform s only. A step is then a uniformly random context length, at which every position that remains is as
-        likely as s_i to be the target (the middle form of the objective in the paper, section 2), and one pass scores
-        them all. It estimates not L_M but the gain L_M - L_1, as the mean over lengths and targets of
+As written, every step needs passes of its own, T M for one sequence. `cheap_gains` has an unbiased
+estimate of the gain L_M - L_1 for M passes:
 
-            mean_j log p_j - log mean_j p_j  <=  0,
-
-        which is L_M - L_1 because every member's -log p_j has the same expectation. It varies little from context to
-        context; L_1 itself comes from ordinary causal passes, each of which scores T steps.
+1. One context instead of T. Choosing a step at random, instead of averaging over all, makes the
+   length of the context uniform on 0..T-1, its positions a uniformly random set, and the target any
+   of the remaining positions with equal probability (the middle form of the objective in the paper,
+   section 2). One pass scores *all* remaining positions, each as if it were next, so their mean
+   takes the place of the one target.
+2. The gain instead of the loss. Every member's order is uniformly random, so every -log p_j has the
+   expectation L_1, and mean_j log p_j - log mean_j p_j has the expectation L_M - L_1. It is never
+   above 0. What makes a token hard is common to the members and cancels, so the gain varies far
+   less from context to context than the loss does; L_1 comes from ordinary causal passes, each of
+   which scores T steps. How much cheaper this is: results/order_ensembles.md.
 
 B sequences, T positions, M members, S ensemble sizes.
 """
 
-import numpy as np
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from orders import OrderConfig, orders_at, philox_bits
+from orders import OrderConfig, orders_at
+from runtime.randomness import philox_bits, to_uniform
 
-MAX_DRAWS = 2**24
-
-
-def table(draw: int, place: int, member: int = 0) -> int:
-    """Number of a table of random numbers (`orders.philox_bits`): of one draw (below MAX_DRAWS), place and member.
-
-    Place 0 holds the orders, place 1 the contexts of the cheap ensemble, place 2 + i those of step i of the direct one.
-    """
-    return draw + (place << 24) + (member << 48)
+MAX_DRAWS, MAX_MEMBERS = 2**24, 2**16  # what the fields of a RandomStream hold
+ORDERS, CONTEXTS = 0, 1  # uses of random numbers
 
 
-def _uniform(seed: int, number: int, rows: range, width: int) -> Tensor:
-    return torch.from_numpy((philox_bits(seed, number, rows, width) >> np.uint64(11)) * 2.0**-53)
+class RandomStream(NamedTuple):
+    """Which random numbers of a seed: none are used twice.
+
+    `objectives.token_nll` takes the bare number of a draw: the index of (draw, ORDERS)."""
+
+    draw: int
+    """Of the Monte Carlo estimate, below MAX_DRAWS."""
+    use: int
+    """ORDERS or CONTEXTS, below 2**24."""
+    member: int = 0
+    """Of the ensemble, below MAX_MEMBERS; 0 is the one with the original order."""
+
+    @property
+    def index(self) -> int:
+        """The fields side by side in the 64-bit index of `philox_bits`."""
+        return self.draw + (self.use << 24) + (self.member << 48)
+
+    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
+        """(len(rows), width) float64 numbers in [0, 1), a function of (seed, stream, row)."""
+        return torch.from_numpy(to_uniform(philox_bits(seed, self.index, rows, width)))
 
 
 def permute_context(
-    order: Tensor, known: Tensor | int, seed: int, number: int, rows: range
+    order: Tensor, known: Tensor | int, seed: int, stream: RandomStream, rows: range
 ) -> Tensor:
-    """The orders (B, T) with their first `known` positions in a uniformly random order, the others as they are.
+    """The orders (B, T) with their first `known` positions in a uniformly random order, the others
+    as they are.
 
-    known: (B, 1) or a number. A pure function of (order, known, seed, number of the table, row).
-    """
+    known: (B, 1) or a number. A pure function of (order, known, seed, stream, row)."""
     steps = torch.arange(order.shape[1])
-    keys = torch.where(steps < known, _uniform(seed, number, rows, order.shape[1]), 1.0 + steps)
+    keys = stream.uniform(seed, rows, order.shape[1])
+    keys = torch.where(steps < known, keys, 1.0 + steps)  # above every random key, and in order
     return order.gather(1, keys.argsort(dim=1, stable=True))
 
 
 def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """log of the mean probability of the first m members, for every m of `sizes`: (M, ...) -> (S, ...)."""
-    logs = torch.stack([torch.logsumexp(log_probs[:m], dim=0) for m in sizes])
-    return logs - torch.tensor(sizes, dtype=logs.dtype, device=logs.device).log().view(
-        -1, *[1] * (logs.dim() - 1)
-    )
+    """log of the mean probability of the first m members, for every m of `sizes`:
+    (M, ...) -> (S, ...)."""
+    sums = torch.stack([torch.logsumexp(log_probs[:size], dim=0) for size in sizes])
+    counts = torch.tensor(sizes, dtype=sums.dtype, device=sums.device)
+    return sums - counts.log().view(-1, *[1] * (sums.dim() - 1))
 
 
 def cheap_gains(
@@ -70,66 +92,39 @@ def cheap_gains(
     rows: range,
     batch_size: int,
 ) -> Tensor:
-    """Unbiased estimates of L_M - L_1 under uniform orders from one random context of each sequence.
+    """Unbiased estimates of L_M - L_1 under uniform orders, from one context of each sequence.
 
     Args:
         tokens: (B, T), the sequences `rows`.
         sizes: of the ensembles; all share the members of the largest, which is max(sizes) passes.
-        batch_size: sequences in a pass. It changes nothing else.
+        batch_size: contexts in a pass. It changes nothing else.
 
     Returns: (B, S) float64, nats per token, on the CPU; never above 0 but for rounding.
     """
     T, members = tokens.shape[1], max(sizes)
-    order = orders_at(OrderConfig("random"), seed, table(draw, 1), rows, T)
-    known = (
-        _uniform(seed, table(draw, 1), rows, T + 1)[:, :1] * T
-    ).long()  # the column that uniform orders leave
-    orders = [order] + [
-        permute_context(order, known, seed, table(draw, 1, j), rows) for j in range(1, members)
-    ]
-    work = (torch.cat(orders), known.repeat(members, 1), torch.arange(len(rows)).repeat(members))
+    stream = RandomStream(draw, CONTEXTS)
+    order = orders_at(OrderConfig("random"), seed, stream.index, rows, T)
+    # Of its T + 1 columns of random numbers, a uniform order leaves the first one unused.
+    known = (stream.uniform(seed, rows, T + 1)[:, :1] * T).long()
+
+    orders = [order]
+    for member in range(1, members):
+        stream = RandomStream(draw, CONTEXTS, member)
+        orders.append(permute_context(order, known, seed, stream, rows))
+
+    # All members of all sequences are M B independent contexts: passes of any size will do.
+    contexts = torch.cat(orders).split(batch_size)
+    lengths = known[:, 0].repeat(members).split(batch_size)
+    sequences = torch.arange(len(rows)).repeat(members).split(batch_size)
     log_probs = []
-    for part in zip(*(x.split(batch_size) for x in work), strict=True):
-        order, lengths, row = (x.to(tokens.device) for x in part)
-        log_probs.append(model.parallel_log_probs(tokens[row], order, lengths[:, 0]).double().cpu())
+    for context, length, sequence in zip(contexts, lengths, sequences, strict=True):
+        device = tokens.device
+        log_prob = model.parallel_log_probs(
+            tokens[sequence.to(device)], context.to(device), length.to(device)
+        )
+        log_probs.append(log_prob.double().cpu())
     log_probs = torch.cat(log_probs).view(members, len(rows), T)
-    means = torch.stack([log_probs[:m].mean(dim=0) for m in sizes])
-    gaps = means - ensemble_log_probs(log_probs, sizes)  # 0 at steps that are known
+
+    means = torch.stack([log_probs[:size].mean(dim=0) for size in sizes])
+    gaps = means - ensemble_log_probs(log_probs, sizes)  # 0 at the steps that are known
     return gaps.sum(dim=2).T / (T - known)
-
-
-def direct_nll(
-    model,
-    tokens: Tensor,
-    orders: OrderConfig,
-    sizes: tuple[int, ...],
-    seed: int,
-    draw: int,
-    rows: range,
-) -> Tensor:
-    """-log of the ensembles' probability of every token along one order of each sequence: one draw, unbiased.
-
-    Step i is scored from the original context and from max(sizes) - 1 permutations of it that are drawn for this step
-    alone, each with a full pass; the first two steps have a single context. Arguments as in `cheap_gains`; orders: any.
-
-    Returns: (B, T, S) float64, nats, in sequence order.
-    """
-    T = tokens.shape[1]
-    order = orders_at(orders, seed, draw, rows, T)
-    original = model.token_log_probs(tokens, order.to(tokens.device)).double()
-    log_probs = original.expand(max(sizes), *original.shape).clone()
-    for step in range(2, T):
-        for member in range(1, max(sizes)):
-            permuted = permute_context(order, step, seed, table(draw, 2 + step, member), rows).to(
-                tokens.device
-            )
-            log_probs[member, :, step] = model.token_log_probs(tokens, permuted)[:, step].double()
-    nll = -ensemble_log_probs(log_probs, sizes)
-    return (
-        torch.empty_like(nll).scatter_(2, order.to(nll.device).expand_as(nll), nll).permute(1, 2, 0)
-    )
-
-
-def passes(method: str, size: int, length: int) -> int:
-    """Full passes of one draw of an ensemble of `size` for one sequence: cheap, for the gain; direct, for the loss."""
-    return size if method == "cheap" else 1 + (size - 1) * max(length - 2, 0)

@@ -12,7 +12,9 @@ from fractions import Fraction
 
 import torch
 
+from evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
 from model import AOGPT, ModelConfig
+from orders import orders_at
 from sampling.engine import generate
 from sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
 
@@ -677,3 +679,22 @@ def uncached_log_probs(model, tokens, plan):
                 0, start
             ]
     return result
+
+
+def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
+    """Ensembles of orders as they are defined (evaluation/ensembles.py): -log of the mean
+    probability of every token along one order of each sequence, (B, T, S), in sequence order.
+
+    Step i is scored from the original context and from max(sizes) - 1 permutations of it that are
+    drawn for this step alone, each with a full pass. `cheap_gains` gives the same for much less."""
+    T, members = tokens.shape[1], max(sizes)
+    order = orders_at(orders, seed, draw, rows, T)
+    original = model.token_log_probs(tokens, order).double()
+    log_probs = original.expand(members, *original.shape).clone()
+    for step in range(2, T):  # the first two steps have a single context
+        for member in range(1, members):
+            stream = RandomStream(draw, 2 + step, member)
+            permuted = permute_context(order, step, seed, stream, rows)
+            log_probs[member, :, step] = model.token_log_probs(tokens, permuted)[:, step].double()
+    nll = -ensemble_log_probs(log_probs, sizes)
+    return torch.empty_like(nll).scatter_(2, order.expand_as(nll), nll).permute(1, 2, 0)

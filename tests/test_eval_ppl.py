@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import ALONE, LENGTH, flip_byte, make_data, torchrun
+from reference import direct_nll
 
 import eval_ppl
 from checkpoints import store as checkpoint
 from data.loader import TokenDataset, sha256_file
 from data.prepare import Prepare, prepare
-from evaluation.ensembles import direct_nll
+from evaluation.estimates import estimate
+from evaluation.likelihood import JOINT_DRAWS, BatchRunner
+from evaluation.published import PUBLISHED, published_perplexity
 from orders import OrderConfig, orders_at
 
 
@@ -87,49 +90,28 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         assert result["stopped"] == ("exact" if kind == "l2r" else "budget")
 
 
-def test_ensembles_of_both_methods_agree_and_never_lose(evaluate):
-    """On a trained model: gains of one method within 4 standard errors of the other's, paired over the same texts."""
+def test_ensembles_gain_what_they_gain_when_every_step_of_every_order_is_scored(
+    evaluate, run, data
+):
+    """On a trained model: within 4 standard errors of the definition, over the same texts."""
     arguments = ["--orders", "random", "--ensemble", 1, 2, 8, "--max-sequences", 40]
     cheap = by_name(evaluate(*arguments, "--num-orders", 40))
-    direct_ = by_name(evaluate(*arguments, "--num-orders", 3, "--ensemble-method", "direct"))
-    for size in (2, 8):
-        a, b = cheap["random", size], direct_["random", size]
-        assert (a["method"], b["method"]) == ("cheap", "direct")
-        assert a["gain"] > 0 and b["gain"] > -3 * b["gain_error"]
-        assert abs(a["gain"] - b["gain"]) < 4 * math.hypot(a["gain_error"], b["gain_error"])
-        assert abs(a["nll"] - b["nll"]) < 4 * math.hypot(
-            a["monte_carlo_error"], b["monte_carlo_error"]
-        )
-        assert a["nll"] == pytest.approx(cheap["random", 1]["nll"] - a["gain"])
-        assert b["nll"] == pytest.approx(direct_["random", 1]["nll"] - b["gain"])
-        assert a["draws"] == 40 and a["contexts"] == 5
-        assert a["token_forwards"] == 40 * LENGTH * (40 + 5 * size)
-        assert b["token_forwards"] == 40 * LENGTH * 3 * (1 + (LENGTH - 2) * (size - 1))
+    tokens = TokenDataset(data, "val", LENGTH).blocks(range(40))
+    settings = checkpoint.load_model(run), tokens, OrderConfig("random"), (1, 2, 8), 0
+    draws = [direct_nll(*settings, draw, range(40)).mean(dim=1) for draw in range(3)]
+    nll = torch.stack(draws, dim=1)  # (40, 3, sizes)
+    for i, size in enumerate((2, 8), 1):
+        result = cheap["random", size]
+        loss, gain = estimate(nll[..., i]), estimate(nll[..., 0] - nll[..., i])
+        assert result["gain"] > 0
+        error = math.hypot(result["gain_error"], gain.standard_error)
+        assert abs(result["gain"] - gain.nll) < 4 * error
+        error = math.hypot(result["monte_carlo_error"], loss.monte_carlo_error)
+        assert abs(result["nll"] - loss.nll) < 4 * error
+        assert result["nll"] == pytest.approx(cheap["random", 1]["nll"] - result["gain"])
+        assert (result["draws"], result["contexts"]) == (40, 5)
+        assert result["token_forwards"] == 40 * LENGTH * (40 + 5 * size)
     assert cheap["random", 8]["gain"] > cheap["random", 2]["gain"]
-
-
-def test_direct_ensembles_of_any_orders(evaluate, run, data):
-    arguments = [
-        "--orders",
-        "l2r",
-        "fixed_blockwise:block=4,seed=3",
-        "--ensemble-method",
-        "direct",
-        "--ensemble",
-        3,
-    ]
-    results = by_name(evaluate(*arguments, "--max-sequences", 5, "--seed", 2))
-    model, rows = checkpoint.load_model(run), range(5)
-    tokens = TokenDataset(data, "val", LENGTH).blocks(rows)
-    for name, config in (
-        ("l2r", OrderConfig("l2r")),
-        ("fixed_blockwise:block=4,seed=3", OrderConfig("fixed_blockwise", block=4, seed=3)),
-    ):
-        expected = [
-            direct_nll(model, tokens, config, (3,), 2, draw, rows).mean() for draw in range(2)
-        ]
-        assert results[name, 3]["nll"] == pytest.approx(float(sum(expected)) / 2, rel=1e-6)
-        assert results[name, 3]["monte_carlo_error"] > 0
 
 
 def test_orders_of_any_distribution(evaluate):
@@ -143,29 +125,12 @@ def test_orders_of_any_distribution(evaluate):
 
 
 def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
-    cheap = [
-        "--max-sequences",
-        21,
-        "--num-orders",
-        4,
-        "--seed",
-        1,
-        "--ensemble",
-        1,
-        4,
-        "--target-se",
-        0.02,
-    ]
-    many = ["--max-sequences", 3, "--ensemble", 2, "--ensemble-method", "direct"]
-    for path, arguments in (
-        (run, cheap),
-        (run, many),
-        (encoder, ["--max-sequences", 21, "--num-orders", 3]),
-    ):
-        torchrun(
-            2, "eval_ppl.py", path, "--datasets", data, *arguments, "--json", tmp_path / "two.json"
-        )
-        reports = [read_json(tmp_path / "two.json")]
+    ensembles = ["--num-orders", 4, "--seed", 1, "--ensemble", 1, 4, "--target-se", 0.02]
+    for path, arguments in ((run, ensembles), (encoder, ["--num-orders", 3])):
+        arguments = ["--max-sequences", 21, *arguments]
+        two = tmp_path / "two.json"
+        torchrun(2, "eval_ppl.py", path, "--datasets", data, *arguments, "--json", two)
+        reports = [read_json(two)]
         reports += [evaluate(*arguments, "--batch-size", size, path=path) for size in (1, 7)]
         assert reports[0]["processes"] == 2
         one = by_name(evaluate(*arguments, path=path))
@@ -174,10 +139,8 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
             for key, result in by_name(report).items():
                 for number in ("nll", "standard_error", "monte_carlo_error", "gain", "gain_error"):
                     # float32 rounding of values of about 3, averaged over hundreds of tokens
-                    assert result[number] == pytest.approx(one[key][number], abs=1e-6), (
-                        key,
-                        number,
-                    )
+                    expected = pytest.approx(one[key][number], abs=1e-6)
+                    assert result[number] == expected, (key, number)
                 for number in ("draws", "contexts", "stopped", "token_forwards"):
                     assert result[number] == one[key][number]
 
@@ -199,7 +162,7 @@ def test_draws_go_on_until_the_target_or_the_budget(evaluate):
 
 def test_an_encoder_is_not_stopped_before_enough_draws_show_its_error(evaluate, encoder):
     report = evaluate("--max-sequences", 5, "--num-orders", 12, "--target-se", 100, path=encoder)
-    assert by_name(report)["random", 1]["draws"] == eval_ppl.JOINT_DRAWS
+    assert by_name(report)["random", 1]["draws"] == JOINT_DRAWS
 
 
 def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(
@@ -371,26 +334,14 @@ def test_the_loss_of_every_token(script, run, data, encoder, tmp_path):
         direct(run, data, "l2r", 1, 3, 9)[0][:, 0], rel=1e-5
     )
 
-    status, out, _ = script(eval_ppl, run, *arguments, "--ensemble", 1, 2)
+    status, out, _ = script(eval_ppl, run, *arguments, "--ensemble", 2)
     assert status == 0 and "M = 1 only" in out
-    assert "data/random/2/nll" not in np.load(tmp_path / "t.npz")
+    assert "data/random/1/nll" in np.load(tmp_path / "t.npz")
     report = tmp_path / "ppl.json"
-    options = [
-        "--ensemble",
-        2,
-        "--ensemble-method",
-        "direct",
-        "--orders",
-        "random",
-        "--json",
-        report,
-    ]
-    for path, extra, key in ((run, options, "random/2"), (encoder, ["--json", report], "random/1")):
-        assert script(eval_ppl, path, *arguments, *extra)[0] == 0
-        (result,) = read_json(report)["results"]
-        assert np.load(tmp_path / "t.npz")[f"data/{key}/nll"].mean() == pytest.approx(
-            result["nll"], rel=1e-6
-        )
+    assert script(eval_ppl, encoder, *arguments, "--json", report)[0] == 0
+    (result,) = read_json(report)["results"]
+    mean = np.load(tmp_path / "t.npz")["data/random/1/nll"].mean()
+    assert mean == pytest.approx(result["nll"], rel=1e-6)
 
 
 def test_bfloat16_is_compared_with_float32(script, run, data, tmp_path):
@@ -485,21 +436,19 @@ def test_a_text_whose_file_was_changed_is_refused(script, run, data, tmp_path):
     assert status == 2 and "checksum" in err
 
 
-# ---- published figures -----------------------------------------------------------------------------------------------
+# ---- published figures ---------------------------------------------------------------------------
 
 
 def published(
     system, size=(12, 768), orders="random", ensemble=1, split="test", weights="ema", **changes
 ):
     meta = {"protocol": "sedd", "splits": {split: {}}, "settings": {"dataset": "ptb"}} | changes
-    dataset = SimpleNamespace(meta=meta, num_blocks=3)
     config = SimpleNamespace(n_layer=size[0], n_embd=size[1])
     loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
-    text, a = (
-        SimpleNamespace(dataset=dataset, split=split, count=3),
-        SimpleNamespace(weights=weights),
-    )
-    return eval_ppl.published(SimpleNamespace(text=text, loaded=loaded, name=orders, a=a), ensemble)
+    dataset = SimpleNamespace(meta=meta, num_blocks=3)
+    eval_set = SimpleNamespace(dataset=dataset, split=split, count=3)
+    task = SimpleNamespace(eval_set=eval_set, loaded=loaded, name=orders)
+    return published_perplexity(task, ensemble, weights)
 
 
 def test_published_figures_stand_beside_released_models_under_the_same_protocol_only():
@@ -508,82 +457,75 @@ def test_published_figures_stand_beside_released_models_under_the_same_protocol_
     assert published("GPT-2", (24, 1024), "l2r") == 123.14
     assert published("RADD", settings={"dataset": "lm1b"}) == 74.28
     assert published("RADD", split="train", settings={"dataset": "wikitext2"}) == 38.26
-    for nothing in (
-        published(None),
-        published("GPT-2"),  # no any-order likelihood
-        published("AO-GPT", ensemble=16),
-        published("AO-GPT", (4, 128)),
-        published("AO-GPT", orders="mixture:l2r_prob=0"),
-        published("AO-GPT", protocol="full"),
-        published("AO-GPT", notes=["another tokenizer"]),
-        published("AO-GPT", settings={"dataset": "books"}),
-        published("AO-GPT", settings={"dataset": "wikitext2"}),  # measured on its train split
-        published("AO-GPT", split="train"),
-        published("AO-GPT", weights="raw"),
+    assert published("GPT-2") is None  # no any-order likelihood
+    assert published(None) is None
+    for difference in (
+        {"ensemble": 16},
+        {"size": (4, 128)},
+        {"orders": "mixture:l2r_prob=0"},
+        {"protocol": "full"},
+        {"notes": ["another tokenizer"]},
+        {"settings": {"dataset": "books"}},
+        {"settings": {"dataset": "wikitext2"}},  # measured on its train split
+        {"split": "train"},
+        {"weights": "raw"},
     ):
-        assert nothing is None
-    table = tomllib.loads(eval_ppl.PUBLISHED.read_text())
-    figures = [
-        row
-        for size in ("small", "medium")
-        for kind in table[size].values()
-        for row in kind.values()
-    ]
+        assert published("AO-GPT", **difference) is None, difference
+    table = tomllib.loads(PUBLISHED.read_text())
+    kinds = [kind for size in ("small", "medium") for kind in table[size].values()]
+    figures = [row for kind in kinds for row in kind.values()]
     assert len(figures) == 22 and all(len(row) == len(table["datasets"]) == 5 for row in figures)
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
-def walk(capacity, **arguments):
-    """Walk over 23 rows with work that runs out of memory above `capacity` rows."""
+def batches(capacity, **settings):
+    """Run 23 rows with work that runs out of memory above `capacity` rows."""
     seen = []
 
     def work(tokens, rows):
         if len(rows) > capacity:
             raise torch.OutOfMemoryError("out of memory")
         seen.append(len(rows))
-        return torch.arange(rows.start, rows.stop)[:, None].double()
+        return torch.arange(rows.start, rows.stop)
 
-    dataset = SimpleNamespace(num_blocks=23, block_size=4)
-    text = SimpleNamespace(
-        count=23, name="text", dataset=dataset, tokens=lambda rows: torch.zeros(len(rows), 4)
+    eval_set = SimpleNamespace(
+        count=23,
+        name="text",
+        dataset=SimpleNamespace(num_blocks=23),
+        tokens=lambda rows: torch.zeros(len(rows), 256),
     )
-    settings = eval_ppl.Arguments("run", ("text",), device="cpu", **arguments)
-    walker = eval_ppl.Walker(ALONE, settings, 16)
-    return walker.rows(SimpleNamespace(text=text, name="l2r"), work)[:, 0].tolist(), seen
+    runner = BatchRunner(ALONE, torch.float32, 256, **settings)  # 16 rows are 4,096 tokens
+    return runner.run(SimpleNamespace(eval_set=eval_set, name="l2r"), work).tolist(), seen
 
 
 def test_the_batch_is_halved_until_it_fits():
-    assert walk(100) == (list(range(23)), [16, 7])
-    assert walk(5) == (list(range(23)), [4, 4, 4, 4, 4, 3])
+    assert batches(100) == (list(range(23)), [16, 7])
+    assert batches(5) == (list(range(23)), [4, 4, 4, 4, 4, 3])
     with pytest.raises(ValueError, match="out of memory at 1 sequences.*use a device with more"):
-        walk(0)
+        batches(0)
     with pytest.raises(ValueError, match="out of memory at 8 sequences.*leave out --batch-size"):
-        walk(5, batch_size=8)
+        batches(5, batch_size=8)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_target_positions_is_scored_left_to_right_only(
-    evaluate, script, plain, data
-):
+def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, plain, encoder, data):
     expected = direct(plain, data, "l2r", 1, 0, 4)[0].mean()
-    report = evaluate("--orders", "l2r", "--max-sequences", 4, path=plain)
-    assert by_name(report)["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
-    assert list(by_name(evaluate("--max-sequences", 4, path=plain))) == [("l2r", 1)]
-    status, _, err = script(eval_ppl, plain, "--datasets", data, "--orders", "random")
-    assert status == 2 and "has no 'random' perplexity; give --orders l2r" in err
-    status, _, err = script(eval_ppl, plain, "--datasets", data, "--ensemble", 8)
-    assert status == 2 and "knows one order only, so there is no ensemble of orders" in err
-
-
-def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
-    status, _, err = script(eval_ppl, encoder, "--datasets", data, "--ensemble", 1, 8)
-    assert status == 2 and "its predictions do not depend on the order of the context" in err
-    status, _, err = script(eval_ppl, encoder, "--datasets", data, "--orders", "l2r")
-    assert status == 2 and "is an encoder and has no 'l2r' perplexity; give --orders random" in err
+    results = by_name(evaluate("--max-sequences", 4, path=plain))
+    assert list(results) == [("l2r", 1)]
+    assert results["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
+    no_ensemble = ["--ensemble", 1, 8]
+    for path, arguments, words in (
+        (plain, ["--orders", "random"], "has no 'random' perplexity; give --orders l2r"),
+        (plain, no_ensemble, "knows one order only, so there is no ensemble of orders"),
+        (encoder, ["--orders", "l2r"], "is an encoder and has no 'l2r' perplexity; give --orders"),
+        (encoder, no_ensemble, "its predictions do not depend on the order of the context"),
+    ):
+        status, _, err = script(eval_ppl, path, "--datasets", data, *arguments)
+        assert status == 2 and words in err
 
 
 @pytest.mark.parametrize(
@@ -606,21 +548,15 @@ def test_an_encoder_has_no_ensembles_and_no_order(script, encoder, data):
         (["--orders", "fixed_blockwise:blocks=3"], ["'blocks' is no setting", "block, seed"]),
         (["--orders", "random:seed=5"], ["'seed' is no setting of random; it has none"]),
         (["--orders", "fixed_blockwise:block=17"], ["block size is 16", "smaller block"]),
-        (["--json", "same.npz", "--per-token", "same.npz"], ["both name same.npz"]),
+        (["--json", "same.npz", "--per-token", "same.npz"], ["--json same.npz", ".json"]),
         (["--orders", "fixed_blockwise:block=x"], ["block is 'x'", "int"]),
         (
             ["--orders", "fixed_blockwise:block=0"],
             ["--orders fixed_blockwise:block=0", "at least 1"],
         ),
-        (["--ensemble", 0], ["--ensemble is (0,)"]),
-        (
-            ["--ensemble", 8, "--orders", "l2r"],
-            ["uniformly random orders, not for l2r", "--ensemble-method direct"],
-        ),
-        (
-            ["--ensemble", 8, "--per-token", "t.npz"],
-            ["does not score every token", "add 1 to --ensemble"],
-        ),
+        (["--ensemble", 0], ["--ensemble is 0", "at least 1"]),
+        (["--ensemble"], ["--ensemble"]),
+        (["--ensemble", 8, "--orders", "l2r"], ["uniformly random orders, not of l2r"]),
         (["--per-token", "t.json"], ["--per-token t.json", ".npz"]),
         (["--json", "table.md"], ["--json table.md", ".json"]),
         (["--target-se", 0], ["--target-se is 0"]),

@@ -1,0 +1,90 @@
+"""Prepared text as something to score: which rows, of how many tokens, and what tells it apart.
+
+N rows of a set, B in a batch, T tokens in a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints.store import Loaded
+from data.loader import (
+    TokenDataset,
+    evaluation_split,
+    find_dataset,
+    load_meta,
+    ngram_entropies,
+    read_tokens,
+)
+
+NGRAM_TOKENS = 10_000_000  # of the training split: more do not change its entropies visibly
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A split of a prepared data set as rows to score: its blocks and then, where nothing may be
+    dropped, a shorter row of the tokens after the last block."""
+
+    name: str
+    folder: Path
+    split: str
+    dataset: TokenDataset
+    count: int
+    """N, the rows."""
+
+    def tokens(self, rows: range) -> Tensor:
+        """(B, T); (1, less than T) for the row after the last block, which is asked for alone."""
+        if rows.start == self.dataset.num_blocks:
+            return self.dataset.tail()
+        return self.dataset.blocks(list(rows))
+
+    def lengths(self) -> Tensor:
+        """(N,) tokens of every row."""
+        lengths = torch.full((self.count,), self.dataset.block_size)
+        if self.count > self.dataset.num_blocks:
+            lengths[-1] = self.dataset.tail().shape[1]
+        return lengths
+
+    def description(self) -> dict:
+        """What a result must name for another to reproduce it: above all the file's checksum."""
+        meta = self.dataset.meta
+        known = {k: meta[k] for k in ("tokenizer", "protocol", "packing", "notes") if k in meta}
+        place = {"split": self.split, "block_size": self.dataset.block_size}
+        return known | place | meta["splits"][self.split]
+
+    def entropies(self) -> dict[str, float]:
+        """Unigram and bigram entropies, nats per token, of the training split, if there is one:
+        what a model reaches that knows how frequent tokens and pairs of them are, and no more."""
+        meta = self.dataset.meta
+        split = "train" if "train" in meta["splits"] else next(iter(meta["splits"]))
+        tokens = read_tokens(self.folder, split)[:NGRAM_TOKENS]
+        unigram, bigram = ngram_entropies(tokens, meta["vocab_size"])
+        return {f"unigram entropy of {split}": unigram, f"bigram entropy of {split}": bigram}
+
+
+def open_eval_set(
+    name: str, split: str | None, loaded: Loaded, max_sequences: int | None = None
+) -> EvalSet:
+    """The prepared data set of this name, in blocks of the model.
+
+    Raises ValueError where it is missing or damaged or is not for this model."""
+    folder = find_dataset(name)
+    meta = load_meta(folder)
+    if meta["tokenizer"] != loaded.tokenizer:
+        raise ValueError(
+            f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
+            f"{loaded.tokenizer} tokens; prepare the text again with --tokenizer {loaded.tokenizer}"
+        )
+    split = split or evaluation_split(meta)
+    # Results name the checksum of the text, so it must be true: verify.
+    dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=True)
+    rows = dataset.num_blocks
+    # The other protocol, sedd, drops what is left over, as published evaluations do. A rest of no
+    # more than the tokens that the model cannot score holds nothing to count.
+    if meta.get("protocol", "full") == "full" and dataset.tail().shape[1] > loaded.scored_from:
+        rows += 1
+    return EvalSet(Path(name).name, folder, split, dataset, min(rows, max_sequences or rows))

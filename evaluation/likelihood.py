@@ -1,0 +1,276 @@
+"""The likelihood of text under a model: an eval set is scored in rounds, each of them one draw of
+the orders (or of an encoder's masks) of every sequence, until the estimate is as good as asked.
+
+N sequences of a set, B in a batch, T tokens in a block, D draws.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoints.store import Loaded
+from evaluation.ensembles import cheap_gains
+from evaluation.estimates import Estimate, estimate
+from evaluation.eval_sets import EvalSet
+from objectives import token_nll
+from orders import OrderConfig
+from runtime.devices import autocast, out_of_memory
+from runtime.processes import Processes
+
+LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
+PRECISION_SAMPLE = 8  # blocks that are scored in both precisions
+# Gains vary far less than losses (evaluation/ensembles.py): a context for every 8 orders costs
+# little of the precision and saves most of the time.
+ORDERS_PER_CONTEXT = 8
+# Of an encoder's masks only whole draws are independent. Fewer than these show too little of their
+# spread: a small error would often be luck, and a run that stops at a target would take its luck.
+JOINT_DRAWS = 8
+
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoringTask:
+    """One eval set, under one distribution of orders, for ensembles of these sizes."""
+
+    loaded: Loaded
+    eval_set: EvalSet
+    name: str
+    """Of the orders, as the user wrote them."""
+    orders: OrderConfig
+    sizes: tuple[int, ...]
+    """Other than (1,) for uniformly random orders only."""
+    seed: int
+    max_draws: int
+    target_se: float | None
+    """Monte Carlo standard error, nats per token, that ends the draws early."""
+    per_token: bool
+    """Keep the loss of every token."""
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        """The sizes of true ensembles."""
+        return tuple(size for size in self.sizes if size > 1)
+
+    @property
+    def exact(self) -> bool:
+        """A single order is scored, without randomness."""
+        return self.orders.kind in ("l2r", "fixed_random", "fixed_blockwise")
+
+    @property
+    def joint(self) -> bool:
+        """The masks of a draw depend on one another: they are stratified over the sequences.
+
+        Sequence by sequence, numbers of masked positions that are drawn independently differ a lot
+        in what they cost; spread evenly over 1..T within every draw, most of that noise is gone."""
+        return self.loaded.model.config.is_encoder
+
+    def scored_tokens(self) -> Tensor:
+        """(N,) tokens of each row that count."""
+        return self.eval_set.lengths() - self.loaded.scored_from
+
+    def contexts(self, draws: int) -> int:
+        """Draws of the ensembles' contexts that go with these draws of orders: two at least, if
+        there are so many, since one does not show its error."""
+        if not self.larger:
+            return 0
+        return max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT))
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+class BatchRunner:
+    """Takes the rows of an eval set through the model in batches, every process its share of them.
+
+    Attributes: procs; dtype; batch_size, in rows, which is halved where memory runs out, unless it
+    was given."""
+
+    def __init__(
+        self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None
+    ):
+        self.procs, self.dtype, self.given = procs, dtype, batch_size is not None
+        self.batch_size = batch_size or max(1, LARGEST_PASS[procs.device.type] // block_size)
+
+    def run(
+        self, task: ScoringTask, work: Callable[[Tensor, range], Tensor], float32: bool = False
+    ) -> Tensor:
+        """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on every process.
+
+        float32: whatever the dtype of the runner is."""
+        eval_set, title = task.eval_set, f"{task.eval_set.name} {task.name}"
+        device, dtype = self.procs.device, torch.float32 if float32 else self.dtype
+        share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
+        parts, row = [], share.start
+        bar = tqdm(total=len(share), desc=title, unit="seq", disable=self._no_bar(), leave=False)
+        with bar:
+            while row < share.stop:
+                end = min(row + self.batch_size, share.stop)
+                if row < blocks:
+                    end = min(end, blocks)  # the row after the blocks has another length
+                rows = range(row, end)
+                part = None
+                try:
+                    with autocast(device, dtype):
+                        part = work(eval_set.tokens(rows).to(device), rows).cpu()
+                except (MemoryError, RuntimeError) as error:
+                    if not out_of_memory(error):
+                        raise
+                if part is None:  # here, where the error does not keep the tensors alive any more
+                    self._halve()
+                    continue
+                parts.append(part)
+                row = end
+                bar.update(len(rows))
+        # a process has nothing if there are fewer rows than processes
+        found = self.procs.gather(torch.cat(parts) if parts else None)
+        return torch.cat([part for part in found if part is not None])
+
+    def _no_bar(self) -> bool | None:
+        return None if self.procs.main else True  # None: none where there is no terminal
+
+    def _halve(self) -> None:
+        if self.given or self.batch_size == 1:
+            advice = "use a device with more of it"
+            if self.given:
+                advice = "leave out --batch-size, or give a smaller one"
+            raise ValueError(
+                f"the device is out of memory at {self.batch_size} sequences a pass; {advice}"
+            )
+        self.batch_size //= 2
+        if self.procs.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# ---- scoring -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What came of a task."""
+
+    estimates: dict[int, tuple[Estimate, Estimate | None]]
+    """By ensemble size: the loss, and of true ensembles its change against size 1."""
+    draws: int
+    contexts: int
+    stopped: str
+    """exact: nothing is random; target: its error is small enough; budget: no draws are left."""
+    seconds: float
+    batch_size: int
+    """Rows in a pass, after any halving."""
+    precision_gap: dict | None
+    """As of `_precision_gap`."""
+    token_nll: Tensor | None
+    """(N, T) the loss of every token, mean of the draws, NaN where none is scored; if asked for."""
+
+
+def score(task: ScoringTask, runner: BatchRunner) -> Scores:
+    """Score a task in rounds of one draw for every sequence.
+
+    What is drawn follows from (seed, draw, row) alone, whatever the batches and the processes."""
+    started = time.perf_counter()
+    losses, gains, token_sums = [], [], 0.0
+    stopped = None
+    while stopped is None:
+        nll = _draw_losses(task, runner, draw=len(losses))
+        losses.append(nll.nanmean(dim=1))
+        if task.per_token:
+            token_sums = token_sums + nll
+        while len(gains) < task.contexts(len(losses)):
+            gains.append(_draw_gains(task, runner, draw=len(gains)))
+        estimates = _estimates(task, losses, gains)
+        stopped = _why_stop(task, [loss for loss, _ in estimates.values()], len(losses))
+    seconds = time.perf_counter() - started
+    return Scores(
+        estimates,
+        len(losses),
+        len(gains),
+        stopped,
+        seconds,
+        runner.batch_size,
+        _precision_gap(task, runner),
+        token_sums / len(losses) if task.per_token else None,
+    )
+
+
+def _draw_losses(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
+    """One draw of the losses of all rows: (N, T) if the task asks for every token, else (N, 1)."""
+    return runner.run(task, lambda tokens, rows: _losses(task, tokens, rows, draw))
+
+
+def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor:
+    """One draw of the losses of a batch, (B, T), or their means over the tokens, (B, 1), which is
+    less to gather from the processes."""
+    model, total, scored_from = task.loaded.model, task.eval_set.count, task.loaded.scored_from
+    nll = token_nll(model, tokens, task.orders, task.seed, draw, rows, total, scored_from)
+    if not task.per_token:
+        return nll.nanmean(dim=1, keepdim=True)
+    missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks
+    return F.pad(nll, (0, missing), value=math.nan)
+
+
+def _draw_gains(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
+    """One draw of the gains of the larger sizes over size 1, (N, sizes).
+
+    Always in float32: bfloat16 rounds every member in another way, and the mean probability of
+    predictions with independent noise looks like a gain."""
+
+    def work(tokens: Tensor, rows: range) -> Tensor:
+        model, size = task.loaded.model, runner.batch_size
+        return cheap_gains(model, tokens, task.larger, task.seed, draw, rows, size)
+
+    return runner.run(task, work, float32=True)
+
+
+def _estimates(
+    task: ScoringTask, losses: list[Tensor], gains: list[Tensor]
+) -> dict[int, tuple[Estimate, Estimate | None]]:
+    """`Scores.estimates` from D draws of losses, (N,) each, and fewer of gains, (N, sizes) each."""
+    scored = task.scored_tokens().double()
+    weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
+    nll = torch.stack(losses, dim=1)
+    if task.exact:
+        nll = nll[:, 0]  # known exactly: no Monte Carlo error
+    found = {1: (estimate(nll, joint=task.joint, weights=weights), None)}
+    for i, size in enumerate(task.larger):
+        gain = torch.stack(gains, dim=1)[..., i]
+        found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
+    return {size: found[size] for size in task.sizes}
+
+
+def _why_stop(task: ScoringTask, estimates: list[Estimate], draws: int) -> str | None:
+    """As `Scores.stopped`; None: go on."""
+    if task.exact:
+        return "exact"
+    if task.target_se and draws >= (JOINT_DRAWS if task.joint else 2):
+        if all(e.monte_carlo_error <= task.target_se for e in estimates):
+            return "target"
+    return "budget" if draws >= task.max_draws else None
+
+
+def _precision_gap(task: ScoringTask, runner: BatchRunner) -> dict | None:
+    """By how much the losses of a few blocks in bfloat16, nats per token, differ from those in
+    float32. On the main process; None elsewhere and where float32 is what is used."""
+    if not runner.procs.main or runner.dtype == torch.float32:
+        return None
+    device, eval_set = runner.procs.device, task.eval_set
+    count = min(PRECISION_SAMPLE, eval_set.dataset.num_blocks, eval_set.count)
+    gaps = []
+    for row in range(count):  # one at a time: float32 needs more memory than the batches have
+        rows, losses = range(row, row + 1), {}
+        for dtype in (torch.bfloat16, torch.float32):
+            with autocast(device, dtype):
+                nll = _losses(task, eval_set.tokens(rows).to(device), rows, draw=0)
+            losses[dtype] = nll.nanmean()
+        gaps.append(losses[torch.bfloat16] - losses[torch.float32])
+    gap = torch.stack(gaps)
+    return {"sequences": count, "mean": float(gap.mean()), "largest": float(gap.abs().max())}
