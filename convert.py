@@ -3,10 +3,62 @@
 python convert.py SRC DST
 """
 
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import safetensors.torch
 import tyro
 
-from checkpoints.store import convert
+from checkpoints.errors import CheckpointError
+from checkpoints.load import EXPORT_FORMAT, FACTS, load
 from runtime.command_line import run_script
+from runtime.files import sync_folder, write_atomically
+
+
+def convert(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    weights: Literal["ema", "raw"] = "ema",
+) -> None:
+    """Write any supported weights in this project's own format: DST/model.safetensors and DST/config.json.
+
+    Args:
+        source: Run folder, checkpoint file, folder of released weights, or Hugging Face repo id.
+        destination: New folder; written completely, or not at all.
+        weights: The averaged weights, where the source has them, or the last ones.
+    """
+    if os.path.lexists(destination):
+        raise CheckpointError(
+            f"{destination} exists already; give a folder that does not, or remove it"
+        )
+    loaded = load(source, weights)
+    facts = {name: getattr(loaded, name) for name in FACTS}
+    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)} | facts
+    settings |= {"system": loaded.system, "source": source}
+    tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    temporary = destination.with_name(f".{destination.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
+        text = json.dumps(settings, indent=2) + "\n"
+        write_atomically(temporary / "config.json", lambda file: file.write(text.encode()))
+        os.rename(temporary, destination)
+        sync_folder(destination.parent)
+    except OSError as error:
+        raise CheckpointError(f"could not write {destination}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    count = sum(loaded.model.num_params().values())
+    print(f"read {loaded.describe()}")
+    print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
+
 
 if __name__ == "__main__":
     run_script(lambda: tyro.cli(convert))

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval
 
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge
 from evaluation.sample_sets import SampleSet, read_sample_sets, score_samples

@@ -20,7 +20,7 @@ import tyro
 from annotated_types import Interval
 from torch import Tensor
 
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from evaluation.eval_sets import EvalSet, open_eval_set
 from evaluation.likelihood import BatchRunner, ScoringTask, score

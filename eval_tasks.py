@@ -15,10 +15,9 @@ from typing import Annotated
 
 import tyro
 
-from checkpoints import store as checkpoint
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
 from runtime.command_line import run_script
-from runtime.files import check_output, to_json
+from runtime.files import check_output, to_json, write_atomically
 from runtime.processes import Processes, processes
 from runtime.reports import versions
 
@@ -109,7 +108,7 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
     if a.samples:
         rows = [{"task": task} | row for task, rows in results["samples"].items() for row in rows]
         lines = "".join(to_json(row) + "\n" for row in rows)
-        checkpoint.write_atomically(a.samples, lambda file: file.write(lines.encode()))
+        write_atomically(a.samples, lambda file: file.write(lines.encode()))
     if a.json:
         settings = dataclasses.asdict(a) | dataclasses.asdict(model.settings)
         settings |= {"dtype": str(model.dtype).removeprefix("torch.")}
@@ -124,7 +123,7 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
             "versions": versions() | {"lm_eval": lm_eval.__version__},
         }
         text = to_json(text, indent=2) + "\n"
-        checkpoint.write_atomically(a.json, lambda file: file.write(text.encode()))
+        write_atomically(a.json, lambda file: file.write(text.encode()))
 
 
 if __name__ == "__main__":

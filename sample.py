@@ -19,11 +19,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import run_script
 from runtime.devices import pick_dtype
-from runtime.files import check_output, to_json
+from runtime.files import check_output, to_json, write_atomically
 from runtime.processes import Processes, processes
 from runtime.reports import versions
 from sampling import modes, page
@@ -318,7 +318,7 @@ def report(
         lines = "".join(
             to_json(record | cost | {"settings": settings}) + "\n" for record in samples
         )
-        checkpoint.write_atomically(a.jsonl, lambda file: file.write(lines.encode()))
+        write_atomically(a.jsonl, lambda file: file.write(lines.encode()))
     if a.html:
         shown = [
             page.PageSample(tokenizer.pieces(s["tokens"]), s["step"], s["log_probs"])
@@ -326,7 +326,7 @@ def report(
         ]
         known = {name: value for name, value in settings.items() if value is not None}
         document = page.render(shown, known | cost)
-        checkpoint.write_atomically(a.html, lambda file: file.write(document.encode()))
+        write_atomically(a.html, lambda file: file.write(document.encode()))
     several = samples[-1]["prompt_index"] > 0
     for number, record in enumerate(samples, 1):
         source = f" of prompt {record['prompt_index'] + 1}" if several else ""

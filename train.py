@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoints import store as checkpoint
-from checkpoints.store import CheckpointError
+from checkpoints.errors import CheckpointError
 from data.loader import TokenDataset
 from model import Transformer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy

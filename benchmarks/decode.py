@@ -36,7 +36,7 @@ from benchmarks.common import (
     short,
     with_range,
 )
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.ranges import Count, NonNegative

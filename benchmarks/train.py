@@ -38,13 +38,13 @@ from benchmarks.common import (
     short,
     with_range,
 )
-from checkpoints.store import EMA
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
 from runtime.devices import autocast, peak_flops, pick_device, pick_dtype
 from runtime.ranges import Count
 from runtime.reports import markdown_table, new_figure, png
+from training.averages import EMA
 from training.config import Config, OptimConfig
 from training.optimizers import make_optimizer
 

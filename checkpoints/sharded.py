@@ -31,7 +31,8 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from checkpoints.store import CheckpointError, kept, sync_folder
+from checkpoints.errors import CheckpointError
+from runtime.files import sync_folder
 from runtime.processes import Processes, lost_process
 
 STATE = "state.pt"
@@ -126,7 +127,7 @@ class Writer:
 
 
 def failure(path: Path, error: BaseException) -> str:
-    return f"could not write {path}: {reason_of(error)}; {kept(path, path.parent.parent)}. Is the disk full?"
+    return f"could not write {path}: {reason_of(error)}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints.store import Loaded
+from checkpoints.load import Loaded
 from data.loader import (
     TokenDataset,
     evaluation_split,

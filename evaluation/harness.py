@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from model import HEAD_CHUNK_ELEMENTS, log_linear_noise
 from orders import OrderConfig, orders_at, philox_bits

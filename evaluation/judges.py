@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 
 # Elements of the logits of one batch, so that a large vocabulary does not exhaust the memory: a

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.store import Loaded
+from checkpoints.load import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet

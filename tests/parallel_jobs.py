@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from checkpoints import sharded
-from checkpoints import store as checkpoint
+from checkpoints import sharded, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
@@ -37,8 +36,8 @@ def full(tensor):
 
 def full_state(state):
     """Every tensor of a training state, by its name in a sharded checkpoint."""
-    contents = checkpoint.training_state(0, state.model, state.ema, state.optimizer, {}, {}, {})
-    return {name: full(tensor) for name, tensor in checkpoint.split_state(contents)[1].items()}
+    contents = states.training_state(0, state.model, state.ema, state.optimizer, {}, {}, {})
+    return {name: full(tensor) for name, tensor in states.split_state(contents)[1].items()}
 
 
 def start(config, procs):
@@ -57,7 +56,7 @@ def moved(config, procs):
     folder = config.run_folder / "checkpoints"
     if procs.main:
         folder.mkdir(parents=True)
-        for path in checkpoint.find(source.run_folder, up_to=source.checkpoint.interval):
+        for path in store.find(source.run_folder, up_to=source.checkpoint.interval):
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, folder / path.name)
     procs.gather(None)  # until it is there
@@ -141,7 +140,7 @@ def faulty(config, procs):
         raise PermissionError(errno.EPERM, "not today")
 
     def faulty_start(writer, path, *arguments):
-        step = checkpoint.step_of(path)
+        step = store.step_of(path)
         if step == 4 and not procs.main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
         os.rename = refuse if step == 6 else rename

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import train
-from checkpoints.store import EMA, training_state
 from model import AOGPT, ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.devices import PEAK_BF16_FLOPS
 from training import config as configuration
 from training import memory_plan as budget
+from training.averages import EMA
 from training.config import Config, TrainConfig
 from training.memory_plan import (
     GPU,
@@ -37,6 +37,7 @@ from training.memory_plan import (
 )
 from training.optimizers import make_optimizer
 from training.parallel import checkpoint_activations
+from training.state import training_state
 
 B, T, D, H, V = 4, 128, 64, 4, 320
 LARGE = {
@@ -141,7 +142,7 @@ import json, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from training import config as configuration
 from training import parallel
-from checkpoints.store import EMA
+from training.averages import EMA
 from training.optimizers import make_optimizer
 from runtime.processes import Processes
 

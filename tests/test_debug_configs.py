@@ -10,7 +10,8 @@ from helpers import ROOT, make_data
 import eval_ppl
 import sample
 import train
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
+from checkpoints import store
 from training import config as configuration
 
 SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
@@ -40,7 +41,7 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
     status, out, err = script(train, path, *options, *short(8))
     assert status == 0 and "resumed from" in out, err
     run = tmp_path / configuration.load_toml(path).name
-    assert [int(p.stem[5:]) for p in checkpoint.find(run)] == [4, 8]
+    assert [int(p.stem[5:]) for p in store.find(run)] == [4, 8]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 

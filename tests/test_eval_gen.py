@@ -14,7 +14,8 @@ from helpers import LENGTH, MODES, column, read_lines, torchrun
 
 import eval_gen
 import sample
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
+from checkpoints import store
 from data.tokenizers import BytesTokenizer, get_tokenizer
 from evaluation import judges, sample_sets
 from runtime.processes import Processes
@@ -316,7 +317,7 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
         assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
         assert row["perplexity"] == pytest.approx(math.exp(sum(expected) / 20), rel=1e-5)
         assert row["tokens_judged"] == "ids" and row["tokenizer"] == "bytes"
-        assert f"{checkpoint.find(name)[-1]} (step" in result["judge"]["source"]
+        assert f"{store.find(name)[-1]} (step" in result["judge"]["source"]
 
 
 def test_our_own_judge_without_a_start_token_does_not_score_the_first(run):

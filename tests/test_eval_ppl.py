@@ -13,7 +13,9 @@ from helpers import ALONE, LENGTH, flip_byte, make_data, torchrun
 from reference import direct_nll
 
 import eval_ppl
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
+from checkpoints import store
+from convert import convert
 from data.loader import TokenDataset, sha256_file
 from data.prepare import Prepare, prepare
 from evaluation.estimates import estimate
@@ -208,7 +210,7 @@ def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(
     evaluate, plain, data, tmp_path
 ):
     """An export that says so, as one of GPT-2 does."""
-    checkpoint.convert(str(plain), tmp_path / "export")
+    convert(str(plain), tmp_path / "export")
     settings = json.loads((tmp_path / "export" / "config.json").read_text())
     (tmp_path / "export" / "config.json").write_text(json.dumps(settings | {"scored_from": 1}))
     report = evaluate(
@@ -230,7 +232,7 @@ def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, r
     assert [(r["dataset"], r["orders"], r["ensemble"]) for r in report["results"]] == [
         ("data", "l2r", 1)
     ]
-    expected = {"path": str(checkpoint.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
+    expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
     assert report["checkpoint"] == expected
     settings = report["settings"]
     assert (settings["seed"], settings["max_sequences"], settings["dtype"]) == (5, 3, "float32")

@@ -13,7 +13,7 @@ from helpers import assert_user_error, run_script, torchrun
 from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from evaluation import harness
 from runtime.processes import Processes

@@ -9,7 +9,7 @@ from helpers import ALONE, LENGTH, encoder_config, run_script, tiny_config
 from matplotlib.figure import Figure
 
 import train
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
 from data.loader import TokenDataset
 from objectives import evaluation_masks
 from orders import OrderConfig, orders_at

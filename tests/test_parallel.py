@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from checkpoints import sharded
-from checkpoints import store as checkpoint
+from checkpoints import sharded, store
 from data.loader import TokenDataset
 from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.processes import processes
 from training import parallel
+from training import state as states
 from training.batches import PendingLosses, micro_batches
 from training.config import Config
 
@@ -120,8 +120,8 @@ def test_a_checkpoint_gives_its_state_bit_for_bit_to_any_number_of_processes_und
         if source[0] == "fsdp":
             expected = sharded.read_all(path, "")
         else:
-            state = checkpoint.read(path.with_suffix(".pt"))
-            expected = checkpoint.split_state(state)[1]
+            state = store.read(path.with_suffix(".pt"))
+            expected = states.split_state(state)[1]
         assert_same(result("moved", config), expected)
 
 
@@ -144,15 +144,11 @@ def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywh
     shutil.copytree(
         source.run_folder, config.run_folder
     )  # which makes the link to the best one a folder
-    shutil.rmtree(checkpoint.find(config.run_folder)[-1])
+    shutil.rmtree(store.find(config.run_folder)[-1])
     done = torchrun(2, "train.py", write_config(config))
-    assert (
-        f"resumed from {checkpoint.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
-    )
+    assert f"resumed from {store.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
     assert_same_losses(config, source, 1e-5)
-    assert (config.run_folder / "best").resolve() == checkpoint.find(config.run_folder)[
-        -1
-    ].resolve()
+    assert (config.run_folder / "best").resolve() == store.find(config.run_folder)[-1].resolve()
 
 
 # ---- every system, sharded -------------------------------------------------------------------------------------------

@@ -17,10 +17,15 @@ from reference import random_orders, random_tokens
 
 import eval_ppl
 import sample
-from checkpoints import store as checkpoint
-from checkpoints.store import CheckpointError
+from checkpoints import load as checkpoint
+from checkpoints import store
+from checkpoints.errors import CheckpointError
+from convert import convert
 from model import AOGPT, ModelConfig
 from runtime.command_line import run_script as run_main
+from training.averages import EMA
+from training.state import training_state
+from training.warm_start import warm_start
 
 VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11
 TOKENS = 31  # of the tokenizer, where [MASK] follows
@@ -528,7 +533,7 @@ def test_gpt2_starts_an_ao_gpt_with_equal_logits_left_to_right(gpt2):
         "head_bias": False,
     }
     model = AOGPT(ModelConfig(**settings, target="adaln", start="hidden")).double()
-    checkpoint.initialise(model, source)
+    warm_start(model, source)
     tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
     with torch.no_grad():
         logits = [m.logits(m.hidden(tokens, order)) for m in (model, source)]
@@ -777,7 +782,7 @@ def all_sources(folder, gpt2_folder):
 def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, layout):
     source = all_sources(tmp_path, gpt2[1])[layout]
     original = checkpoint.load(source)
-    checkpoint.convert(str(source), tmp_path / "export")
+    convert(str(source), tmp_path / "export")
     loaded = checkpoint.load(tmp_path / "export")
     same_weights(loaded.model, original.model)
     assert loaded.model.config == original.model.config
@@ -795,13 +800,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
-    model, ema = AOGPT(config), checkpoint.EMA(AOGPT(config), 0.9)
+    model, ema = AOGPT(config), EMA(AOGPT(config), 0.9)
     data = {"tokenizer": "bytes", "vocab_size": 257}
     best = {"step": None, "loss": 1.0}
-    state = checkpoint.training_state(
-        5, model, ema, torch.optim.AdamW(model.parameters()), {}, data, best
-    )
-    checkpoint.save(folder / "run", state, keep=1, best=True)
+    state = training_state(5, model, ema, torch.optim.AdamW(model.parameters()), {}, data, best)
+    store.save(folder / "run", state, keep=1, best=True)
     return folder / "run", make_data(folder)
 
 
@@ -850,10 +853,10 @@ def test_convert_as_a_process_and_the_scripts_on_the_export(run, tmp_path, monke
 
 def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_for(run, tmp_path):
     folder, _ = run
-    checkpoint.convert(str(folder), tmp_path / "ema")
+    convert(str(folder), tmp_path / "ema")
     same_weights(checkpoint.load_model(tmp_path / "ema"), checkpoint.load_model(folder, "ema"))
     refused(tmp_path / "ema", "ema weights only", "--weights raw", weights="raw")
-    checkpoint.convert(str(folder), tmp_path / "raw", "raw")
+    convert(str(folder), tmp_path / "raw", "raw")
     assert checkpoint.load(tmp_path / "raw").weights == "raw"
     settings = json.loads((tmp_path / "raw" / "config.json").read_text())
     for key, word in (("model", "lacks 'model'"), ("tokenizer", "lacks 'tokenizer'")):
@@ -870,14 +873,14 @@ def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path
     folder, _ = run
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="there exists already"):
-        checkpoint.convert(str(folder), tmp_path / "there")
+        convert(str(folder), tmp_path / "there")
     assert not list((tmp_path / "there").iterdir())
     with (
         pytest.raises(CheckpointError, match="could not write .*new: .*File too large"),
         limited_file_size(1000),
     ):
-        checkpoint.convert(str(folder), tmp_path / "new")
+        convert(str(folder), tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="could not write"):
-        checkpoint.convert(str(folder), tmp_path / "file" / "new")
+        convert(str(folder), tmp_path / "file" / "new")

@@ -20,7 +20,8 @@ from helpers import (
 )
 
 import sample
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
+from checkpoints import store
 from data.tokenizers import get_tokenizer
 from sampling import engine as decode
 from sampling import modes
@@ -115,7 +116,7 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, 
             "float64",
             "float32",
         )
-        assert f"{checkpoint.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
+        assert f"{store.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
         assert settings["versions"]["torch"] == torch.__version__
     assert "3 samples of 16 tokens" in err and "model calls" in err
 
@@ -261,7 +262,7 @@ def test_averaged_weights_are_the_default_and_a_checkpoint_file_is_as_good_as_it
     samples = column(draw("--seed", 1), "tokens")
     assert column(draw("--seed", 1, "--weights", "ema"), "tokens") == samples
     assert column(draw("--seed", 1, "--weights", "raw"), "tokens") != samples
-    assert column(draw("--seed", 1, path=checkpoint.find(run)[-1]), "tokens") == samples
+    assert column(draw("--seed", 1, path=store.find(run)[-1]), "tokens") == samples
 
 
 # ---- what is given ---------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import sample
 import train
-from checkpoints import sharded
-from checkpoints import store as checkpoint
-from checkpoints.store import CheckpointError
+from checkpoints import load as checkpoint
+from checkpoints import sharded, store
+from checkpoints.errors import CheckpointError
 from runtime.processes import processes
 from training import state as states
 
@@ -65,7 +65,7 @@ def copy(pair, tmp_path):
     """The undisturbed run to damage; its two checkpoints, of steps 8 and 10."""
     config = change(pair[0], out=str(tmp_path))
     shutil.copytree(pair[0].run_folder, config.run_folder, symlinks=True)
-    return config, *checkpoint.find(config.run_folder)
+    return config, *store.find(config.run_folder)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     gate.set()
     assert saver.wait() and names(path.parent) == [path.name] and not warnings
     assert_same(sharded.read_all(path, ""), before)
-    assert checkpoint.read(path, verify=True)["step"] == 3
+    assert store.read(path, verify=True)["step"] == 3
 
 
 def test_the_newest_and_the_best_are_kept_and_best_is_a_link_to_it(state, procs):
@@ -127,7 +127,7 @@ def test_the_newest_and_the_best_are_kept_and_best_is_a_link_to_it(state, procs)
             state.progress.best = {"step": step, "loss": best[step]}
         saver.save(state, before)
         assert saver.wait()
-        kept[step] = [checkpoint.step_of(path) for path in checkpoint.find(folder)]
+        kept[step] = [store.step_of(path) for path in store.find(folder)]
         assert (folder / "best").resolve().name == f"step_{state.progress.best['step']:08d}"
     assert kept[5] == [2, 4, 5] and kept[8] == [6, 7, 8]
     assert (
@@ -137,7 +137,7 @@ def test_the_newest_and_the_best_are_kept_and_best_is_a_link_to_it(state, procs)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_but_a_state_that_is_read_without_running_code(pair):
-    for path in checkpoint.find(pair[0].run_folder):
+    for path in store.find(pair[0].run_folder):
         assert names(path)[-1] == "state.pt" and len(names(path)) == 3
         for shard in names(path)[:-1]:
             assert shard.startswith("shard-") and load_file(path / shard)
@@ -162,11 +162,10 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
         ), step
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key) and len(metrics(config, key)) >= 5
-    path, ours = checkpoint.read_newest(config.run_folder)
+    path, ours = store.read_newest(config.run_folder)
     assert names(path.parent) == [steps[2].name, "step_00000010"]
     assert_same(
-        sharded.read_all(path, ""),
-        sharded.read_all(checkpoint.find(undisturbed.run_folder)[-1], ""),
+        sharded.read_all(path, ""), sharded.read_all(store.find(undisturbed.run_folder)[-1], "")
     )
     losses = metrics(config, "val_loss_random")
     assert losses[10] == min(losses.values()), "every evaluation here is the best so far"
@@ -204,9 +203,7 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_
     (config.run_folder / ".best.tmp").symlink_to("checkpoints/step_00000002")
     train.train(config, procs)
     train.train(whole, procs)
-    for ours, expected in zip(
-        *map(checkpoint.find, (config.run_folder, whole.run_folder)), strict=True
-    ):
+    for ours, expected in zip(*map(store.find, (config.run_folder, whole.run_folder)), strict=True):
         assert_same(sharded.read_all(ours, ""), sharded.read_all(expected, ""))
     assert metrics(config) == metrics(whole)
     assert set(files(config.run_folder)) - set(files(whole.run_folder)) <= {"killed.pt"}
@@ -279,7 +276,7 @@ DAMAGES = [
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(copy, capsys, how):
     config, older, newest = copy
     damage(newest, how, older)
-    path, _ = checkpoint.read_newest(config.run_folder)
+    path, _ = store.read_newest(config.run_folder)
     warning = capsys.readouterr().err
     assert path == older and str(newest) in warning and "trying the one before it" in warning
     assert not (newest.parent / "touched").exists()
@@ -296,7 +293,7 @@ def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(copy, pa
     assert (
         max(abs(ours[step] - expected[step]) for step in expected) < 1e-5
     )  # two processes sum in another order
-    assert checkpoint.read_newest(config.run_folder)[0] == newest
+    assert store.read_newest(config.run_folder)[0] == newest
 
 
 def test_no_pickle_of_torchs_own_sharded_format_is_read(copy):
@@ -321,7 +318,7 @@ def test_best_and_run_are_what_loading_sampling_and_converting_take(copy, script
             expected = sharded.read_all(source, prefix)
             assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
             assert (loaded.step, loaded.weights, loaded.tokenizer) == (
-                checkpoint.step_of(source),
+                store.step_of(source),
                 weights,
                 "bytes",
             )

@@ -36,7 +36,8 @@ from helpers import (
 )
 
 import train
-from checkpoints import store as checkpoint
+from checkpoints import load as checkpoint
+from checkpoints import store
 from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
 from objectives import masked_nll, masks_at
@@ -50,7 +51,7 @@ from training.optimizers import learning_rate, make_optimizer
 
 
 def newest(config):
-    return checkpoint.read(checkpoint.find(config.run_folder)[-1], verify=True)
+    return store.read(store.find(config.run_folder)[-1], verify=True)
 
 
 def assert_same_run(config, reference):
@@ -358,8 +359,8 @@ def test_the_averaged_weights_of_a_run_are_the_average_of_its_weights_after_ever
     average = {
         name: p.detach().double() for name, p in parallel.build(config, ALONE).named_parameters()
     }
-    for t, path in enumerate(checkpoint.find(config.run_folder)):
-        state, decay = checkpoint.read(path), min(0.3, (1 + t) / (10 + t))  # reaches 0.3 at t = 3
+    for t, path in enumerate(store.find(config.run_folder)):
+        state, decay = store.read(path), min(0.3, (1 + t) / (10 + t))  # reaches 0.3 at t = 3
         for name, weight in state["model"].items():
             average[name] = decay * average[name] + (1 - decay) * weight.double()
             torch.testing.assert_close(
@@ -371,7 +372,7 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss_in_the_ord
     reference,
 ):
     losses = metrics(reference, "val_loss_random")
-    best = checkpoint.read(reference.run_folder / "best.pt")
+    best = store.read(reference.run_folder / "best.pt")
     assert best["step"] == min(losses, key=losses.get) == best["best"]["step"]
     assert best["best"]["loss"] == min(losses.values())
 
@@ -590,16 +591,16 @@ def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_fo
     reference, tmp_path, driver
 ):
     config = change(reference, out=str(tmp_path))
-    path, size = write_config(config), checkpoint.find(reference.run_folder)[-1].stat().st_size
+    path, size = write_config(config), store.find(reference.run_folder)[-1].stat().st_size
     assert driver.run(path, operation=20) == -signal.SIGKILL
     for share in (0.1, 0.5, 0.999):
-        before = checkpoint.find(config.run_folder)
+        before = store.find(config.run_folder)
         assert driver.run(path, file_size=int(size * share)) == -signal.SIGXFSZ
         (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
         assert left.stat().st_size == int(size * share), (
             "the run did not die in the middle of a write"
         )
-        assert checkpoint.find(config.run_folder)[-1] == before[-1], (
+        assert store.find(config.run_folder)[-1] == before[-1], (
             "an earlier checkpoint must not suffer"
         )
     assert driver.run(path) == 0
@@ -641,11 +642,10 @@ def test_killed_before_any_file_operation_a_run_keeps_the_right_best_checkpoint(
     killed_before_every_operation,
 ):
     reference, runs = killed_before_every_operation
-    expected = checkpoint.read(reference.run_folder / "best.pt")["step"]
+    expected = store.read(reference.run_folder / "best.pt")["step"]
     found = {config.name: (config.run_folder / "best.pt") for config in runs}
     found = {
-        name: checkpoint.read(path)["step"] if path.exists() else None
-        for name, path in found.items()
+        name: store.read(path)["step"] if path.exists() else None for name, path in found.items()
     }
     assert found == dict.fromkeys(found, expected)
 
@@ -831,7 +831,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     )
     spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
     train.train(config, ALONE)
-    states = [None, *map(checkpoint.read, checkpoint.find(config.run_folder))]
+    states = [None, *map(store.read, store.find(config.run_folder))]
     for good, bad in ((3, 5), (6, 8)):
         for part in ("model", "ema"):
             assert_same(states[good][part], states[bad][part])
@@ -869,7 +869,7 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
         done, "not finite 4 steps in a row", "the last good checkpoint is", "--optim.lr"
     )
     good = re.search(r"the last good checkpoint is (\S+\.pt)", done.stderr)[1]
-    state = checkpoint.read(Path(good), verify=True)
+    state = store.read(Path(good), verify=True)
     assert all(
         bool(p.isfinite().all()) for p in (state["model"] | state["ema"]["weights"]).values()
     )
@@ -886,7 +886,7 @@ def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_on
     undisturbed = copy_of(reference, tmp_path / "undisturbed", train__steps=47)
     train.train(undisturbed, ALONE)
     config = copy_of(reference, tmp_path / "full", train__steps=47)
-    before = {path.name: path.read_bytes() for path in checkpoint.find(config.run_folder)}
+    before = {path.name: path.read_bytes() for path in store.find(config.run_folder)}
     size = (
         max(len(content) for content in before.values()) // 2
     )  # room for everything but a checkpoint
@@ -900,7 +900,7 @@ def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_on
             resource.RLIMIT_FSIZE, (size, size)
         ),  # Python ignores SIGXFSZ
     )
-    last = checkpoint.find(reference.run_folder)[-1].name
+    last = store.find(reference.run_folder)[-1].name
     path = config.run_folder / "checkpoints" / last
     assert_user_error(
         done,
@@ -909,7 +909,7 @@ def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_on
         "disk full",
         "free some space",
     )
-    assert {path.name: path.read_bytes() for path in checkpoint.find(config.run_folder)} == before
+    assert {path.name: path.read_bytes() for path in store.find(config.run_folder)} == before
     assert not [name for name in files(config.run_folder) if name.endswith(".tmp")]
     assert max(metrics(config, "loss")) == 47, (
         "one failed checkpoint must not end the training before its last step"
@@ -923,7 +923,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
     reference, tmp_path, capsys, damage
 ):
     config = copy_of(reference, tmp_path)
-    older, broken = checkpoint.find(config.run_folder)
+    older, broken = store.find(config.run_folder)
     if damage == "cut":
         os.truncate(broken, broken.stat().st_size // 2)
     else:
@@ -936,7 +936,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
 
 def test_when_all_checkpoints_are_broken_the_run_does_not_start_anew_over_them(reference, tmp_path):
     config = copy_of(reference, tmp_path)
-    for path in checkpoint.find(config.run_folder):
+    for path in store.find(config.run_folder):
         os.truncate(path, 1000)
     before = {name: (config.run_folder / name).read_bytes() for name in files(config.run_folder)}
     with pytest.raises(

@@ -36,11 +36,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoints import store as checkpoint
 from data.loader import batch_lengths
 from model import AOGPT
 from runtime.devices import peak_flops, pick_dtype
-from runtime.files import to_json
+from runtime.files import to_json, write_atomically
 from runtime.processes import Processes
 from training.config import Config
 
@@ -221,7 +220,7 @@ def drop_later_lines(path: Path, step: int) -> None:
     """Keep the lines of metrics.jsonl up to `step`: the steps after the checkpoint are about to be run again."""
     kept = [to_json(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
     if path.exists():
-        checkpoint.write_atomically(path, lambda file: file.write("".join(kept).encode()))
+        write_atomically(path, lambda file: file.write("".join(kept).encode()))
 
 
 def start_wandb(config: Config):
@@ -234,7 +233,7 @@ def start_wandb(config: Config):
         ) from None
     id_file = config.run_folder / "wandb_id"
     if not id_file.exists():
-        checkpoint.write_atomically(id_file, lambda f: f.write(secrets.token_hex(4).encode()))
+        write_atomically(id_file, lambda f: f.write(secrets.token_hex(4).encode()))
     try:
         return wandb.init(
             project=config.wandb.project,
@@ -335,7 +334,7 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
     image = io.BytesIO()
     figure.savefig(image, dpi=130, format="png")
     plt.close(figure)
-    checkpoint.write_atomically(file, lambda f: f.write(image.getvalue()))
+    write_atomically(file, lambda f: f.write(image.getvalue()))
 
 
 def draw_panel(axes, lines: list[dict], keys: tuple[str, ...], color, over: str) -> None:

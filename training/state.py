@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,14 +11,18 @@ from pathlib import Path
 
 import torch
 
+from checkpoints import sharded
 from checkpoints import store as checkpoint
-from checkpoints.store import EMA, CheckpointError
+from checkpoints.errors import CheckpointError
+from checkpoints.load import copy_parameters, load_model
 from model import AOGPT
 from runtime.processes import Processes
 from training import config as configuration
 from training import optimizers as optim
 from training import parallel
+from training.averages import EMA
 from training.config import Config
+from training.warm_start import warm_start
 
 
 @dataclass
@@ -63,7 +68,7 @@ def start(config: Config, data_meta: dict, procs: Processes, say) -> State:
 def weights_from(config: Config) -> dict[str, torch.Tensor]:
     """Initial weights that come from those of train.init_from, by name."""
     model = AOGPT(config.model)
-    checkpoint.initialise(model, checkpoint.load_model(config.train.init_from))
+    warm_start(model, load_model(config.train.init_from))
     return dict(model.named_parameters())
 
 
@@ -105,13 +110,45 @@ def check_same_run(config: Config, data_meta: dict, path: Path, saved: dict, say
         say(f"changed since {path}: the training data in {config.data.folder}")
 
 
+def training_state(
+    step: int, model: AOGPT, ema: EMA, optimizer, config: dict, data_meta: dict, best: dict
+) -> dict:
+    """Everything that a run needs to go on exactly: data, orders and learning rate follow from the step."""
+    return {
+        "format": checkpoint.FORMAT,
+        "step": step,
+        "model_config": dataclasses.asdict(model.config),
+        "model": {name: p.detach() for name, p in model.named_parameters()},
+        "ema": {"weights": ema.weights, "updates": int(ema.updates), "decay": ema.decay},
+        "optimizer": optim.named_state(model, optimizer),
+        "config": config,
+        "data": data_meta,
+        "best": best,
+        "torch": str(torch.__version__),
+    }
+
+
+def split_state(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+    """A training state as what a sharded checkpoint holds: what is no tensor, and the tensors by name."""
+    tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    tensors |= {f"ema.{name}": tensor for name, tensor in state["ema"]["weights"].items()}
+    tensors |= {
+        f"optimizer.{n}.{key}": t
+        for n, values in state["optimizer"].items()
+        for key, t in values.items()
+    }
+    plain = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+    plain["ema"] = {key: value for key, value in state["ema"].items() if key != "weights"}
+    return plain | {
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()}
+    }, tensors
+
+
 @torch.no_grad()
 def restore(path: Path, saved: dict, state: State) -> None:
     """Fill the state from a checkpoint of either form, whatever the processes were that wrote it and are now."""
     own = dict(state.model.named_parameters())
     if path.is_dir():
-        from checkpoints import sharded
-
         moments = [
             name.removeprefix("optimizer.")
             for name in saved["shapes"]
@@ -131,7 +168,7 @@ def restore(path: Path, saved: dict, state: State) -> None:
         }
         sharded.read(path, tensors)
     else:
-        checkpoint.copy_parameters(
+        copy_parameters(
             state.model, {n: parallel.like(t, own[n]) for n, t in saved["model"].items()}
         )
         for name, average in state.ema.weights.items():
@@ -156,8 +193,6 @@ class Saver:
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
         self.writer = None
         if config.train.parallel == "fsdp":
-            from checkpoints import sharded
-
             self.writer = sharded.Writer(procs, config.train.timeout)
         self.failed, self.undo = False, lambda: None
 
@@ -168,10 +203,11 @@ class Saver:
         checkpoint is only begun here: `poll` and `wait` end it.
         """
         progress, config = state.progress, self.config
+        self.step = progress.step
         best, path = progress.best != best_before, None
         self.undo = functools.partial(setattr, progress, "best", best_before)
         if self.writer or self.procs.main:
-            contents = checkpoint.training_state(
+            contents = training_state(
                 progress.step,
                 state.model,
                 state.ema,
@@ -198,7 +234,7 @@ class Saver:
                 checkpoint.mark_best(path, folder)
             checkpoint.prune(folder, contents["step"], keep)
 
-        self.writer.start(path, *checkpoint.split_state(contents), done)
+        self.writer.start(path, *split_state(contents), done)
         return path
 
     def poll(self) -> None:
@@ -225,5 +261,6 @@ class Saver:
             return work(*arguments)
         except CheckpointError as error:
             if self.procs.main:
-                self.warn(str(error))
+                before = checkpoint.kept(self.config.run_folder, self.step)
+                self.warn(f"{error}; {before}. Is the disk full?")
             return None

@@ -10,13 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from checkpoints.store import EMA
 from data.loader import TokenDataset
 from model import Transformer
 from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
 from runtime.devices import autocast, pick_dtype
 from runtime.processes import Processes
+from training.averages import EMA
 from training.config import Config
 from training.parallel import reshard
 
