@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from orders import inverse_permutation
+from runtime.ranges import BelowOne, Count, check_values
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits alive at once in the output head, outside torch.compile
 
@@ -43,13 +44,14 @@ HEAD_CHUNK_ELEMENTS = 2**25  # logits alive at once in the output head, outside 
 class ModelConfig:
     """Shape of the Transformer. The defaults are AO-GPT Small with the GPT-2 vocabulary."""
 
-    vocab_size: int = 50304
-    """Rows of the token table: the tokenizer's vocabulary, padded up to a multiple of 64 for speed."""
-    block_size: int = 1024
+    vocab_size: Count = 50304
+    """Rows of the token table: the tokenizer's vocabulary, rounded up to a multiple of 64 for
+    speed."""
+    block_size: Count = 1024
     """Longest sequence, in tokens."""
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    n_layer: Count = 12
+    n_head: Count = 12
+    n_embd: Count = 768
     """Width of the residual stream; a multiple of n_head."""
     attention: Literal["causal", "full"] = "causal"
     """causal: a decoder, causal along the order. full: an encoder that sees all positions, masked
@@ -60,7 +62,7 @@ class ModelConfig:
     modulates every normalisation (AO-GPT); shared: one full-width table added again before every
     block; per_block: a table per block; two_stream: a query stream that starts from the target
     position and reads a content stream (XLNet, A3). An encoder has "none"."""
-    cond_dim: int = 128
+    cond_dim: Count = 128
     """Width of the vector that adaLN is computed from."""
     noise: bool = False
     """adaLN on the noise level of an encoder (SEDD)."""
@@ -83,27 +85,18 @@ class ModelConfig:
     tied_head: bool = False
     """The output head shares the token table."""
     head_bias: bool = True
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     position_init: Literal["normal", "sinusoidal"] = "normal"
     """How the learned position tables start. normal: as the paper does; sinusoidal: as sine waves,
     so that neighbouring positions start alike, which lets a small any-order model find its
     neighbours after far fewer steps."""
 
     def __post_init__(self):
-        for name, hint in get_type_hints(type(self)).items():
-            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                raise ValueError(
-                    f"model.{name} is {getattr(self, name)!r}; it must be one of {get_args(hint)}"
-                )
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        check_values(self, lambda field: f"model.{field}")
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"model.n_embd ({self.n_embd}) must be a multiple of model.n_head ({self.n_head})"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout is {self.dropout}; give a number from 0 to below 1")
         if self.is_encoder:
             self._check_encoder()
         else:
@@ -217,15 +210,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
     def forward(
-        self,
-        x: Tensor,
-        mask: AttentionMask,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: LayerCache | None = None,
-        queries: Tensor | None = None,
-        query_mask: AttentionMask | None = None,
+        self, x, mask: AttentionMask, rotary=None, cache=None, queries=None, query_mask=None
     ):
-        """x (B, T, D) -> the same shape. In a parallel pass, which has a cache: the N items, (N, D).
+        """x (B, T, D) -> the same shape. In a parallel pass, which has a cache: items, (N, D).
 
         queries: of the shape of x, a second stream that reads the keys and values of x as
         query_mask says. With it, the outputs of both streams are returned.
@@ -235,11 +222,11 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
-            k, v = cache.update(k, v)  # now those of earlier passes, too
+            k, v = cache.update(k, v)  # now with those of earlier passes
         y = self._attend(q, k, v, mask, cache)
         if queries is None:
             return y
-        # The query stream shares the projection of x, of which it needs the first third.
+        # Queries have neither keys nor values, so they need the first third of the projection only.
         D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
         q = F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
@@ -255,13 +242,9 @@ class Attention(nn.Module):
             # Input 0 attends to itself alone, so its output is its value, and the others go on
             # without it. A mask would do the same, but fused attention kernels know causal best.
             start, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
+        p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask.allowed,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask.causal,
+            q, k, v, attn_mask=mask.allowed, dropout_p=p, is_causal=mask.causal
         )
         if start is not None:
             y = torch.cat([start, y], dim=2)
@@ -295,25 +278,21 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        mask: AttentionMask,
-        at_targets: Callable[[Tensor], Tensor],
-        condition: Tensor | None = None,
-        modulation: Tensor | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """One block (SPEC of adaLN: the paper, section 3).
+        self, x, mask, at_targets, condition=None, modulation=None, rotary=None, cache=None
+    ):
+        """One block; with adaLN as in the paper, section 3.
 
         Args:
             x: (B, T, D), or the (N, D) items of a parallel pass.
+            mask: what attention may see.
             at_targets: picks the rows of a per-position table that belong to the target positions
                 of x: (positions, ...) -> (B, T, ...) or (N, ...).
             condition: (positions, cond_dim), what adaLN is computed from.
             modulation: (positions, 6 D), what adaLN gives, where that is known already.
-            rotary: of an encoder, see `rotary_angles`.
-            cache: of a parallel pass.
+            rotary: `rotary_angles`, of an encoder.
+            cache: `LayerCache`, of a parallel pass.
+
+        Returns: of the shape of x.
         """
         if self.wtpe is not None:
             x = x + at_targets(self.wtpe.weight)
@@ -335,23 +314,12 @@ class TwoStreamBlock(Block):
     """A block of two streams with the same weights (XLNet, A3): x, which sees its own tokens, and
     queries, which know only their target position and what they read from x."""
 
-    def forward(
-        self,
-        x: Tensor,
-        queries: Tensor,
-        mask: AttentionMask,
-        query_mask: AttentionMask,
-        cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        y, answer = self.attn(
-            self.norm1(x), mask, cache=cache, queries=self.norm1(queries), query_mask=query_mask
-        )
+    def forward(self, x, queries, mask, query_mask, cache=None) -> tuple[Tensor, Tensor]:
+        """Arguments as in `Block`; queries: of the shape of x."""
+        y, answer = self.attn(self.norm1(x), mask, None, cache, self.norm1(queries), query_mask)
         x, queries = x + self.drop(y), queries + self.drop(answer)
-        x, queries = (
-            x + self.drop(self.mlp(self.norm2(x))),
-            queries + self.drop(self.mlp(self.norm2(queries))),
-        )
-        return x, queries
+        x = x + self.drop(self.mlp(self.norm2(x)))
+        return x, queries + self.drop(self.mlp(self.norm2(queries)))
 
 
 # ---- what decoder and encoder share ----------------------------------------------------------
@@ -408,13 +376,7 @@ class Transformer(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer)
             nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
-    def final_norm(
-        self,
-        x: Tensor,
-        at_targets: Callable[[Tensor], Tensor],
-        condition: Tensor | None,
-        modulation: Tensor | None = None,
-    ) -> Tensor:
+    def final_norm(self, x, at_targets, condition, modulation=None) -> Tensor:
         """The last norm, with its adaLN; arguments as in `Block.forward`."""
         x = self.norm_f(x)
         if self.adaln_f is None:
@@ -566,37 +528,31 @@ class AOGPT(Transformer):
         return x + self.wpe(in_positions)
 
     def _trunk(
-        self,
-        x: Tensor,
-        targets: Tensor,
-        at_targets: Callable[[Tensor], Tensor],
-        mask: AttentionMask,
-        query_mask: AttentionMask,
-        modulations: list[Tensor] | None = None,
-        cache: KVCache | None = None,
-        layout: ItemLayout | None = None,
+        self, x, targets, at_targets, mask, query_mask, modulations=None, caches=None
     ) -> Tensor:
-        """Run the blocks and the final norm on embedded inputs (B, T, D), or on the items (N, D) of
-        a parallel pass, which has a cache and a layout.
+        """Run the blocks and the final norm.
 
-        targets: (B, T) or (N,) target positions; at_targets: their rows of a table, see `Block`.
+        Args:
+            x: embedded inputs (B, T, D), or the items (N, D) of a parallel pass.
+            targets: their target positions, (B, T) or (N,); at_targets: see `Block`.
+            mask: what they see; query_mask: and what the query stream sees, in two_stream.
+            modulations: `modulations()`, where they are computed already.
+            caches: of a parallel pass, a `LayerCache` for each block.
         """
         variant = self.config.target
         condition = None if modulations else self._condition()
-        if variant == "two_stream":
-            queries = self.query + self.wpe(targets + 1)
-        if variant in ("input", "shared"):
-            added = at_targets(self.wtpe.weight)
+        queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
+        added = at_targets(self.wtpe.weight) if variant in ("input", "shared") else None
         x = self.drop(x + added if variant == "input" else x)
         for i, block in enumerate(self.blocks):
-            layer = None if cache is None else cache.layer(i, layout)
+            cache = caches[i] if caches else None
             if variant == "two_stream":
-                x, queries = block(x, queries, mask, query_mask, layer)
+                x, queries = block(x, queries, mask, query_mask, cache)
                 continue
             if variant == "shared":
                 x = x + added
             modulation = modulations[i] if modulations else None
-            x = block(x, mask, at_targets, condition, modulation, cache=layer)
+            x = block(x, mask, at_targets, condition, modulation, cache=cache)
         if variant == "two_stream":
             x = queries  # predictions come from the query stream
         return self.final_norm(x, at_targets, condition, modulations[-1] if modulations else None)
@@ -662,14 +618,8 @@ class AOGPT(Transformer):
         """
         ordered = tokens.gather(1, order)
         B, T = tokens.shape
-        steps = ParallelPass(
-            cached=torch.zeros_like(known),
-            known=known,
-            count=torch.full_like(known, T),
-            items=B * T,
-            width=T,
-            length=T,
-        )
+        nothing, all_steps = torch.zeros_like(known), torch.full_like(known, T)
+        steps = ParallelPass(nothing, known, all_steps, items=B * T, width=T, length=T)
         x = self.parallel_hidden(ordered, order, steps)
         log_probs = -self.head_nll(x.view(B, T, -1), ordered)
         predicted = torch.arange(T, device=order.device) >= known[:, None]
@@ -744,8 +694,7 @@ class AOGPT(Transformer):
             lambda table: table[targets],
             *self._parallel_masks(steps),
             modulations,
-            cache,
-            layout,
+            cache.layers(layout),
         )
 
     def _parallel_masks(self, steps: ParallelPass) -> tuple[AttentionMask, AttentionMask]:
@@ -759,10 +708,9 @@ class AOGPT(Transformer):
             seen &= (keys > 0) | (slots == 0)
         # The query stream sees the content of slot `known`, which is input `known` itself, and
         # nothing after it: content is no copy there.
-        by_queries = keys <= source
-        return AttentionMask(allowed=seen.unsqueeze(1)), AttentionMask(
-            allowed=by_queries.unsqueeze(1)
-        )
+        seen_by_queries = keys <= source
+        masks = (AttentionMask(allowed=m.unsqueeze(1)) for m in (seen, seen_by_queries))
+        return tuple(masks)
 
 
 @dataclass
@@ -842,31 +790,33 @@ class ItemLayout:
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once, (layers, B, length + 1, H, D/H) each.
+    """Keys and values of every layer, allocated once, (n_layer, B, C = length + 1, H, D/H) each.
 
     Slot i belongs to step i of a sequence; the last slot takes what nobody reads.
     """
 
     def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
-        self._allocate(config.n_layer, config, batch_size, length, device, dtype)
-
-    def _allocate(self, layers: int, config, batch_size, length, device, dtype) -> None:
-        shape = (layers, batch_size, length + 1, config.n_head, config.n_embd // config.n_head)
+        head_dim = config.n_embd // config.n_head
+        shape = (config.n_layer, batch_size, length + 1, config.n_head, head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def layer(self, i: int, layout: ItemLayout) -> LayerCache:
-        return LayerCache(self.keys[i], self.values[i], layout)
+    def layers(self, layout: ItemLayout) -> list[LayerCache]:
+        """What each block is given in a pass of this layout."""
+        layers = range(len(self.keys))
+        return [LayerCache(self.keys[i], self.values[i], layout) for i in layers]
 
 
 class ScratchCache(KVCache):
-    """A cache for a single pass, which leaves nothing behind: all layers share the space of one."""
+    """The cache of a single pass that leaves nothing behind: its layers share the space of one,
+    each overwriting what the one before wrote."""
 
     def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
-        self._allocate(1, config, batch_size, length, device, dtype)
+        super().__init__(replace(config, n_layer=1), batch_size, length, device, dtype)
+        self.n_layer = config.n_layer
 
-    def layer(self, i: int, layout: ItemLayout) -> LayerCache:
-        return super().layer(0, layout)
+    def layers(self, layout: ItemLayout) -> list[LayerCache]:
+        return super().layers(layout) * self.n_layer
 
 
 @dataclass

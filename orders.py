@@ -1,18 +1,21 @@
 """Prediction orders: which position is predicted at which step.
 
-An order sigma of length T is a permutation of the positions 0..T-1; ``order[b, i]`` is the position that sequence b
-predicts at step i. The distribution over orders is the *formulation* axis of the project: left-to-right gives an
-autoregressive model, uniform over all T! orders gives an any-order model, which is a masked diffusion model.
+An order sigma of length T is a permutation of the positions 0..T-1; `order[b, i]` is the position
+that sequence b predicts at step i. The distribution over orders is the *formulation* axis of the
+project: left-to-right gives an autoregressive model, uniform over all T! orders gives an any-order
+model, which is a masked diffusion model (the paper, section 2).
 
-Randomness is counter-based (Philox): the order of a sequence is a function of (seed, step, index in the global batch)
-and of nothing else, so neither resuming nor the number of processes can change it.
+Randomness is counter-based: the order of a sequence is a function of (seed, step, index in the
+global batch) and of nothing else, so neither resuming nor the number of processes can change it.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-import numpy as np
 import torch
+
+from runtime.randomness import philox_bits, to_uniform
+from runtime.ranges import Count, Probability, Seed, check_values
 
 OrderKind = Literal["l2r", "random", "mixture", "fixed_random", "fixed_blockwise"]
 
@@ -22,51 +25,18 @@ class OrderConfig:
     """A distribution over prediction orders."""
 
     kind: OrderKind = "mixture"
-    """l2r; random: uniform, drawn per sequence; mixture: l2r with probability l2r_prob, else random; fixed_random: one
-    permutation for the whole run; fixed_blockwise: blocks from left to right, one permutation inside every block."""
-    l2r_prob: float = 0.1
+    """l2r; random: uniform, drawn per sequence; mixture: l2r with probability l2r_prob, else
+    random; fixed_random: one permutation for the whole run; fixed_blockwise: blocks from left to
+    right, one permutation inside every block."""
+    l2r_prob: Probability = 0.1
     """Share of left-to-right sequences (mixture only)."""
-    block: int = 32
+    block: Count = 32
     """Positions in a block (fixed_blockwise only)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the fixed permutation (fixed_random and fixed_blockwise only)."""
 
     def __post_init__(self):
-        if self.kind not in get_args(OrderKind):
-            raise ValueError(
-                f"order.kind is {self.kind!r}; it must be one of {get_args(OrderKind)}"
-            )
-        if not 0.0 <= self.l2r_prob <= 1.0:
-            raise ValueError(
-                f"order.l2r_prob is a probability, but it is {self.l2r_prob}; give a number from 0 to 1"
-            )
-        if self.block < 1:
-            raise ValueError(f"order.block is {self.block}; a block holds at least 1 position")
-
-
-def philox_bits(seed: int, step: int, rows: range, width: int) -> np.ndarray:
-    """Random 64-bit integers of some rows of an endless table: a pure function of (seed, step, row, column).
-
-    Args:
-        seed, step: non-negative integers that name the table.
-        rows: the rows wanted, contiguous.
-        width: numbers in a row.
-
-    Returns: uint64 array (len(rows), width). Row r is the same whichever other rows are drawn with it.
-    """
-    if not (0 <= seed < 2**64 and 0 <= step < 2**64):
-        raise ValueError(
-            f"seed and step must be from 0 to 2**64 - 1, but they are {seed} and {step}"
-        )
-    counts_per_row = -(
-        -width // 4
-    )  # one Philox counter yields four numbers; its top word stays 0 (data uses 1 and up)
-    stream = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).advance(
-        rows.start * counts_per_row
-    )
-    return stream.random_raw(len(rows) * counts_per_row * 4).reshape(len(rows), counts_per_row * 4)[
-        :, :width
-    ]
+        check_values(self, lambda field: f"order.{field}")
 
 
 def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:
@@ -78,7 +48,7 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
         rows: indices in the global batch.
         length: T, positions in a sequence.
 
-    Returns: LongTensor (len(rows), T) of positions.
+    Returns: LongTensor (len(rows), T) of positions, on the CPU.
     """
     if length < 1:
         raise ValueError(f"an order needs at least one position, but length is {length}")
@@ -89,21 +59,20 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
         return _permutation(config.seed, length).expand(len(rows), length).clone()
     if config.kind == "fixed_blockwise":
         return _blockwise(config, length).expand(len(rows), length).clone()
+    # Sorting random keys gives a uniform permutation. Ties among 64-bit keys (probability below
+    # T^2 / 2^65) are broken by position. Column 0 is the coin of a mixture.
     bits = philox_bits(seed, step, rows, length + 1)
-    # Ties among 64-bit keys (probability below T^2 / 2^65) are broken by position.
     order = torch.from_numpy(bits[:, 1:].argsort(axis=1, kind="stable"))
     if config.kind == "mixture":
-        coin = torch.from_numpy(
-            (bits[:, 0] >> np.uint64(11)) * 2.0**-53
-        )  # uniform in [0, 1) with 53 bits
-        order = torch.where(coin[:, None] < config.l2r_prob, identity, order)
+        coin = torch.from_numpy(to_uniform(bits[:, :1]))
+        order = torch.where(coin < config.l2r_prob, identity, order)
     return order
 
 
 def sample_orders(
     config: OrderConfig, batch_size: int, length: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw `batch_size` orders from `config`.
+    """Draw `batch_size` orders from `config`, for code that has a generator rather than steps.
 
     Args:
         config: the distribution.
@@ -117,7 +86,8 @@ def sample_orders(
 
 
 def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
-    """The step at which each position is predicted: ``inverse[b, order[b, i]] == i``. (B, T) -> (B, T)."""
+    """The step at which each position is predicted, (B, T) -> (B, T):
+    `inverse[b, order[b, i]] == i`."""
     steps = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, steps)
 

@@ -30,9 +30,10 @@ from tqdm import tqdm
 from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from model import HEAD_CHUNK_ELEMENTS, log_linear_noise
-from orders import OrderConfig, orders_at, philox_bits
+from orders import OrderConfig, orders_at
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.processes import Processes
+from runtime.randomness import philox_bits
 from sampling.engine import generate
 from sampling.plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan
 from sampling.token_choice import TokenChoice

@@ -8,7 +8,7 @@ import torch
 from reference import all_sequences, enumerable_system
 
 from evaluation.estimates import Estimate, estimate, t_quantile
-from objectives import held_out_nll
+from objectives import token_nll
 from orders import OrderConfig
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders
@@ -132,7 +132,7 @@ def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws,
     index = index.expand(REPEATS, TEXTS)
     tokens, rows = all_sequences(V, N)[index.flatten()], range(REPEATS * TEXTS)
     random = OrderConfig("random")
-    nll = [held_out_nll(model, tokens, random, 0, draw, rows, 0) for draw in range(draws)]
+    nll = [token_nll(model, tokens, random, 0, draw, rows, 0).mean(1) for draw in range(draws)]
     estimates = [estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)]
     target = float(exact[index[0]].mean() if given_data else exact.mean())
     assert 0.90 <= coverage(estimates, target, given_data) <= 0.99
@@ -147,7 +147,7 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
     exact, estimates = float(exact_losses(conditional)[index].mean()), []
     for seed in range(REPEATS):
         draws = (
-            held_out_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS)
+            token_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS).mean(1)
             for draw in range(6)
         )
         estimates.append(estimate(torch.stack(list(draws), dim=1), joint=True))

@@ -17,7 +17,7 @@ from reference import (
 )
 
 from model import AOGPT, ModelConfig, ParallelPass
-from objectives import ao_ar_loss, evaluation_masks, held_out_nll, token_nll
+from objectives import ao_ar_loss, evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
@@ -192,8 +192,6 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
     assert nll.dtype == torch.float64 and nll.shape == (5, N)
     assert torch.equal(nll.gather(1, order), -model.token_log_probs(tokens, order).double())
-    for b, mean in enumerate(held_out_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)):
-        assert abs(float(mean) - math.fsum(nll[b].tolist()) / N) < 1e-15
     late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
     assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()
 

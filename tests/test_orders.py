@@ -7,7 +7,8 @@ import pytest
 import torch
 from reference import chi_square_p
 
-from orders import OrderConfig, inverse_permutation, orders_at, philox_bits, sample_orders
+from orders import OrderConfig, inverse_permutation, orders_at, sample_orders
+from runtime.randomness import philox_bits
 
 KINDS = ("l2r", "random", "mixture", "fixed_random", "fixed_blockwise")
 LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
