@@ -35,7 +35,7 @@ from training.memory_plan import (
     share_of,
     state_bytes,
 )
-from training.optimizers import make_optimizer
+from training.optimizers import make_optimizer, named_state
 from training.parallel import checkpoint_activations
 from training.state import training_state
 
@@ -97,14 +97,7 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
     losses(model, config).mean().backward()
     optimizer.step()
     ema.update(model)
-    parts = optimizer.parts.values() if kind == "muon" else [optimizer]
-    state = [
-        t
-        for part in parts
-        for values in part.state.values()
-        for t in values.values()
-        if torch.is_tensor(t)
-    ]
+    state = [t for values in named_state(model, optimizer).values() for t in values.values()]
     measured = {
         "weights": storage_bytes(model.parameters()),
         "gradients": storage_bytes(p.grad for p in model.parameters()),
