@@ -42,9 +42,10 @@ from training import config as configuration
 from training import memory_plan
 from training.batches import Batch, PendingLosses, accumulation_steps, micro_batches
 from training.config import Config
-from training.metrics import Log, plot_losses, plot_runs
+from training.metrics import Log
 from training.optimizers import learning_rates, move, set_learning_rates
 from training.parallel import compiled, micro_step, replicate
+from training.plots import plot_losses, plot_runs
 from training.state import Progress, Saver, State, start
 from training.validation import best_by, evaluate
 

@@ -1,4 +1,5 @@
-"""metrics.py: what an evaluation line holds, curves by step of the order, and runs drawn against each other."""
+"""metrics.py and plots.py: what an evaluation line holds, curves by step of the order, and runs drawn
+against each other."""
 
 import json
 import math
@@ -13,7 +14,7 @@ from checkpoints import load as checkpoint
 from data.loader import TokenDataset
 from objectives import evaluation_masks
 from orders import OrderConfig, orders_at
-from training import metrics, validation
+from training import plots, validation
 
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
 
@@ -32,7 +33,7 @@ def any_order(model, data, config):
     return validation.validation_loss(model, val_data, OrderConfig("random"), config, ALONE)
 
 
-# ---- evaluation lines ------------------------------------------------------------------------------------------------
+# ---- evaluation lines ----------------------------------------------------------------------------
 
 
 def test_an_evaluation_line_holds_losses_of_both_weights_curves_and_costs(run):
@@ -100,7 +101,7 @@ def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of
     assert loss == pytest.approx(np.mean(per_sequence), rel=1e-5) and len(set(known)) > 1
 
 
-# ---- drawing ---------------------------------------------------------------------------------------------------------
+# ---- drawing -------------------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -112,9 +113,10 @@ def write_lines(folder, lines):
 
 
 def drawn(lines, *keys, over="tokens"):
-    """What draw_panel draws: [(x, y, line style)]."""
+    """What draw_panel draws for the panel of these keys: [(x, y, line style)]."""
     axes = Figure().subplots()
-    metrics.draw_panel(axes, lines, keys, "black", over)
+    (panel,) = (panel for panel in plots.PANELS if panel.keys == keys)
+    plots.draw_panel(axes, lines, panel, "black", over)
     return [
         (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linestyle())
         for line in axes.lines
@@ -152,35 +154,26 @@ def test_skipped_steps_leave_no_point_in_the_training_loss():
 
 
 def test_smoothing_keeps_a_constant_and_the_first_value_and_averages_over_a_fiftieth():
-    assert metrics.smoothed(np.full(500, 3.0)) == pytest.approx(3.0)
+    assert plots.smoothed(np.full(500, 3.0)) == pytest.approx(3.0)
     values = np.arange(500.0)
-    smooth = metrics.smoothed(values)
+    smooth = plots.smoothed(values)
     assert smooth[0] == 0.0
-    assert smooth[-1] == pytest.approx(
-        499 - 9, abs=0.1
-    )  # an average with decay 1 - 1/10 lags nine values behind a line
-    np.testing.assert_array_equal(metrics.smoothed(values[:50]), values[:50])
+    # an average with decay 1 - 1/10 lags nine values behind a line
+    assert smooth[-1] == pytest.approx(499 - 9, abs=0.1)
+    np.testing.assert_array_equal(plots.smoothed(values[:50]), values[:50])
 
 
 def test_runs_are_called_by_their_names_or_where_these_are_alike_by_their_paths(tmp_path):
     one, other, same = tmp_path / "one", tmp_path / "cost$2", tmp_path / "more" / "one"
-    assert metrics.run_labels([one, other]) == ["one", "cost\\$2"]
-    assert metrics.run_labels([one, other, same]) == [str(one), "cost\\$2", str(same)]
+    assert plots.run_labels([one, other]) == ["one", "cost\\$2"]
+    assert plots.run_labels([one, other, same]) == [str(one), "cost\\$2", str(same)]
 
 
 def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path):
-    before = [
-        {
-            k: v
-            for k, v in line.items()
-            if k in ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")
-        }
-        for line in lines_of(run)
-    ]
-    old, out = (
-        write_lines(tmp_path / "old $x_1$ run", before),
-        tmp_path / "pictures" / "compare.png",
-    )
+    keys = ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")
+    before = [{key: line[key] for key in keys if key in line} for line in lines_of(run)]
+    old = write_lines(tmp_path / "old $x_1$ run", before)
+    out = tmp_path / "pictures" / "compare.png"
     done = run_script("train.py", "--plot", run, old, encoder, "--plot-out", out)
     assert f"wrote {out}" in done.stdout and out.read_bytes().startswith(PNG)
 
@@ -188,7 +181,7 @@ def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_pat
 @pytest.mark.parametrize("count", [1, 12])
 def test_one_run_and_many_can_be_drawn(run, tmp_path, count):
     folders = [write_lines(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(count)]
-    metrics.plot_runs(folders, tmp_path / "out.png", over="steps")
+    plots.plot_runs(folders, tmp_path / "out.png", over="steps")
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
 
 
