@@ -29,12 +29,13 @@ from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.files import check_output, write_atomically, write_json, write_jsonl, write_text
 from runtime.processes import Processes, processes
-from runtime.ranges import LARGEST, Count, check_values, flag
+from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
 from sampling import modes
-from sampling.engine import TokenChoice
-from sampling.modes import Mode
+from sampling.engine import Generation, TokenChoice
+from sampling.modes import Mode, SamplingOptions
 from sampling.plans import Schedule
+from sampling.records import generation_cost, sample_records
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler,
 # width, and how numbers are written. Rows are printed one by one, each as soon as it is known, so
@@ -87,7 +88,7 @@ class Arguments(ModelOptions):
     """Of mdm and even, as in sample.py."""
     group_size: tuple[Count, ...] | None = None
     """Tokens a step of l2r, random and adaptive, a row of the table for each; by default 1."""
-    reveal_by: Literal["confidence", "entropy", "random"] | None = None
+    unmask_by: Literal["confidence", "entropy", "random"] | None = None
     """Of adaptive, as in sample.py."""
     draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
     """speculative: tokens guessed in parallel, a row of the table for each; by default 8."""
@@ -116,30 +117,12 @@ class Arguments(ModelOptions):
     """Write a JSON object per sample: what sample.py --jsonl writes, and its scores."""
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """One way to sample from one run: a row of the table. The fields are sample.py's options."""
+@dataclass(frozen=True, kw_only=True)
+class Sampler(SamplingOptions):
+    """One way to sample from one run: a row of the table."""
 
     run: str
-    mode: Mode
-    steps: int | None
-    schedule: Schedule | None
-    group_size: int | None
-    reveal_by: str | None
-    draft: int | None
-    order: str | None
-    length: int | None
-    num_samples: int
-    batch_size: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    noise: str
-    seed: int
-
-    @property
-    def choice(self) -> TokenChoice:
-        return TokenChoice(self.temperature, self.top_p, self.top_k, self.noise)
+    seed: Seed
 
 
 def main() -> None:
@@ -212,7 +195,7 @@ def samplers_of(a: Arguments) -> list[Sampler]:
     for run, (temperature, top_p), size in itertools.product(a.runs, choices, list(sizes)):
         swept = dict(zip(("steps", "group_size", "draft"), size, strict=True))
         options = shared | swept | {"run": run, "temperature": temperature, "top_p": top_p}
-        samplers.append(modes.with_defaults(Sampler(**options)))
+        samplers.append(modes.with_mode_defaults(Sampler(**options)))
     return samplers
 
 
@@ -240,7 +223,7 @@ def fit_to_model(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
             "with sample.py --prompt TEXT --jsonl FILE, and score them with --samples FILE"
         )
     try:
-        modes.check_model(sampler, loaded.model.config)
+        modes.check_mode(sampler, loaded.model.config)
     except ValueError as error:
         raise ValueError(f"{sampler.run}: {error}") from error
     block_size = loaded.model.config.block_size
@@ -250,7 +233,7 @@ def fit_to_model(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
             "tokens"
         )
     length = sampler.length or block_size
-    return modes.with_steps(dataclasses.replace(sampler, length=length), [[None] * length])
+    return modes.with_default_steps(dataclasses.replace(sampler, length=length), [[None] * length])
 
 
 # ---- samples: made, or read ----------------------------------------------------------------------
@@ -280,11 +263,13 @@ def warm_up(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) -> No
     generate(short, loaded, procs)
 
 
-def generate(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes, label=None) -> list:
-    """Every process generates its share; the parts of all, in order, on every process."""
-    return modes.generate_shared(
+def generate(
+    sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes, label=None
+) -> Generation:
+    """Every process generates its share; the samples of all on every process."""
+    return modes.generate_distributed(
         loaded.model,
-        modes.draw(sampler, [[None] * sampler.length]),
+        modes.plan_samples(sampler, [[None] * sampler.length], sampler.seed),
         sampler.choice,
         loaded.vocab_size,
         procs,
@@ -302,25 +287,9 @@ def sample(sampler: Sampler, loaded: checkpoint.Loaded, dtype, procs: Processes)
         "versions": versions(),
     }
     started = time.perf_counter()
-    parts = generate(sampler, loaded, procs, label=f"{sampler_name(settings)} samples")
-    cost = {
-        "model_calls": sum(part.model_calls for part in parts),
-        "token_forwards": sum(part.token_forwards for part in parts),
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-    tokenizer = get_tokenizer(loaded.tokenizer)
-    samples = [
-        {
-            "text": tokenizer.decode(tokens),
-            "prompt_index": 0,
-            "prompt": "",
-            "length": len(tokens),
-            "tokens": tokens,
-            "step": step,
-            "log_probs": [round(p, 6) for p in log_probs],
-        }
-        for tokens, step, log_probs in modes.rows_of(parts)
-    ]
+    generation = generate(sampler, loaded, procs, label=f"{sampler_name(settings)} samples")
+    cost = generation_cost(generation, time.perf_counter() - started)
+    samples = sample_records(generation, get_tokenizer(loaded.tokenizer))
     return SampleSet(sampler.run, samples, settings, cost, loaded.tokenizer)
 
 

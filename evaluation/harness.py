@@ -509,7 +509,7 @@ def stacked(plans: list[Plan]) -> Plan:
         [torch.cat([plan.order[0], positions[len(plan.order[0]) :]]) for plan in plans]
     )
     step = pad_sequence([plan.step[0] for plan in plans], batch_first=True)
-    return Plan(order, step, length, plans[0].reveal)
+    return Plan(order, step, length, plans[0].unmask_by)
 
 
 def digest(*parts: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -96,6 +97,14 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(
         error, MemoryError | torch.OutOfMemoryError
     ) or "can't allocate memory" in str(error)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what is no longer referred to: objects in reference cycles, then the allocator's
+    unused blocks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,9 +9,8 @@ Shapes: B samples in flight, T positions, G groups, N items of a step, V vocabul
 
 from __future__ import annotations
 
-import bisect
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import model as model_module
 from model import AOGPT, MLP, KVCache, ParallelPass, log_linear_noise, ragged
-from runtime.devices import available_memory
+from runtime.devices import available_memory, out_of_memory, release_memory
 from sampling.plans import (
     Plan,
     adaptive_plan,
@@ -50,7 +49,6 @@ __all__ = [
     "group_sizes",
     "l2r_plan",
     "mdm_plan",
-    "memory_needed",
     "random_plan",
     "speculative_plan",
 ]
@@ -58,6 +56,14 @@ __all__ = [
 CPU_CHUNK_ELEMENTS = (
     2**19
 )  # logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
+
+
+BUFFERS = {
+    "order": torch.long,
+    "tokens": torch.long,
+    "log_probs": torch.float,
+    "uniforms": torch.float64,
+}
 
 
 @dataclass
@@ -81,6 +87,28 @@ class Generation:
     model_calls: int
     token_forwards: int
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def joined(parts: list[Generation]) -> Generation:
+        """Samples that were generated in parts, as one."""
+        return Generation(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.step for part in parts]),
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.length for part in parts]),
+            sum(part.model_calls for part in parts),
+            sum(part.token_forwards for part in parts),
+        )
+
+    def rows(self) -> Iterator[tuple[list[int], list[int], list[float]]]:
+        """Tokens, steps and log-probabilities of each sample, as long as it is."""
+        for b, length in enumerate(self.length.tolist()):
+            yield tuple(
+                values[b, :length].tolist() for values in (self.tokens, self.step, self.log_probs)
+            )
+
 
 @torch.no_grad()
 def generate(
@@ -95,7 +123,7 @@ def generate(
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
     compile: bool = False,
-    memory: int | None = None,
+    halve: bool | None = None,
 ) -> Generation:
     """Generate the samples of a plan.
 
@@ -111,22 +139,83 @@ def generate(
         choice: temperature, top-p, top-k, noise.
         vocab_size: only ids below it are drawn (the rows that pad the token table are not tokens).
         batch_size: samples in flight at once; all by default.
-        progress: called after every step with the number of positions it revealed.
+        progress: called after every step with the number of positions it unmasked; with less than 0 where memory ran
+            out and a smaller batch begins again.
         compile: torch.compile the step, with CUDA graphs on a GPU; worth its minutes for many samples.
-        memory: bytes that may be used; by default what the device has free.
+        halve: whether to take smaller batches where memory runs out; by default only if no batch_size is given.
 
-    Raises ValueError for what does not fit together, before the first step if memory would not suffice, and after the
-    last one if the model's output was not finite. Whoever generates in a loop should keep an `Engine`.
+    Raises ValueError for what does not fit together, if memory does not suffice, and after the
+    last step if the model's output was not finite. Whoever generates in a loop should keep an `Engine`.
     """
     B, T = plan.order.shape
     for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; give at least 1, or None for all")
     tokens, uniforms = _check(model, plan, tokens, uniforms, generator)
-    batch_size = min(B, batch_size or B)
-    _check_memory(model, plan, batch_size, memory)
-    engine = Engine(model, batch_size, T, choice or TokenChoice(), vocab_size, compile)
-    return engine.run(plan, tokens, uniforms, progress)
+    halve = batch_size is None if halve is None else halve
+    size = _size_that_fits(model, T, min(B, batch_size or B), halve)
+    generated = 0
+
+    def count(positions: int) -> None:
+        nonlocal generated
+        generated += positions
+        if progress is not None:
+            progress(positions)
+
+    while True:
+        try:
+            engine = Engine(model, size, T, choice or TokenChoice(), vocab_size, compile)
+            return engine.run(plan, tokens, uniforms, count)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            if not halve or size == 1:
+                raise ValueError(
+                    f"memory ran out with a batch of {size} samples of {T} tokens on "
+                    f"{model.wte.weight.device}: {_advice(size // 2)}"
+                ) from error
+        # Begin again with half as many, and give back what the full batch took.
+        size //= 2
+        count(-generated)
+        engine = None
+        release_memory(model.wte.weight.device)
+
+
+def _size_that_fits(model: AOGPT, length: int, batch_size: int, halve: bool) -> int:
+    """The batch size, halved for as long as its cache and buffers do not fit into memory; where it
+    may not be halved, a ValueError that says which would.
+
+    What these take is known exactly. The rest, the tensors of a step, is found out by running it.
+    """
+    device = model.wte.weight.device
+    free, one = available_memory(device), bytes_per_sample(model, length)
+    if free is None:
+        return batch_size
+    while halve and batch_size > 1 and batch_size * one > free:
+        batch_size //= 2
+    if batch_size * one > free:
+        raise ValueError(
+            f"the cache of {batch_size} samples of {length} tokens takes "
+            f"{batch_size * one / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB are free on {device}: "
+            f"{_advice(free // one)}"
+        )
+    return batch_size
+
+
+def _advice(batch_size: int) -> str:
+    if batch_size:
+        return f"take a batch size of {batch_size} or less"
+    return "not even one sample fits: take shorter samples or more steps"
+
+
+def bytes_per_sample(model: AOGPT, length: int) -> int:
+    """Bytes of the cache and the buffers that an engine allocates for each sample in flight."""
+    numbers = sum(dtype.itemsize for dtype in BUFFERS.values()) * (length + 1)
+    if model.config.is_encoder:
+        return numbers
+    dtype = model.wte.weight.dtype
+    cache = KVCache(model.config, 1, length, device="meta", dtype=dtype)
+    return numbers + cache.keys.nbytes + cache.values.nbytes
 
 
 def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
@@ -180,11 +269,11 @@ class Steps:
     @staticmethod
     def of(plan: Plan, encoder: bool) -> Steps:
         size = group_sizes(plan).T
-        given = (plan.exists() & (plan.step < 0)).sum(dim=1)
+        given = (plan.valid() & (plan.step < 0)).sum(dim=1)
         known = given + size.cumsum(dim=0) - size
         if encoder:
             cached, count = torch.zeros_like(known), (size > 0) * plan.length
-        elif plan.reveal == "order":
+        elif plan.unmask_by == "order":
             # The first copy of a step is the true input of its slot and stays.
             cached = torch.cat([torch.zeros_like(known[:1]), known[:-1] + 1])
             count = (size > 0) * (known - cached + size)
@@ -197,7 +286,7 @@ class Steps:
     def needs(self, plan: Plan) -> list[tuple[int, ...]]:
         """Of every step: items, items of the widest row, positions revealed, and positions that could be if the model
         chooses among all that are left."""
-        candidates = (self.size > 0) * (plan.length - self.known) * (plan.reveal != "order")
+        candidates = (self.size > 0) * (plan.length - self.known) * (plan.unmask_by != "order")
         columns = (
             self.count.sum(dim=1),
             self.count.amax(dim=1),
@@ -205,53 +294,6 @@ class Steps:
             candidates.sum(dim=1),
         )
         return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def memory_needed(model: AOGPT, plan: Plan, batch_size: int) -> int:
-    """Bytes that `generate` needs beside the model's weights: the cache exactly, the widest step by estimate."""
-    c, T, width = model.config, plan.order.shape[1], model.wte.weight.element_size()
-    steps = Steps.of(plan, c.is_encoder)
-    row_items = int(steps.count.max()) if steps.count.numel() else 0
-    revealed = (
-        plan.length.max()
-        if plan.reveal != "order"
-        else steps.size.max()
-        if steps.size.numel()
-        else 0
-    )
-    cache = 0 if c.is_encoder else 2 * c.n_layer * batch_size * (T + 1) * c.n_embd * width
-    tables = (6 * c.n_layer + 2) * c.n_embd * c.block_size * width if c.target == "adaln" else 0
-    packs = (
-        sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
-        if _can_pack(model)
-        else 0
-    )
-    items = (
-        batch_size * row_items * c.n_embd * width * 24
-    )  # residual, modulation, qkv, MLP and what they turn into
-    mask = batch_size * row_items * T * (2 + width)
-    logits = min(batch_size * int(revealed), _head_rows(c)) * c.vocab_size * (width + 36)
-    drafts = batch_size * (plan.draft + 1) * c.vocab_size * 48
-    return cache + tables + packs + items + mask + logits + (drafts if plan.draft else 0)
-
-
-def _check_memory(model: AOGPT, plan: Plan, batch_size: int, memory: int | None) -> None:
-    free = available_memory(model.wte.weight.device) if memory is None else memory
-    needed = memory_needed(model, plan, batch_size)
-    if free is None or needed <= free:
-        return
-    fits = bisect.bisect_right(
-        range(1, batch_size), free, key=lambda rows: memory_needed(model, plan, rows)
-    )
-    advice = (
-        f"a batch size of {fits} fits"
-        if fits
-        else "not even one sample fits: take shorter ones or more steps"
-    )
-    raise ValueError(
-        f"{batch_size} samples of {plan.order.shape[1]} tokens at once need about {needed / 2**30:.3g} GiB, but "
-        f"{free / 2**30:.3g} GiB are free on {model.wte.weight.device}: {advice}"
-    )
 
 
 def _head_rows(config) -> int:
@@ -380,13 +422,7 @@ class Engine(nn.Module):
         self.B, self.T, self.shapes = batch_size, length, Shapes() if compile else None
         self.encoder = model.config.is_encoder
         device, dtype = model.wte.weight.device, model.wte.weight.dtype
-        shapes = {
-            "order": torch.long,
-            "tokens": torch.long,
-            "log_probs": torch.float,
-            "uniforms": torch.float64,
-        }
-        for name, kind in shapes.items():
+        for name, kind in BUFFERS.items():
             self.register_buffer(
                 name,
                 torch.zeros(batch_size, length + 1, dtype=kind, device=device),
@@ -432,16 +468,7 @@ class Engine(nn.Module):
         parts = [
             self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches
         ]
-        return Generation(
-            *(
-                torch.cat([getattr(part, name) for part in parts])
-                for name in ("tokens", "step", "log_probs", "length")
-            ),
-            *(
-                sum(getattr(part, name) for part in parts)
-                for name in ("model_calls", "token_forwards")
-            ),
-        )
+        return Generation.joined(parts)
 
     def _batch(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress) -> Generation:
         plan, tokens, uniforms, rows = *self._padded(plan, tokens, uniforms), len(plan)
@@ -450,7 +477,7 @@ class Engine(nn.Module):
         self.uniforms[:, : self.T].copy_(uniforms)
         self.length.copy_(plan.length)
         self.log_probs.zero_()
-        step = plan.step.where(plan.revealed(), -1)
+        step = plan.step.where(plan.generated(), -1)
         if plan.draft:
             calls, forwards, step = self._speculate(plan, step, progress)
         else:
@@ -474,7 +501,7 @@ class Engine(nn.Module):
             torch.cat([plan.order, order]),
             torch.cat([plan.step, torch.full_like(order, -1)]),
             torch.cat([plan.length, torch.zeros(missing, dtype=torch.long)]),
-            plan.reveal,
+            plan.unmask_by,
             plan.draft,
         )
         return plan, *(torch.cat([v, v.new_zeros(missing, self.T)]) for v in (tokens, uniforms))
@@ -500,7 +527,7 @@ class Engine(nn.Module):
                 "shorter": shorter,
                 "cache_length": self._cache_length(reached[g]),
             }
-            self._compiled(self._step, *on_device[g], plan.reveal, shapes[g], **host)
+            self._compiled(self._step, *on_device[g], plan.unmask_by, shapes[g], **host)
             if progress is not None:
                 progress(revealed)
         return len(needs), int(steps.count.sum())
@@ -547,12 +574,12 @@ class Engine(nn.Module):
     def parallel_pass(self, cached, known, count, items, width, length) -> tuple[Tensor, Tensor]:
         """Feed a decoder `count` steps of each row from `cached` on; hidden states (N, D) and the item (B, T + 1) that
         holds the prediction of each step."""
-        feed = ParallelPass(cached, known, count, items, width, length)
+        steps = ParallelPass(cached, known, count, items, width, length)
         x = self.model.parallel_hidden(
-            self.tokens, self.order[:, : self.T], feed, self.cache, self.tables
+            self.tokens, self.order[:, : self.T], steps, self.cache, self.tables
         )
-        steps = torch.arange(self.T + 1, device=x.device)
-        return x, ((count.cumsum(0) - count - cached)[:, None] + steps).clamp(0, items - 1)
+        slots = torch.arange(self.T + 1, device=x.device)
+        return x, ((count.cumsum(0) - count - cached)[:, None] + slots).clamp(0, items - 1)
 
     def _full_pass(self, known, active, shorter) -> tuple[Tensor, Tensor]:
         """The same for an encoder: full attention over the rows that reveal something, and over no others."""
@@ -631,7 +658,7 @@ class Engine(nn.Module):
 
         How many drafts a row accepts depends on the model, so every round waits once for the device.
         """
-        known = (plan.exists() & (plan.step < 0)).sum(dim=1)
+        known = (plan.valid() & (plan.step < 0)).sum(dim=1)
         cached, rounds, calls, forwards, steps = (
             torch.zeros_like(known),
             0,

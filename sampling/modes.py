@@ -1,6 +1,4 @@
-"""The modes of generation as scripts offer them: their options, their plans, and samples that follow from a seed alone.
-
-`options` is a script's arguments (or a part of them): a dataclass that has the fields named in each docstring.
+"""The modes of generation as scripts offer them: options, plans, and samples from a seed alone.
 
 Shapes: B samples, T positions of the longest.
 """
@@ -8,185 +6,251 @@ Shapes: B samples, T positions of the longest.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from model import AOGPT, ModelConfig
 from runtime.processes import Processes
-from sampling.engine import Generation, TokenChoice, generate
-from sampling.plans import Plan, adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+from runtime.ranges import LARGEST, Count, Probability, check_values, flag
+from sampling.engine import Generation, generate
+from sampling.plans import (
+    Plan,
+    Schedule,
+    adaptive_plan,
+    l2r_plan,
+    mdm_plan,
+    random_plan,
+    speculative_plan,
+)
+from sampling.token_choice import Noise, Temperature, TokenChoice
 
 Mode = Literal["mdm", "even", "l2r", "random", "adaptive", "speculative"]
+Context = list[int | None]  # the tokens of a sample, None where they are to be generated
 
-# The options that only some modes have: their defaults there, and these modes.
+# The options that only some modes have: their default there, and these modes. The default of
+# `steps` depends on what is asked for (see `with_default_steps`).
 MODE_OPTIONS = {
     "steps": (None, ("mdm", "even")),
     "schedule": ("linear", ("mdm", "even")),
     "group_size": (1, ("l2r", "random", "adaptive")),
-    "reveal_by": ("confidence", ("adaptive",)),
+    "unmask_by": ("confidence", ("adaptive",)),
     "draft": (8, ("speculative",)),
     "order": ("random", ("speculative",)),
 }
-LEAST = {"num_samples": 1, "batch_size": 1, "length": 1, "steps": 1, "group_size": 1, "draft": 2}
+BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
-def with_defaults(options):
-    """The options with the defaults of their mode. ValueError for what has no meaning or is out of range.
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How samples are made: options of scripts that generate."""
 
-    options: `mode`, every name in MODE_OPTIONS and LEAST, `seed` and `noise`.
-    """
+    mode: Mode = "mdm"
+    """mdm: masked diffusion, exact: every position unmasks at its own random time.
+    even: a random order in groups of equal size.
+    l2r: left to right.
+    random: a random order, one group of --group-size after the other.
+    adaptive: the positions that the model is surest of first.
+    speculative: guessed in parallel, verified in one causal pass; distributed as one token a step."""
+    steps: Count | None = None
+    """Steps of mdm and even; by default one per token to generate."""
+    schedule: Schedule | None = None
+    """Of mdm and even. linear (default): about as many tokens in every step.
+    cosine: few at first, many at the end."""
+    group_size: Count | None = None
+    """Tokens a step of l2r, random and adaptive; by default 1."""
+    unmask_by: Literal["confidence", "entropy", "random"] | None = None
+    """adaptive: first where the likeliest token is most probable (default), or the entropy least,
+    or at random."""
+    draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
+    """speculative: tokens guessed in parallel; by default 8."""
+    order: Literal["random", "l2r"] | None = None
+    """speculative: in a random order (default) or left to right."""
+    length: Count | None = None
+    """Tokens in a sample, prompt included; by default the model's block size."""
+    num_samples: Count = 4
+    """Samples of each prompt."""
+    batch_size: Count | None = None
+    """Samples in flight at once; by default 16, or fewer where memory runs out.
+    In float32 it does not change the samples, in bfloat16 rounding depends on it."""
+    temperature: Temperature = 1.0
+    """0 takes the most probable token."""
+    top_p: Probability = 1.0
+    """Draw from the most probable tokens that together have this probability."""
+    top_k: Count | None = None
+    """Draw from so many most probable tokens."""
+    noise: Noise = "float64"
+    """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
+    temperature."""
+
+    def __post_init__(self):
+        check_values(self)
+
+    @property
+    def choice(self) -> TokenChoice:
+        return TokenChoice(self.temperature, self.top_p, self.top_k, self.noise)
+
+
+Options = TypeVar("Options", bound=SamplingOptions)  # a script's own, which inherit from these
+
+
+def with_mode_defaults(options: Options) -> Options:
+    """The options with the defaults of their mode. ValueError for what has no meaning in it."""
     defaults = {}
     for name, (default, modes) in MODE_OPTIONS.items():
-        if options.mode in modes:
-            defaults[name] = default if getattr(options, name) is None else getattr(options, name)
-        elif getattr(options, name) is not None:
-            raise ValueError(
-                f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take --mode "
-                f"{' or '.join(modes)}"
-            )
-    for name, least in LEAST.items():
         value = getattr(options, name)
-        if value is not None and not least <= value <= 2**31:
-            raise ValueError(f"{flag(name)} is {value}; give at least {least} (and at most 2**31)")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed is {options.seed}; give an integer from 0 to 2**63 - 1")
+        if options.mode in modes:
+            defaults[name] = default if value is None else value
+        elif value is not None:
+            raise ValueError(
+                f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
+                f"--mode {' or '.join(modes)}"
+            )
     if options.mode == "speculative" and options.noise != "float64":
         raise ValueError(
-            f"--noise {options.noise} has no meaning with --mode speculative, which draws exactly; leave it out"
+            f"--noise {options.noise} has no meaning with --mode speculative, which draws exactly; "
+            "leave it out"
         )
     return dataclasses.replace(options, **defaults)
 
 
-def flag(name: str) -> str:
-    """A field's name on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def with_steps(options, contexts: list[list[int | None]]):
-    """The options with the steps that modes which have them take by default: one per token of the longest request.
-
-    contexts: as in `draw`.
-    """
-    if options.steps or options.mode not in MODE_OPTIONS["steps"][1]:
+def with_default_steps(options: Options, contexts: list[Context]) -> Options:
+    """The options with the steps that mdm and even take by default: one per token of the longest
+    request."""
+    if options.steps or options.mode not in ("mdm", "even"):
         return options
     return dataclasses.replace(options, steps=max(context.count(None) for context in contexts))
 
 
-def check_model(options, config: ModelConfig) -> None:
-    """ValueError if the model cannot generate so. options: `mode` and `group_size`, with defaults."""
-    if (
-        config.attention == "causal"
-        and config.target == "none"
-        and (options.mode != "l2r" or options.group_size > 1)
-    ):
-        what = (
-            f"--group-size {options.group_size}"
-            if options.mode == "l2r"
-            else f"--mode {options.mode}"
-        )
+def check_mode(options: SamplingOptions, config: ModelConfig) -> None:
+    """ValueError if a model of this shape cannot generate so. options: with the mode's defaults."""
+    untold = not config.is_encoder and config.target == "none"
+    if untold and (options.mode != "l2r" or options.group_size > 1):
+        what = f"--mode {options.mode}"
+        if options.mode == "l2r":
+            what = f"--group-size {options.group_size}"
         raise ValueError(
-            f"{what} needs a model that is told its target position; this one takes --mode l2r, group size 1"
+            f"{what} needs a model that is told its target position; this one takes --mode l2r, "
+            "group size 1"
         )
     if options.mode == "speculative" and config.is_encoder:
         raise ValueError(
-            "--mode speculative needs causal attention, and this model has full attention; take another mode"
+            "--mode speculative needs causal attention, and this model has full attention; take "
+            "another mode"
         )
 
 
-# ---- all the randomness, whatever the batches and processes ----------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
-def draw(options, contexts: list[list[int | None]]) -> tuple[Plan, Tensor, Tensor]:
-    """Plan, given tokens (B, T) and uniform numbers (B, T) of all samples, `num_samples` in a row for each context.
+class PlannedSamples(NamedTuple):
+    """All that is random about samples, drawn before the model runs: whatever the batches and
+    processes, the samples are the same."""
 
-    Args:
-        options: `seed`, `num_samples`, and what `make_plan` asks for.
-        contexts: the tokens of a sample, None where they are to be generated.
-    """
-    options, generator = with_steps(options, contexts), torch.Generator().manual_seed(options.seed)
-    length = torch.tensor([len(context) for context in contexts])
-    tokens = pad_sequence([torch.tensor([t or 0 for t in c]) for c in contexts], batch_first=True)
-    given = pad_sequence(
-        [torch.tensor([t is not None for t in c]) for c in contexts], batch_first=True
-    )
-    length, tokens, given = (
-        v.repeat_interleave(options.num_samples, dim=0) for v in (length, tokens, given)
-    )
-    plan = make_plan(options, length, given, generator)
-    return plan, tokens, torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
+    plan: Plan
+    tokens: Tensor
+    """LongTensor (B, T): the given tokens, in their places."""
+    uniforms: Tensor
+    """Float64 (B, T) in [0, 1), by position: what tokens are drawn with."""
 
 
-def make_plan(options, length: Tensor, given: Tensor, generator: torch.Generator) -> Plan:
+def mode_plan(
+    options: SamplingOptions, length: Tensor, given: Tensor, generator: torch.Generator
+) -> Plan:
     """The plan of a mode.
 
+    Rows that each have a generator of their own, as in evaluation/harness.py, are planned one by
+    one and put together: ``stack_plans([mode_plan(options, length[b : b + 1], ...) for b in ...])``.
+
     Args:
-        options: `mode` and every name in MODE_OPTIONS, with defaults and steps.
+        options: with the mode's defaults. Without steps, mdm and even take one per token of the row
+            that has the most to generate.
         length: LongTensor (B,). given: BoolTensor (B, T).
     """
-    B, a = len(length), options
-    match a.mode:
+    B, longest = len(length), int((length - given.sum(dim=1)).max())
+    match options.mode:
         case "mdm" | "even":
-            return mdm_plan(
-                B, length, a.steps, generator, given, even=a.mode == "even", schedule=a.schedule
-            )
+            steps, even = options.steps or max(1, longest), options.mode == "even"
+            return mdm_plan(B, length, steps, generator, given, even, options.schedule)
         case "l2r":
-            return l2r_plan(B, length, given, a.group_size)
+            return l2r_plan(B, length, given, options.group_size)
         case "random":
-            return random_plan(B, length, generator, given, a.group_size)
+            return random_plan(B, length, generator, given, options.group_size)
         case "adaptive":
-            return adaptive_plan(B, length, a.reveal_by, generator, given, a.group_size)
+            by, group = options.unmask_by, options.group_size
+            return adaptive_plan(B, length, by, generator, given, group)
         case "speculative":
-            return speculative_plan(
-                B, length, a.draft, generator if a.order == "random" else None, given
-            )
+            shuffled = generator if options.order == "random" else None
+            return speculative_plan(B, length, options.draft, shuffled, given)
 
 
-def generate_shared(
+def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -> PlannedSamples:
+    """The plan of all samples, `num_samples` in a row for each context, a function of the seed.
+
+    options: with the mode's defaults.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.tensor([token or 0 for token in context]) for context in contexts]
+    given = [torch.tensor([token is not None for token in context]) for context in contexts]
+    length = torch.tensor([len(context) for context in contexts])
+    length, tokens, given = (
+        rows.repeat_interleave(options.num_samples, dim=0)
+        for rows in (
+            length,
+            pad_sequence(tokens, batch_first=True),
+            pad_sequence(given, batch_first=True),
+        )
+    )
+    plan = mode_plan(options, length, given, generator)
+    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
+    return PlannedSamples(plan, tokens, uniforms)
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def generate_distributed(
     model: AOGPT,
-    drawn: tuple[Plan, Tensor, Tensor],
+    planned: PlannedSamples,
     choice: TokenChoice,
     vocab_size: int,
     procs: Processes,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     compile: bool = False,
     label: str | None = None,
-) -> list[Generation]:
-    """Generate what `draw` gave, every process its share; the parts in order, on every process.
+) -> Generation:
+    """Generate what is planned, every process its share; all samples on every process.
 
-    label: before the progress bar. Raises ValueError as `decode.generate` does.
+    Args:
+        batch_size: samples in flight at once; None: 16, or fewer where memory runs out.
+        label: before the progress bar.
+
+    Raises ValueError as `generate` does.
     """
-    plan, tokens, uniforms = drawn
+    plan, tokens, uniforms = planned
     own = procs.share(len(plan))
-    rows, parts = slice(own.start, own.stop), []
+    rows = slice(own.start, own.stop)
+    total = int(plan[rows].generated().sum())
     quiet = None if procs.main else True
-    total = int(plan[rows].revealed().sum())
+    part = None
     with tqdm(total=total, unit="token", desc=label, disable=quiet, leave=False) as bar:
         if own:  # with more processes than samples, some have none
-            options = {"choice": choice, "vocab_size": vocab_size, "batch_size": batch_size}
-            options |= {"compile": compile, "progress": bar.update}
-            parts = [_generate(model, plan[rows], tokens[rows], uniforms=uniforms[rows], **options)]
-    return sum(procs.gather(parts), [])
-
-
-def _generate(*arguments, **options) -> Generation:
-    try:
-        return generate(*arguments, **options)
-    except (
-        ValueError
-    ) as error:  # too little memory: the engine knows what would fit, but not the option's name
-        raise ValueError(str(error).replace("a batch size of ", "--batch-size ")) from error
-
-
-def rows_of(parts: list[Generation]) -> list[tuple[list[int], list[int], list[float]]]:
-    """Tokens, steps and log-probabilities of each sample, as long as it is."""
-    rows = [
-        row
-        for p in parts
-        for row in zip(p.tokens, p.step, p.log_probs, p.length.tolist(), strict=True)
-    ]
-    return [tuple(v[:length].tolist() for v in values) for *values, length in rows]
+            part = generate(
+                model,
+                plan[rows],
+                tokens[rows],
+                uniforms=uniforms[rows],
+                choice=choice,
+                vocab_size=vocab_size,
+                batch_size=batch_size or BATCH_SIZE,
+                halve=batch_size is None,
+                compile=compile,
+                progress=bar.update,
+            )
+    return Generation.joined([part for part in procs.gather(part) if part is not None])

@@ -44,7 +44,7 @@ MODES = {
     "l2r in groups": ["--mode", "l2r", "--group-size", 3],
     "random": ["--mode", "random", "--group-size", 2],
     "confidence": ["--mode", "adaptive"],
-    "entropy": ["--mode", "adaptive", "--reveal-by", "entropy", "--group-size", 2],
+    "entropy": ["--mode", "adaptive", "--unmask-by", "entropy", "--group-size", 2],
     "speculative": ["--mode", "speculative", "--draft", 4],
     "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
 }

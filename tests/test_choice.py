@@ -465,7 +465,7 @@ def test_draw_is_proportional_to_weights_that_need_not_sum_to_one():
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": 0}, "top_k"),
-        ({"noise": "float16"}, "'float16'.*'float64', 'float32' or 'bfloat16'"),
+        ({"noise": "float16"}, "'float16'.*'float64', 'float32', 'bfloat16'"),
     ],
 )
 def test_impossible_token_choices_are_refused_by_name(settings, word):

@@ -1,7 +1,6 @@
 """Decoding draws from the distribution it claims, in every mode, through a cache that changes nothing."""
 
 import functools
-import re
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from reference import (
 )
 
 from model import AOGPT, log_linear_noise
-from sampling import engine as decode
+from sampling import engine
 from sampling.engine import (
     Engine,
     Plan,
@@ -44,7 +43,6 @@ from sampling.engine import (
     group_sizes,
     l2r_plan,
     mdm_plan,
-    memory_needed,
     speculative_plan,
 )
 
@@ -448,7 +446,7 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
         )
     for b, length in ((1, 5), (5, 9), (6, 12)):
         one = plan[b : b + 1]
-        one = Plan(one.order[:, :length], one.step[:, :length], None, one.reveal, one.draft)
+        one = Plan(one.order[:, :length], one.step[:, :length], None, one.unmask_by, one.draft)
         row = slice(b, b + 1)
         alone = generate(
             model, one, tokens[row, :length], uniforms=uniforms[row, :length], choice=choice
@@ -591,7 +589,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, 
     steps = (group_sizes(plan) > 0).sum(dim=1).tolist()
     got = generate(text_model(), plan, tokens, generator=seeded(0), progress=progress.append)
     assert got.model_calls == max(steps) == len(progress) == len(work["items"])
-    assert sum(progress) == int(plan.revealed().sum()) == work["heads"]
+    assert sum(progress) == int(plan.generated().sum()) == work["heads"]
     assert got.token_forwards == sum(work["items"])
     for b, n in enumerate(plan.length.tolist()):
         work["items"].clear()
@@ -688,54 +686,93 @@ def test_any_order_can_be_a_plan():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["l2r", "exact 3", "entropy 2", "speculative 3"])
-def test_too_little_memory_is_refused_with_a_batch_size_that_works(mode):
-    model, plan = text_model(), make_plan(mode, 8, LENGTH)
-    least, most = memory_needed(model, plan, 1), memory_needed(model, plan, 8)
-    for memory in (least, (least + most) // 2, most - 1):
-        with pytest.raises(
-            ValueError, match="8 samples of 12 tokens.*a batch size of [1-7] fits"
-        ) as refused:
-            generate(model, plan, generator=seeded(0), memory=memory)
-        size = int(re.search(r"a batch size of (\d+) fits", str(refused.value))[1])
-        assert memory_needed(model, plan, size) <= memory < memory_needed(model, plan, size + 1)
-        got = generate(model, plan, generator=seeded(0), memory=memory, batch_size=size)
-        assert torch.equal(got.tokens, generate(model, plan, generator=seeded(0)).tokens)
-    assert generate(model, plan, generator=seeded(0), memory=most).tokens.shape == (8, LENGTH)
+@pytest.fixture
+def memory(monkeypatch):
+    """Set the bytes that the engine believes to be free."""
+    return lambda free: monkeypatch.setattr(engine, "available_memory", lambda device: free)
 
 
-def test_a_sample_that_does_not_fit_says_so_before_the_model_runs(work):
-    with pytest.raises(ValueError, match="not even one sample fits.*shorter ones or more steps"):
-        generate(text_model(), l2r_plan(8, LENGTH), generator=seeded(0), memory=1000)
-    assert not work["items"]
+@pytest.fixture
+def narrow(monkeypatch):
+    """Memory runs out in the second step of every batch of more samples than given; returns the sizes tried."""
 
+    def set_most(most):
+        sizes, step = [], Engine.step
 
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD"])
-@pytest.mark.parametrize("mode", ["l2r", "exact 3", "confidence 2"])
-def test_memory_needed_grows_with_the_batch(system, mode):
-    model, plan = text_model(system), make_plan(mode, 32, LENGTH)
-    needed = [memory_needed(model, plan, size) for size in (1, 2, 8, 32)]
-    assert needed == sorted(set(needed))
+        def limited(self, *arguments, **numbers):
+            if sizes[-1:] != [self.B]:
+                sizes.append(self.B)
+            elif self.B > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return step(self, *arguments, **numbers)
+
+        monkeypatch.setattr(Engine, "step", limited)
+        return sizes
+
+    return set_most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_cache_is_counted_to_the_byte(dtype):
-    """What one more layer needs is its cache, where no modulation tables come with it: nothing else of a step is kept
-    for more than one layer."""
-    plan, needed = l2r_plan(5, LENGTH), []
-    for layers in (2, 3):
-        model = make_system("two_stream", 0, dtype, block_size=16, n_layer=layers)
-        packs = (
-            sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 2)
-            if dtype == torch.float32
-            else 0
-        )
-        needed.append(
-            memory_needed(model, plan, 5) - packs
-        )  # on a CPU the linear layers of float32 exist twice
-    cache = Engine(model, 5, LENGTH, TokenChoice()).cache
-    assert needed[1] - needed[0] == cache.keys[0].nbytes + cache.values[0].nbytes
-    assert memory_needed(model, plan, 5) > cache.keys.nbytes + cache.values.nbytes
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD"])
+def test_what_a_sample_takes_is_counted_to_the_byte(system, dtype):
+    """Keys and values, and every buffer that has a row for each sample."""
+    model = text_model(system, dtype)
+    counts = []
+    for size in (3, 4):
+        made = Engine(model, size, LENGTH, TokenChoice())
+        tensors = [getattr(made, name) for name in engine.BUFFERS]
+        if system != "RADD":
+            tensors += [made.cache.keys, made.cache.values]
+        counts.append(sum(tensor.nbytes for tensor in tensors))
+    assert engine.bytes_per_sample(model, LENGTH) == counts[1] - counts[0] == counts[0] // 3
+
+
+@pytest.mark.parametrize("mode", ["l2r", "entropy 2", "speculative 3"])
+def test_a_batch_size_that_does_not_fit_is_refused_with_one_that_does(mode, memory, work):
+    model, plan = text_model(), make_plan(mode, 8, LENGTH)
+    memory(3 * engine.bytes_per_sample(model, LENGTH))
+    with pytest.raises(ValueError, match="8 samples of 12 tokens.*take a batch size of 3 or less"):
+        generate(model, plan, generator=seeded(0), batch_size=8)
+    assert not work["items"]  # before the model runs
+    for size in (3, None):  # None: as many as fit
+        got = generate(model, plan, generator=seeded(0), batch_size=size)
+        assert len(got) == 8
+    memory(100)
+    with pytest.raises(ValueError, match="not even one sample fits.*shorter samples or more steps"):
+        generate(model, plan, generator=seeded(0))
+
+
+def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(narrow):
+    """Float64, so that batches of other sizes round no token differently. Progress ends at what is generated."""
+    model, plan, progress = text_model(dtype=torch.float64), make_plan("exact 5", 8, LENGTH), []
+    whole = generate(model, plan, generator=seeded(0))
+    sizes = narrow(2)
+    got = generate(model, plan, generator=seeded(0), progress=progress.append)
+    assert sizes == [8, 4, 2] and torch.equal(got.tokens, whole.tokens)
+    assert sum(progress) == 8 * LENGTH
+    assert len(generate(model, plan, generator=seeded(0), batch_size=6, halve=True)) == 8
+    assert sizes == [8, 4, 2, 6, 3, 1]
+
+
+def test_where_memory_runs_out_with_the_users_batch_size_the_error_says_which_to_try(narrow):
+    model, plan = text_model(), make_plan("exact 5", 8, LENGTH)
+    narrow(2)
+    with pytest.raises(
+        ValueError, match="ran out with a batch of 6.*take a batch size of 3 or less"
+    ):
+        generate(model, plan, generator=seeded(0), batch_size=6)
+    narrow(0)
+    with pytest.raises(ValueError, match="not even one sample fits"):
+        generate(model, plan, generator=seeded(0))
+
+
+def test_other_errors_of_a_step_are_not_taken_for_too_little_memory(monkeypatch):
+    def broken(*arguments, **numbers):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Engine, "step", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        generate(text_model(), l2r_plan(8, LENGTH), generator=seeded(0))
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -811,12 +848,12 @@ def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
     counted_graphs, monkeypatch
 ):
     """One graph per distinct need and no step left to the interpreter."""
-    monkeypatch.setattr(decode.Shapes, "fit", lambda self, need: need)
+    monkeypatch.setattr(engine.Shapes, "fit", lambda self, need: need)
     model, plan = (
         make_system("sigma-GPT", 0, n_layer=1, block_size=32),
         mdm_plan(2, 32, 40, seeded(0)),
     )
-    needs = set(decode.Steps.of(plan, encoder=False).needs(plan))
+    needs = set(engine.Steps.of(plan, encoder=False).needs(plan))
     assert 8 < len(needs) < len(group_sizes(plan).T)
     generate(model, plan, generator=seeded(1), compile=True)
     assert counted_graphs.frame_count == len(needs)
@@ -827,9 +864,9 @@ def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
 def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode, prompted):
     given = torch.arange(1024).expand(8, -1) < 300 if prompted else None
     plans = [make_plan(mode, 8, 1024, given, seed=seed) for seed in range(4)]
-    shapes, made = decode.Shapes(), []
+    shapes, made = engine.Shapes(), []
     for plan in plans:
-        needs = decode.Steps.of(plan, encoder=False).needs(plan)
+        needs = engine.Steps.of(plan, encoder=False).needs(plan)
         shapes.prepare(needs)
         before = list(shapes.made)
         for need in needs:
@@ -848,11 +885,9 @@ def test_batches_of_one_generation_share_their_shapes():
         make_system("AO-GPT", 0, n_layer=1, block_size=64),
         mdm_plan(20, 64, 16, seeded(0)),
     )
-    engine = Engine(model, 4, 64, TokenChoice())
-    engine.shapes, seen = decode.Shapes(), []  # as compiled, without the wait for a compiler
-    engine.generate(
-        plan, generator=seeded(1), progress=lambda _: seen.append(len(engine.shapes.made))
-    )
+    made = Engine(model, 4, 64, TokenChoice())
+    made.shapes, seen = engine.Shapes(), []  # as compiled, without the wait for a compiler
+    made.generate(plan, generator=seeded(1), progress=lambda _: seen.append(len(made.shapes.made)))
     assert len(set(seen)) == 1 and seen[0] <= 3
 
 
@@ -862,10 +897,10 @@ def test_batches_of_one_generation_share_their_shapes():
 def test_no_step_waits_for_the_device(system, mode):
     """The first run may load kernels; in the second anything that waits for the device raises."""
     model = make_system(system, 0, torch.float32, 0.7, TOKENS, block_size=16).cuda()
-    engine = Engine(model, 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
-    step, plan = engine.step, make_plan(mode, 7, LENGTHS)
+    made = Engine(model, 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
+    step, plan = made.step, make_plan(mode, 7, LENGTHS)
     uniforms = torch.rand(7, LENGTH, dtype=torch.float64)
-    engine.generate(plan, uniforms=uniforms)
+    made.generate(plan, uniforms=uniforms)
 
     def guarded(*tensors, **sizes):
         torch.cuda.set_sync_debug_mode("error")
@@ -874,8 +909,8 @@ def test_no_step_waits_for_the_device(system, mode):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine._step = guarded
-    got = engine.generate(plan, uniforms=uniforms)
+    made._step = guarded
+    got = made.generate(plan, uniforms=uniforms)
     assert (got.tokens < 11).all()
 
 

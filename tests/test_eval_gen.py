@@ -533,7 +533,7 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
 
 def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, encoder, monkeypatch):
     """A clock that only generation moves: by 100 in a model's first call, else by 1."""
-    clock, seen, generate = [0], set(), eval_gen.modes.generate_shared
+    clock, seen, generate = [0], set(), eval_gen.modes.generate_distributed
     monkeypatch.setattr(eval_gen.time, "perf_counter", lambda: clock[0])
 
     def timed(model, *arguments, **options):
@@ -541,7 +541,7 @@ def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, enc
         seen.add(model)
         return generate(model, *arguments, **options)
 
-    monkeypatch.setattr(eval_gen.modes, "generate_shared", timed)
+    monkeypatch.setattr(eval_gen.modes, "generate_distributed", timed)
     for mode, sizes in (
         ("mdm", ["--steps", 2, 16]),
         ("random", ["--group-size", 1, 16]),

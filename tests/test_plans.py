@@ -57,9 +57,9 @@ def test_given_positions_come_first_in_ascending_order(mode, lengths):
     plan = make_plan(mode, 10, lengths, given)
     length = torch.as_tensor(lengths).expand(10)
     existing = torch.arange(9) < length[:, None]
-    assert torch.equal(plan.length, length) and torch.equal(plan.exists(), existing)
+    assert torch.equal(plan.length, length) and torch.equal(plan.valid(), existing)
     assert torch.equal(plan.given(), given & existing)
-    assert torch.equal(plan.revealed().sum(dim=1), (~given & existing).sum(dim=1))
+    assert torch.equal(plan.generated().sum(dim=1), (~given & existing).sum(dim=1))
     for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
         context = [p for p in range(len(order)) if row[p]]
         assert order[: len(context)] == context
@@ -107,7 +107,7 @@ def test_rows_of_a_plan_are_a_plan(mode):
     assert len(plan) == 10 and len(part) == 2
     for name in ("order", "step", "length"):
         assert torch.equal(getattr(part, name), getattr(plan, name)[1:3])
-    assert (part.reveal, part.draft) == (plan.reveal, plan.draft)
+    assert (part.unmask_by, part.draft) == (plan.unmask_by, plan.draft)
 
 
 # ---- left to right, random, adaptive, speculative --------------------------------------------------------------------
@@ -160,14 +160,14 @@ def test_what_adaptive_and_speculative_plans_say():
     by = {
         name: adaptive_plan(2, 5, name, seeded(0)) for name in ("confidence", "entropy", "random")
     }
-    assert {name: plan.reveal for name, plan in by.items()} == {
+    assert {name: plan.unmask_by for name, plan in by.items()} == {
         "confidence": "confidence",
         "entropy": "entropy",
         "random": "order",
     }
     assert all(plan.draft == 0 for plan in by.values())
     plan, shuffled = speculative_plan(3, 7, 3), speculative_plan(3, 7, 3, seeded(0))
-    assert plan.draft == shuffled.draft == 3 and plan.reveal == shuffled.reveal == "order"
+    assert plan.draft == shuffled.draft == 3 and plan.unmask_by == shuffled.unmask_by == "order"
     assert torch.equal(plan.order, torch.arange(7).expand(3, 7))
     assert not torch.equal(shuffled.order, plan.order)
 
@@ -243,7 +243,7 @@ def test_steps_of_the_cosine_schedule_have_their_distribution(steps, seed):
     plan = mdm_plan(
         3000, torch.tensor([9, 4, 7]).repeat(1000), steps, seeded(seed), schedule="cosine"
     )
-    observed = plan.step[plan.exists()].bincount(minlength=steps)
+    observed = plan.step[plan.valid()].bincount(minlength=steps)
     edges = (torch.arange(steps, -1, -1, dtype=torch.float64) / steps * math.pi / 2).sin()
     assert chi_square_p(observed, observed.sum() * -edges.diff()) > LEVEL
     assert chi_square_p(observed, torch.full((steps,), float(observed.sum()) / steps)) < 1e-20
@@ -286,10 +286,10 @@ def test_what_is_not_a_plan_is_refused(order, step, words):
             {"order": torch.tensor([[0, 1, 2], [0, 2, 1]]), "length": torch.tensor([3, 2])},
             "before those it does not",
         ),
-        ({"reveal": "random"}, "'random'.*'order', 'confidence' or 'entropy'"),
+        ({"unmask_by": "random"}, "'random'.*'order', 'confidence', 'entropy'"),
         ({"draft": 1}, "draft of 1 .*at least 2"),
         ({"draft": -2}, "draft of -2 .*at least 2"),
-        ({"draft": 2, "reveal": "entropy"}, "draft of 2 .*in order"),
+        ({"draft": 2, "unmask_by": "entropy"}, "draft of 2 .*in order"),
     ],
 )
 def test_an_impossible_plan_is_refused_by_name(settings, words):
@@ -301,7 +301,7 @@ def test_an_impossible_plan_is_refused_by_name(settings, words):
 def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
     order, length = torch.arange(4).expand(1, 4), torch.tensor([2])
     plan = Plan(order, torch.tensor([[1, 3, 0, -1]]), length)
-    assert group_sizes(plan).tolist() == [[1, 1]] and plan.revealed().tolist() == [
+    assert group_sizes(plan).tolist() == [[1, 1]] and plan.generated().tolist() == [
         [True, True, False, False]
     ]
 
@@ -312,13 +312,13 @@ def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
         (lambda: mdm_plan(1, 4, 0, seeded(0)), "steps is 0.*at least 1"),
         (lambda: mdm_plan(1, 4, -1, seeded(0)), "steps is -1.*at least 1"),
         (lambda: mdm_plan(1, 4, 2**31 + 1, seeded(0)), r"at most 2\*\*31"),
-        (lambda: mdm_plan(1, 4, 2, seeded(0), schedule="sine"), "'sine'.*'linear' or 'cosine'"),
+        (lambda: mdm_plan(1, 4, 2, seeded(0), schedule="sine"), "'sine'.*'linear', 'cosine'"),
         (lambda: l2r_plan(1, 4, group=0), "group of 0"),
         (lambda: random_plan(1, 4, seeded(0), group=-1), "group of -1"),
         (lambda: adaptive_plan(1, 4, "entropy", seeded(0), group=0), "group of 0"),
         (
             lambda: adaptive_plan(1, 4, "margin", seeded(0)),
-            "'margin'.*'order', 'confidence' or 'entropy'",
+            "'margin'.*'order', 'confidence', 'entropy'",
         ),
         (lambda: speculative_plan(1, 4, 1), "draft of 1 .*at least 2"),
     ],

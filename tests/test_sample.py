@@ -23,8 +23,7 @@ import sample
 from checkpoints import load as checkpoint
 from checkpoints import store
 from data.tokenizers import get_tokenizer
-from sampling import engine as decode
-from sampling import modes
+from sampling import engine, modes
 
 ROWS = [
     {"prompt": "the "},
@@ -178,8 +177,8 @@ def test_the_modes_reveal_positions_as_they_say(draw):
     for mode in (
         ["random"],
         ["adaptive"],
-        ["adaptive", "--reveal-by", "entropy"],
-        ["adaptive", "--reveal-by", "random"],
+        ["adaptive", "--unmask-by", "entropy"],
+        ["adaptive", "--unmask-by", "random"],
     ):
         samples = draw("--mode", *mode, "--group-size", 6, "--num-samples", 3)
         for line in samples:
@@ -251,7 +250,7 @@ def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
     monkeypatch.setattr(
         modes,
         "generate",
-        lambda *a, compile, **k: compiled.append(compile) or decode.generate(*a, **k),
+        lambda *a, compile, **k: compiled.append(compile) or engine.generate(*a, **k),
     )
     draw()
     draw("--compile")
@@ -435,8 +434,8 @@ def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
         (["--group-size", 1], ["--group-size", "mdm", "l2r or random or adaptive"]),
         (["--mode", "speculative", "--group-size", 2], ["--group-size", "speculative"]),
         (
-            ["--mode", "random", "--reveal-by", "entropy"],
-            ["--reveal-by", "random", "--mode adaptive"],
+            ["--mode", "random", "--unmask-by", "entropy"],
+            ["--unmask-by", "random", "--mode adaptive"],
         ),
         (["--mode", "even", "--draft", 4], ["--draft", "even", "--mode speculative"]),
         (["--mode", "l2r", "--order", "l2r"], ["--order", "l2r", "--mode speculative"]),
@@ -444,11 +443,11 @@ def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
         (["--mode", "l2r", "--group-size", 10**30], ["--group-size is 1000", "2**31"]),
         (["--mode", "speculative", "--draft", 1], ["--draft is 1", "at least 2"]),
         (["--mode", "speculative", "--noise", "float32"], ["--noise float32", "speculative"]),
-        (["--mode", "adaptive", "--reveal-by", "length"], ["--reveal-by", "confidence"]),
-        (["--temperature", -1], ["temperature is -1"]),
-        (["--temperature", "nan"], ["temperature is nan"]),
-        (["--top-p", 2], ["top_p is 2"]),
-        (["--top-k", 0], ["top_k is 0"]),
+        (["--mode", "adaptive", "--unmask-by", "length"], ["--unmask-by", "confidence"]),
+        (["--temperature", -1], ["--temperature is -1"]),
+        (["--temperature", "nan"], ["--temperature is nan"]),
+        (["--top-p", 2], ["--top-p is 2"]),
+        (["--top-k", 0], ["--top-k is 0"]),
         (["--noise", "float16"], ["--noise", "float64"]),
         (["--num-samples", 0], ["--num-samples is 0"]),
         (["--batch-size", 0], ["--batch-size is 0"]),
@@ -506,7 +505,7 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(script, run, 
         ("a.jsonl", b"\xef\xbb\xbf", ["there is no prompt in it"]),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": ', ["a.jsonl line 2", "not JSON"]),
         ("a.jsonl", b"[" * 100_000, ["a.jsonl line 1", "not JSON"]),
-        ("a.jsonl", b'\n"text"', ["a.jsonl line 2", '"prompt": TEXT', "found a str"]),
+        ("a.jsonl", b'\n"text"', ["a.jsonl line 2", "this is a str, not an object"]),
         ("a.jsonl", b"{}", ["a.jsonl line 1", "found keys (none)"]),
         ("a.jsonl", b'{"length": 3}', ["a.jsonl line 1", '"prompt": TEXT', "'length'"]),
         (
@@ -607,19 +606,14 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
 
 
-def test_too_little_memory_is_an_error_that_says_which_batch_size_fits(
+def test_a_batch_size_that_does_not_fit_is_an_error_that_says_which_does(
     script, run, draw, monkeypatch
 ):
-    model = checkpoint.load_model(run)
-    plan = decode.mdm_plan(8, LENGTH, LENGTH, torch.Generator())
-    monkeypatch.setattr(
-        decode, "available_memory", lambda device: decode.memory_needed(model, plan, 3)
-    )
-    status, _, err = script(sample, run, "--num-samples", 8)
-    assert status == 2 and "8 samples of 16 tokens at once need" in err
-    size = err.split("--batch-size ")[1].split()
-    assert size[0] in "123" and size[1] == "fits"
-    draw("--num-samples", 8, "--batch-size", size[0])
-    monkeypatch.setattr(decode, "available_memory", lambda device: 1)
-    status, _, err = script(sample, run)
-    assert status == 2 and "not even one sample fits" in err
+    samples = draw("--num-samples", 8)
+    one = engine.bytes_per_sample(checkpoint.load_model(run), LENGTH)
+    monkeypatch.setattr(engine, "available_memory", lambda device: 3 * one)
+    status, _, err = script(sample, run, "--num-samples", 8, "--batch-size", 8)
+    assert status == 2 and "8 samples of 16 tokens" in err
+    assert "take a batch size of 3 or less" in err
+    # left to the script, the batch is as small as it must be
+    assert column(draw("--num-samples", 8), "tokens") == column(samples, "tokens")

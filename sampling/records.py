@@ -1,0 +1,57 @@
+"""Samples as records, one JSON object a sample: what sample.py --jsonl and eval_gen.py write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.tokenizers import Tokenizer
+from runtime.files import write_jsonl
+from sampling.engine import Generation
+
+
+def sample_records(
+    samples: Generation,
+    tokenizer: Tokenizer,
+    prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
+) -> list[dict]:
+    """A record of every sample.
+
+    Args:
+        samples: as many for each prompt, those of a prompt one after the other, as
+            `modes.plan_samples` arranges them.
+        prompts: of each, its key in the record, "prompt" or "infill", and its text.
+
+    Returns: dicts with "text", "prompt_index", the prompt, "length" (in tokens), and, as long as
+    the sample is, the lists "tokens", "step" (-1: given) and "log_probs" (nats, six digits).
+    """
+    records = []
+    for number, (tokens, step, log_probs) in enumerate(samples.rows()):
+        prompt_index = number * len(prompts) // len(samples)
+        kind, text = prompts[prompt_index]
+        records.append(
+            {
+                "text": tokenizer.decode(tokens),
+                "prompt_index": prompt_index,
+                kind: text,
+                "length": len(tokens),
+                "tokens": tokens,
+                "step": step,
+                "log_probs": [round(p, 6) for p in log_probs],
+            }
+        )
+    return records
+
+
+def generation_cost(samples: Generation, seconds: float) -> dict:
+    """What all samples together cost."""
+    return {
+        "model_calls": samples.model_calls,
+        "token_forwards": samples.token_forwards,
+        "seconds": round(seconds, 3),
+    }
+
+
+def write_records(path: Path, records: list[dict], cost: dict, settings: dict) -> None:
+    """One line a sample, each with the cost of all and with the settings that made it."""
+    write_jsonl(path, (record | cost | {"settings": settings} for record in records))
