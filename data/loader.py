@@ -1,34 +1,34 @@
 """Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
 
-A dataset is a folder with `meta.json` and one flat file of token ids per split (see prepare.py). A split is
-cut into blocks of `block_size` tokens; the few tokens after the last whole block are in no batch. Each epoch
-visits every block once, in an order that follows from (seed, epoch) alone, so the batch of a step follows from
-(seed, step): resuming needs no loader state, and the number of processes changes nothing.
+A dataset is a folder with `meta.json` and one flat file of token ids per split (see prepare.py). A
+split is cut into blocks of `block_size` tokens; the few tokens after the last whole block are in no
+batch. Each epoch visits every block once, in an order that follows from (seed, epoch) alone, so the
+batch of a step follows from (seed, step): resuming needs no loader state, and the number of
+processes changes nothing.
 
 Shapes: B sequences, T block_size.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-if (
-    TYPE_CHECKING
-):  # torch makes the tensors at the end, nothing else: prepare.py and its workers do without
+from data.catalogue import DATASETS
+from runtime import randomness
+from runtime.files import json_object, sha256_file
+from runtime.randomness import philox_bits, to_uniform
+
+# torch makes the tensors at the end, nothing else: prepare.py does without, and starts in a moment
+if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-# Philox streams are told apart by the top word of the counter, so that no two uses of one seed share numbers
-SHUFFLE_STREAM = 1
-SPLIT_STREAM = 2
-LENGTH_STREAM = 3
 LENGTHS = 8  # that a batch can be cut to: torch.compile makes code for each of them
+LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 
 
 def dtype_name(vocab_size: int) -> str:
@@ -36,37 +36,38 @@ def dtype_name(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def random_bits(seed: int, index: int, count: int, stream: int) -> np.ndarray:
-    """`count` uint64 numbers, a pure function of the arguments: raw Philox output, the same in every numpy version."""
-    words = 2**64 - 1
-    key = np.array([seed & words, index & words], dtype=np.uint64)
-    return np.random.Philox(
-        key=key, counter=np.array([0, 0, 0, stream], dtype=np.uint64)
-    ).random_raw(count)
-
-
 def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
-    """Length of the sequences in the global batch of each step, int64 (len(steps),): a pure function of the arguments.
+    """Length of the sequences in the global batch of each step, int64 (len(steps),): a pure
+    function of the arguments.
 
-    It is block_size; but with probability `random_prob` it is drawn uniformly from 1 .. block_size and rounded up to an
-    eighth of block_size. A cut batch keeps the first tokens of its blocks; the others are not seen in that epoch.
-    One length for the whole batch needs no padding, so nothing stands where a shorter text has ended: an encoder
-    attends to nothing there, a decoder's orders hold no such position. And the mean over its micro-batches and
-    processes remains the mean over its tokens. Lengths below an eighth of block_size do not occur.
+    It is block_size; but with probability `random_prob` it is drawn uniformly from 1 .. block_size
+    and rounded up to an eighth of block_size. A cut batch keeps the first tokens of its blocks; the
+    others are not seen in that epoch. One length for the whole batch needs no padding, so nothing
+    stands where a shorter text has ended: an encoder attends to nothing there, a decoder's orders
+    hold no such position. And the mean over its micro-batches and processes remains the mean over
+    its tokens. Lengths below an eighth of block_size do not occur.
     """
     lengths = np.full(len(steps), block_size, dtype=np.int64)
     if random_prob == 0 or not len(steps):
         return lengths
-    first, last = (
-        steps.start // 512,
-        (steps.stop - 1) // 512,
-    )  # in chunks: the numbers of many steps come at once
-    chunks = [random_bits(seed, chunk, 2 * 512, LENGTH_STREAM) for chunk in range(first, last + 1)]
-    bits = np.concatenate(chunks).reshape(-1, 2)[steps.start - first * 512 :][: len(steps)]
-    coin, uniform = ((bits >> np.uint64(11)) * 2.0**-53).T
-    eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)
-    drawn = eighths[np.searchsorted(eighths, 1 + (uniform * block_size).astype(np.int64))]
-    return np.where(coin < random_prob, drawn, lengths)
+    # two numbers a step, of the chunks of steps that these ones are in
+    first, last = steps.start // LENGTHS_AT_ONCE, (steps.stop - 1) // LENGTHS_AT_ONCE
+    bits = [
+        philox_bits(seed, chunk, range(1), 2 * LENGTHS_AT_ONCE, randomness.LENGTHS)[0]
+        for chunk in range(first, last + 1)
+    ]
+    start = steps.start - first * LENGTHS_AT_ONCE
+    uniform = to_uniform(np.concatenate(bits)).reshape(-1, 2)[start : start + len(steps)]
+    is_random, drawn = (
+        uniform[:, 0] < random_prob,
+        1 + (uniform[:, 1] * block_size).astype(np.int64),
+    )
+    eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
+    rounded = eighths[np.searchsorted(eighths, drawn)]
+    return np.where(is_random, rounded, lengths)
+
+
+# ---- the folder of a dataset ---------------------------------------------------------------------
 
 
 def find_dataset(name) -> Path:
@@ -78,23 +79,23 @@ def find_dataset(name) -> Path:
     for folder in (Path(name), home / name):
         if (folder / "meta.json").is_file():
             return folder
-    from data.catalogue import DATASETS  # imported here: it is built on this file
-
     if str(name) in DATASETS:
         source = "" if DATASETS[str(name)].source == "never" else " [--source FILE ...]"
         raise FileNotFoundError(
-            f"the dataset {name} is not prepared yet; make it with: python data/prepare.py {name}{source}"
+            f"the dataset {name} is not prepared yet; make it with: "
+            f"python data/prepare.py {name}{source}"
         )
     prepared = sorted(path.parent.name for path in home.glob("*/meta.json"))
     raise FileNotFoundError(
-        f"{name} is no prepared dataset: neither a folder with a meta.json nor one of those in {home} "
-        f"({', '.join(prepared) or 'none yet'}); make one with: python data/prepare.py NAME --out DIR, "
-        f"where NAME is {', '.join(DATASETS)}"
+        f"{name} is no prepared dataset: neither a folder with a meta.json nor one of those in "
+        f"{home} ({', '.join(prepared) or 'none yet'}); make one with: "
+        f"python data/prepare.py NAME --out DIR, where NAME is {', '.join(DATASETS)}"
     )
 
 
 def evaluation_split(meta: dict) -> str:
-    """The split to evaluate on where none is named: that of an evaluation set, else the only one, else "val"."""
+    """The split to evaluate on where none is named: that of an evaluation set, else the only one,
+    else "val"."""
     if len(meta["splits"]) == 1:
         return next(iter(meta["splits"]))
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
@@ -103,63 +104,58 @@ def evaluation_split(meta: dict) -> str:
 def load_meta(folder) -> dict:
     """The contents of `folder`/meta.json.
 
-    Raises FileNotFoundError where the folder or the file is missing, ValueError where the file is damaged, not
-    a dataset's, or of a newer format.
+    Raises FileNotFoundError where the folder or the file is missing, ValueError where the file is
+    damaged, not a dataset's, or of a newer format.
     """
     folder = Path(folder)
-    hint = "make one with: python data/prepare.py NAME --out DIR"
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such dataset folder; {hint}")
     path = folder / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a prepared dataset: it has no meta.json; {hint}")
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
-    if isinstance(meta, dict) and isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
-        raise ValueError(
-            f"{path} has format {meta['format']}, this code reads up to {FORMAT}: "
-            "update the code, or prepare the dataset again"
+        lack = "is not a prepared dataset: it has no meta.json"
+        raise FileNotFoundError(
+            f"{folder}{f' {lack}' if folder.is_dir() else ': no such dataset folder'}; "
+            "make one with: python data/prepare.py NAME --out DIR"
         )
-    _check_keys(meta, path)
+    try:
+        meta = json_object(path.read_text(encoding="utf-8"), str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}: the file is damaged; prepare the dataset again") from error
+    version = meta.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise ValueError(
+            f"{path} has format {version}, this code reads up to {FORMAT}: update the code, "
+            "or prepare the dataset again"
+        )
+    if wrong := _what_is_wrong(meta):
+        raise ValueError(
+            f"{path} was not written by data/prepare.py ({wrong}); prepare the dataset again"
+        )
     return meta
 
 
-def _check_keys(meta, path: Path) -> None:
+def _what_is_wrong(meta: dict) -> str | None:
     needed = ("format", "tokenizer", "vocab_size", "eot", "dtype", "splits")
-    missing = [key for key in needed if key not in meta] if isinstance(meta, dict) else list(needed)
-    if missing:
-        raise ValueError(
-            f"{path} was not written by data/prepare.py (it lacks {', '.join(missing)}); prepare the dataset again"
-        )
+    if missing := [key for key in needed if key not in meta]:
+        return f"it lacks {', '.join(missing)}"
     if meta["dtype"] not in DTYPES:
-        raise ValueError(
-            f"{path}: unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}; "
-            "prepare the dataset again"
-        )
+        return f"unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}"
     entries = meta["splits"].values() if isinstance(meta["splits"], dict) else [None]
-    if not all(
-        isinstance(entry, dict) and {"file", "tokens", "sha256"} <= entry.keys()
-        for entry in entries
-    ):
-        raise ValueError(
-            f"{path}: every split needs file, tokens and sha256; prepare the dataset again"
-        )
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"file", "tokens", "sha256"} <= entry.keys():
+            return "every split needs file, tokens and sha256"
+    return None
 
 
 def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
-    """Path of a split's token file, after comparing its size (and, with `verify`, its sha256) with `meta`.
+    """Path of a split's token file, after comparing its size (and, with `verify`, its sha256) with
+    `meta`.
 
     Raises FileNotFoundError or ValueError that say what does not fit.
     """
-    folder = Path(folder)
     if split not in meta["splits"]:
-        raise ValueError(
-            f"{folder} has no split {split!r}; its splits are {', '.join(map(repr, meta['splits']))}"
-        )
+        splits = ", ".join(map(repr, meta["splits"]))
+        raise ValueError(f"{folder} has no split {split!r}; its splits are {splits}")
     entry = meta["splits"][split]
-    path = folder / entry["file"]
+    path = Path(folder) / entry["file"]
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing although meta.json lists it; prepare the dataset again"
@@ -170,51 +166,52 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
             f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
             f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again"
         )
-    if verify:
-        found = sha256_file(path)
-        if found != entry["sha256"]:
-            raise ValueError(
-                f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
-                f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again"
-            )
+    if verify and (found := sha256_file(path)) != entry["sha256"]:
+        raise ValueError(
+            f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
+            f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again"
+        )
     return path
 
 
-def sha256_file(path) -> str:
-    """sha256 of a file's bytes, as 64 hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
-    """All ids of a split (n,), whatever its blocks: a np.memmap, or an empty array. Raises as `TokenDataset` does."""
+    """All ids of a split (n,), whatever its blocks: a np.memmap, or an empty array.
+
+    Raises as `TokenDataset` does."""
     meta = load_meta(folder)
     path, count = check_file(folder, meta, split, verify), meta["splits"][split]["tokens"]
-    dtype = DTYPES[meta["dtype"]]  # an empty file cannot be mapped
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
+    dtype = DTYPES[meta["dtype"]]
+    if count == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+
+# ---- batches -------------------------------------------------------------------------------------
 
 
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens.
 
-    Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split); `num_blocks`.
-    `verify` compares the file's sha256 as well as its size. Raises FileNotFoundError or ValueError for a missing,
-    damaged or newer dataset, for a split with fewer tokens than one block, and for another block size than the one
-    that the folder was packed for (protocol sedd).
+    Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split);
+    `num_blocks`.
+
+    `verify` compares the file's sha256 as well as its size. Raises FileNotFoundError or ValueError
+    for a missing, damaged or newer dataset, for a split with fewer tokens than one block, and for
+    another block size than the one that the folder was packed for (protocol sedd).
     """
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):
         self.meta = load_meta(folder)
         self.block_size = block_size
         self.tokens = read_tokens(folder, split, verify)
-        count = self.tokens.size
+        count, packed = self.tokens.size, self.meta.get("block_size")
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
-        packed = self.meta.get("block_size")
         if packed is not None and packed != block_size:
             raise ValueError(
-                f"{folder} is packed into blocks of {packed} tokens (protocol {self.meta.get('protocol')}), not of "
-                f"{block_size}: prepare it again with --block-size {block_size}, or with --protocol full"
+                f"{folder} is packed into blocks of {packed} tokens (protocol "
+                f"{self.meta.get('protocol')}), not of {block_size}: prepare it again with "
+                f"--block-size {block_size}, or with --protocol full"
             )
         if count < block_size:
             raise ValueError(
@@ -222,9 +219,7 @@ class TokenDataset:
                 f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text"
             )
         self.num_blocks = count // block_size
-        self._rows = self.tokens[: self.num_blocks * block_size].reshape(
-            self.num_blocks, block_size
-        )
+        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
         self._shuffles: dict[tuple[int, int], np.ndarray] = {}
 
     def blocks(self, indices) -> torch.LongTensor:
@@ -234,34 +229,36 @@ class TokenDataset:
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
         if indices.size and not (0 <= indices.min() and indices.max() < self.num_blocks):
             raise ValueError(
-                f"block numbers run from 0 to {self.num_blocks - 1}, got {indices.min()} to {indices.max()}"
+                f"block numbers run from 0 to {self.num_blocks - 1}, got {indices.min()} to "
+                f"{indices.max()}"
             )
-        return torch.from_numpy(self._rows[indices].astype(np.int64))
+        return torch.from_numpy(self._blocks[indices].astype(np.int64))
 
     def tail(self) -> torch.LongTensor:
-        """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T: for what must drop nothing."""
+        """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T: for what must
+        drop nothing."""
         import torch
 
-        return torch.from_numpy(self.tokens[self.num_blocks * self.block_size :].astype(np.int64))[
-            None
-        ]
+        rest = self.tokens[self.num_blocks * self.block_size :]
+        return torch.from_numpy(rest.astype(np.int64))[None]
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
-        """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step` -> LongTensor (B, T).
+        """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step`
+        -> LongTensor (B, T).
 
-        A pure function of its arguments and of the file. Sequence g = step * global_batch + row of the run is block
-        shuffle_e[g % num_blocks] of epoch e = g // num_blocks.
+        A pure function of its arguments and of the file. Sequence g = step * global_batch + row of
+        the run is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks.
         """
         if step < 0 or (len(rows) and not (0 <= min(rows) and max(rows) < global_batch)):
             raise ValueError(
-                f"step {step} and rows {rows} must not be negative, and rows stay below {global_batch=}"
+                f"step {step} and rows {rows} must not be negative, and rows stay below "
+                f"{global_batch=}"
             )
         sequence = step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)
         indices = np.empty_like(places)
-        for epoch in np.unique(
-            epochs
-        ):  # two where the batch straddles an epoch, more if it outgrows the dataset
+        # two where the batch straddles an epoch, more if it outgrows the dataset
+        for epoch in np.unique(epochs):
             here = epochs == epoch
             indices[here] = self._shuffle(seed, int(epoch))[places[here]]
         return self.blocks(indices)
@@ -270,23 +267,26 @@ class TokenDataset:
         """The order of the blocks in an epoch, int64 (num_blocks,)."""
         key = (seed, epoch)
         if key not in self._shuffles:
-            if (
-                len(self._shuffles) >= 2
-            ):  # a batch moves from one epoch to the next: older ones are not needed again
+            # a batch moves from one epoch to the next: older ones are not needed again
+            if len(self._shuffles) >= 2:
                 self._shuffles.pop(next(iter(self._shuffles)))
             # a sort of raw bits: Generator.permutation may change with numpy's version
-            self._shuffles[key] = np.argsort(
-                random_bits(seed, epoch, self.num_blocks, SHUFFLE_STREAM), kind="stable"
-            )
+            bits = philox_bits(seed, epoch, range(1), self.num_blocks, randomness.SHUFFLE)[0]
+            self._shuffles[key] = np.argsort(bits, kind="stable")
         return self._shuffles[key]
 
 
-def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Plug-in entropies of `tokens` (n,), ids below `vocab_size`: (H(X_i), H(X_i | X_{i-1})) in nats per token.
+# ---- what a model should beat --------------------------------------------------------------------
 
-    What a model that knows only the frequencies of tokens, and of pairs of neighbours, would reach: the two marks
-    a training curve should fall below. Exact; holds the distinct pairs, never a vocab_size**2 table.
-    Raises ValueError for fewer than two tokens or an id outside the vocabulary.
+
+def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Plug-in entropies of `tokens` (n,), ids below `vocab_size`: (H(X_i), H(X_i | X_{i-1})) in
+    nats per token.
+
+    What a model that knows only the frequencies of tokens, and of pairs of neighbours, would reach:
+    the two marks a training curve should fall below. Exact; holds the distinct pairs, never a
+    vocab_size**2 table. Raises ValueError for fewer than two tokens or an id outside the
+    vocabulary.
     """
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.size < 2:
@@ -297,7 +297,7 @@ def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
         raise ValueError(
             f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}"
         )
-    pairs = ids[:-1].astype(np.int64)
+    pairs = ids[:-1].astype(np.int64)  # a pair as one number, in place: there are many
     pairs *= vocab_size
     pairs += ids[1:]
     joint = _entropy(np.unique(pairs, return_counts=True)[1])
@@ -306,6 +306,7 @@ def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
 
 
 def _entropy(counts: np.ndarray) -> float:
+    """Of the distribution that these counts are of, in nats."""
     counts = counts[counts > 0].astype(np.float64)
     total = counts.sum()
     return float(np.log(total) - (counts * np.log(counts)).sum() / total)

@@ -1,9 +1,10 @@
 """Token files as prepare.py writes them, and the two ways documents are packed into them.
 
 full   every document, end-of-text after it, end to end: nothing is dropped
-sedd   what the published zero-shot perplexities are measured on (the SEDD protocol): the rows are cut into 8
-       contiguous shards, each shard into groups of 1,000 rows; each group is concatenated and cut into blocks, and
-       what is left of it fills none and is dropped. So a file holds blocks of one size, and nothing else.
+sedd   what the published zero-shot perplexities are measured on (the SEDD protocol): the rows are
+       cut into 8 contiguous shards, each shard into groups of 1,000 rows; each group is
+       concatenated and cut into blocks, and what is left of it fills none and is dropped. So a file
+       holds blocks of one size, and nothing else.
 """
 
 import hashlib
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-PROTOCOLS = ("sedd", "full")
 SHARDS = 8
 GROUP_ROWS = 1000
 COPY_BYTES = 4 << 20
@@ -23,13 +23,18 @@ def describe(block_size: int | None) -> str:
     """The packing in words, for meta.json; `block_size` None is the protocol full."""
     if block_size is None:
         return "documents end to end, nothing dropped"
-    return f"{SHARDS} shards of rows, groups of {GROUP_ROWS} rows, blocks of {block_size}, remainders of groups dropped"
+    return (
+        f"{SHARDS} shards of rows, groups of {GROUP_ROWS} rows, blocks of {block_size}, "
+        "remainders of groups dropped"
+    )
 
 
 def groups(rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges (first, after the last) of the rows that are concatenated and cut by themselves under `sedd`.
+    """Ranges (first, after the last) of the rows that are concatenated and cut by themselves under
+    `sedd`.
 
-    Shard sizes differ by at most one, larger ones first; the groups of a shard are full, except its last.
+    Shard sizes differ by at most one, larger ones first; the groups of a shard are full, except its
+    last.
     """
     size, larger = divmod(rows, SHARDS)
     start = 0
@@ -40,22 +45,26 @@ def groups(rows: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def kept(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
-    """Token ranges that `sedd` keeps of rows laid end to end; `ends` (rows,) holds the place after each row."""
+def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
+    """Token ranges that `sedd` keeps of rows laid end to end; `ends` (rows,) holds the place after
+    each row."""
     for first, stop in groups(len(ends)):
         start = int(ends[first - 1]) if first else 0
-        yield start, start + (int(ends[stop - 1]) - start) // block_size * block_size
+        tokens = int(ends[stop - 1]) - start
+        yield start, start + tokens // block_size * block_size
 
 
-def compact(path: Path, ranges: Iterable[tuple[int, int]]) -> tuple[int, str]:
-    """Leaves only the given byte ranges (ascending) of a file, in place; returns its new size and sha256."""
+def keep_only(path: Path, ranges: Iterable[tuple[int, int]]) -> tuple[int, str]:
+    """Leave only the given byte ranges (ascending) of a file, in place, however large it is.
+
+    Returns its new size and sha256."""
     digest, size = hashlib.sha256(), 0
     with open(path, "r+b") as file:
         for start, stop in ranges:
             while start < stop:
                 file.seek(start)
                 chunk = file.read(min(COPY_BYTES, stop - start))
-                file.seek(size)
+                file.seek(size)  # never beyond `start`: what is still to be read stays whole
                 file.write(chunk)
                 digest.update(chunk)
                 start, size = start + len(chunk), size + len(chunk)
@@ -66,22 +75,23 @@ def compact(path: Path, ranges: Iterable[tuple[int, int]]) -> tuple[int, str]:
 
 
 class SplitFile:
-    """The token file of a split as it is written: end to end, and packed under `sedd` when it is complete.
+    """The token file of a split as it is written: end to end, and packed under `sedd` when it is
+    complete.
 
-    `block_size` None is the protocol full. Under sedd the ends of the rows wait in a file beside it: where the shards
-    begin depends on how many rows there are.
+    `block_size` None is the protocol full. Under sedd the ends of the rows wait in a file beside
+    it: where the shards begin depends on how many rows there are.
     """
 
-    def __init__(self, path: Path, block_size: int | None = None):
-        self.path, self.block_size, self.tokens, self.documents = path, block_size, 0, 0
-        self._itemsize = 1
+    def __init__(self, path: Path, dtype: np.dtype, block_size: int | None = None):
+        self.path, self.dtype, self.block_size = path, dtype, block_size
+        self.tokens = self.documents = 0
         self._hash = hashlib.sha256()
         self._file = open(path, "wb")
         self._ends_path = path.with_suffix(".ends")
-        self._ends = open(self._ends_path, "wb") if block_size is not None else None
+        self._ends = None if block_size is None else open(self._ends_path, "wb")
 
     def write(self, ids: np.ndarray, ends: np.ndarray) -> None:
-        """Appends `ids` (n,); `ends` holds the places in it after which a document is complete."""
+        """Append `ids` (n,); `ends` holds the places in it after which a document is complete."""
         self._file.write(ids.data)
         if self._ends is None:
             self._hash.update(ids.data)
@@ -89,20 +99,19 @@ class SplitFile:
             self._ends.write((ends.astype(np.uint64) + np.uint64(self.tokens)).data)
         self.tokens += ids.size
         self.documents += ends.size
-        self._itemsize = ids.itemsize
 
-    def close(self) -> None:
+    def close(self) -> dict:
+        """Complete the file and describe it for meta.json.
+
+        Raises ValueError where sedd leaves no block."""
         for file in (self._file, self._ends):
-            if file is not None and not file.closed:
+            if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-
-    def entry(self) -> dict:
-        """Completes the file and describes it for meta.json. Raises ValueError where sedd leaves no block."""
-        self.close()
-        tokens, sha256 = self.tokens, self._hash.hexdigest()
-        if self._ends is not None:
+        if self._ends is None:
+            tokens, sha256 = self.tokens, self._hash.hexdigest()
+        else:
             tokens, sha256 = self._pack()
         return {
             "file": self.path.name,
@@ -113,18 +122,18 @@ class SplitFile:
         }
 
     def _pack(self) -> tuple[int, str]:
-        ends = np.memmap(self._ends_path, dtype=np.uint64, mode="r")
-        ranges = (
-            (start * self._itemsize, stop * self._itemsize)
-            for start, stop in kept(ends, self.block_size)
-        )
-        size, sha256 = compact(self.path, ranges)
+        """Drop what fills no block; returns the number of tokens left and the file's sha256."""
+        itemsize = self.dtype.itemsize
+        ends = np.memmap(self._ends_path, dtype=np.uint64, mode="r")  # as many as there are rows
+        ranges = kept_ranges(ends, self.block_size)
+        size, sha256 = keep_only(self.path, ((a * itemsize, b * itemsize) for a, b in ranges))
         del ends
         self._ends_path.unlink()
-        if not size:
+        if size == 0:
             raise ValueError(
-                f"the {self.path.stem} split has {self.tokens:,} tokens in {self.documents:,} rows, and no group of "
-                f"{GROUP_ROWS:,} rows in a shard (an eighth of the rows) fills a block of {self.block_size:,}: "
-                "lower --block-size, or use --protocol full"
+                f"the {self.path.stem} split has {self.tokens:,} tokens in {self.documents:,} "
+                f"rows, and no group of {GROUP_ROWS:,} rows in a shard (an eighth of the rows) "
+                f"fills a block of {self.block_size:,}: lower --block-size, "
+                "or use --protocol full"
             )
-        return size // self._itemsize, sha256
+        return size // itemsize, sha256

@@ -1,42 +1,51 @@
-"""Where documents come from: one `Corpus` class per kind of source, and the table of datasets.
+"""Where documents come from: a `Corpus` class for each kind of source, a reader for each of file.
 
-A corpus yields *pieces*, pairs (text, end): a document is the texts up to and including the one with end=True.
-Most documents are one piece; a big text file is many, cut where no tokenizer can tell, so that nothing ever has
-to be held whole.
+A corpus yields *pieces*, pairs (text, end): a document is the texts up to and including the one
+with end=True. Most documents are one piece; a big text file is many, cut where no tokenizer can
+tell, so that nothing ever has to be held whole.
 
 Which datasets there are, and what they are made of, is in catalogue.py.
 """
 
+from __future__ import annotations
+
 import codecs
 import contextlib
 import io
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
-from data.loader import sha256_file
+from runtime.files import json_object, sha256_file
 
 PIECE_BYTES = 1 << 20
-# what has no white space in so many bytes is not text, and would have to be held whole to be cut like GPT-2 cuts it
+# What has no white space in so many bytes is not text, and would have to be held whole to be cut
+# where GPT-2 cuts it.
 MAX_WORD_BYTES = 64 << 20
-TEXT_SUFFIXES = (".txt", ".md")
-PACKINGS = ("", ".gz", ".xz")
+COMPRESSIONS = (".gz", ".xz")
 
 Piece = tuple[str, bool]
+Reader = Callable[[BinaryIO, str, str], Iterator[Piece]]  # of (stream, name for messages, field)
+Result = TypeVar("Result")
 
 
 class Corpus:
-    """Documents of one split. `position` of `total` (in `unit`s; total None where unknown) is the progress so far."""
+    """Documents of one split.
+
+    Attributes: `position` of `total`, in `unit`s, is the progress so far (total is None where it is
+    not known); `packages` are those whose versions the documents may depend on.
+    """
 
     total: int | None = None
     unit = "documents"
     position = 0
-    packages: tuple[str, ...] = ()  # whose versions the documents may depend on
+    packages: tuple[str, ...] = ()
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields (text, end) from the beginning; can be called again. Raises ValueError for what cannot be read."""
+        """Yields (text, end) from the beginning; can be called again.
+
+        Raises ValueError for what cannot be read."""
         raise NotImplementedError
 
     def describe(self) -> list[dict]:
@@ -49,135 +58,108 @@ class Corpus:
 
     def count(self, limit: int) -> int:
         """Number of documents, counting no further than `limit`."""
-        found = 0
-        for _, end in self.pieces():
-            found += end
-            if found >= limit:
-                break
-        return found
+        return _count(self.pieces(), limit)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# local files
+def _count(pieces: Iterable[Piece], limit: int) -> int:
+    found = 0
+    for _, end in pieces:
+        found += end
+        if found >= limit:
+            break
+    return found
 
 
-class TextFiles(Corpus):
-    """.txt and .md files (one document each) and .jsonl files (one document a line), each also as .gz or .xz."""
+# ---- local files ---------------------------------------------------------------------------------
+
+
+class LocalFiles(Corpus):
+    """The documents of some files, file after file.
+
+    `readers` says how files of each suffix are read, such as TEXT_FILES; all but .parquet can also
+    be compressed. `field` holds the text in files of rows. Raises ValueError for a file of another
+    kind, FileNotFoundError for one that is not there.
+    """
 
     unit = "B"
 
-    def __init__(self, paths: Iterable[Path], field: str):
-        self.paths = [checked_file(path, _text_kind) for path in paths]
+    def __init__(self, paths: Iterable[Path], readers: dict[str, Reader], field: str):
+        self.paths = list(paths)
+        for path in self.paths:
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: no such file")
+        self.readers = [find_reader(path.name, readers, str(path)) for path in self.paths]
         self.field = field
         self.total = sum(path.stat().st_size for path in self.paths)
+        if read_parquet in self.readers:
+            self.packages = ("pyarrow",)
 
     def describe(self) -> list[dict]:
-        return [describe_file(path) for path in self.paths]
+        return [
+            {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            for path in self.paths
+        ]
 
     def count(self, limit: int) -> int:
         found = 0
-        for path in self.paths:
+        for path, reader in zip(self.paths, self.readers, strict=True):
             if found >= limit:
                 break
-            if _text_kind(path) != ".jsonl":
+            if reader is read_whole:
                 found += 1  # known without reading what may be gigabytes
             else:
-                found += Corpus.count(TextFiles([path], self.field), limit - found)
+                found += _count(self._pieces_of(path, reader), limit - found)
         return found
 
     def pieces(self) -> Iterator[Piece]:
         self.position = 0
-        for path in self.paths:
-            before = self.position
-            read = _jsonl_pieces if _text_kind(path) == ".jsonl" else _text_pieces
-            with _opened(path) as (raw, unpacked):
-                for piece in read(path, unpacked, self.field):
-                    self.position = before + raw.tell()
-                    yield piece
-            self.position = before + path.stat().st_size
+        for path, reader in zip(self.paths, self.readers, strict=True):
+            yield from self._pieces_of(path, reader)
+
+    def _pieces_of(self, path: Path, reader: Reader) -> Iterator[Piece]:
+        before = self.position
+        with _opened(path) as (raw, unpacked):
+            for piece in reader(unpacked, str(path), self.field):
+                self.position = before + raw.tell()  # in bytes of the compressed file
+                yield piece
+        self.position = before + path.stat().st_size
 
 
-class LineFiles(Corpus):
-    """Text files, each also as .gz or .xz, of which every line is a document; its end belongs to it."""
+def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
+    """The reader for a file of this name. A suffix that ends in "-" stands for all that begin so.
 
-    unit = "B"
-
-    def __init__(self, paths: Iterable[Path]):
-        self.paths = list(paths)
-        self.total = sum(path.stat().st_size for path in self.paths)
-
-    def describe(self) -> list[dict]:
-        return [describe_file(path) for path in self.paths]
-
-    def pieces(self) -> Iterator[Piece]:
-        self.position = 0
-        for path in self.paths:
-            before = self.position
-            with _opened(path) as (raw, unpacked):
-                for line in _lines(path, unpacked):
-                    self.position = before + raw.tell()
-                    yield line, True
-            self.position = before + path.stat().st_size
-
-
-def _lines(path: Path, stream) -> Iterator[str]:
-    number, lines = 0, io.TextIOWrapper(stream, encoding="utf-8-sig")
-    try:
-        while line := lines.readline(MAX_WORD_BYTES):
-            number += 1
-            if "\0" in line or len(line) == MAX_WORD_BYTES:
-                raise ValueError(
-                    f"{path}, line {number}: this is not text, a line a document; is it the right file?"
-                )
-            yield line
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: not UTF-8 ({error.reason}, not far after line {number}); is it text?"
-        ) from error
-    if number == 0:
-        raise ValueError(f"{path} is empty; leave it out")
-
-
-def _text_kind(path: Path) -> str:
-    """.txt, .md or .jsonl, without a packing suffix; ValueError for other files."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKINGS:
+    Raises ValueError, which calls the file `name`, if there is none."""
+    suffixes = [suffix.lower() for suffix in Path(file).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
-    if not suffixes or suffixes[-1] not in (*TEXT_SUFFIXES, ".jsonl"):
-        raise ValueError(
-            f"{path}: unknown kind of file; known are .txt, .md and .jsonl, each also followed by .gz or .xz"
-        )
-    return suffixes[-1]
-
-
-def checked_file(path: Path, check: Callable[[Path], object]) -> Path:
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    check(path)
-    return path
-
-
-def describe_file(path: Path) -> dict:
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    for suffix, reader in readers.items():
+        if suffixes and (
+            suffixes[-1] == suffix or (suffix[-1] == "-" and suffixes[-1].startswith(suffix))
+        ):
+            return reader
+    raise ValueError(
+        f"{name}: unknown kind of file; known here are {', '.join(readers)} "
+        "(each but .parquet also followed by .gz or .xz)"
+    )
 
 
 @contextlib.contextmanager
-def _opened(path: Path):
-    """(raw, unpacked) binary streams of a file; errors of the packing become ValueErrors that name the file."""
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """(raw, unpacked) streams of a file; errors of the compression are ValueErrors that name it."""
     import gzip
     import lzma
     import zlib
 
-    packing = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
+    decompress = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
     try:
-        with (
-            open(path, "rb") as raw,
-            packing(raw) if packing else contextlib.nullcontext(raw) as unpacked,
-        ):
-            yield raw, unpacked
+        with open(path, "rb") as raw:
+            if decompress is None:
+                yield raw, raw
+            else:
+                with decompress(raw) as unpacked:
+                    yield raw, unpacked
     except EOFError as error:
         raise ValueError(
             f"{path}: the compressed file ends too early; it is incomplete, get it again"
@@ -186,46 +168,51 @@ def _opened(path: Path):
         raise ValueError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
 
 
-def _text_pieces(path: Path, stream, field: str) -> Iterator[Piece]:
-    """One document of about PIECE_BYTES a piece; the same ids for the pieces as for the whole file."""
+# ---- readers of files ----------------------------------------------------------------------------
+
+
+def read_whole(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
+    """The stream as one document, in pieces of about PIECE_BYTES that have the ids of the whole."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, offset = "", 0
     while chunk := stream.read(PIECE_BYTES):
         offset += len(chunk)
-        held += _decoded(decoder, chunk, path, offset)
-        cut = safe_cut(held)
-        if cut:
+        held += _decoded(decoder, chunk, name, offset)
+        if cut := safe_cut(held):
             yield held[:cut], False
             held = held[cut:]
         elif len(held) > MAX_WORD_BYTES:
             raise ValueError(
-                f"{path}: {len(held):,} characters without a place to cut them (a character followed by "
-                "a space or a newline); this is not text as tokenizers know it"
+                f"{name}: {len(held):,} characters without a place to cut them (a character "
+                "followed by a space or a newline); this is not text as tokenizers know it"
             )
-    held += _decoded(decoder, b"", path, offset, final=True)
+    held += _decoded(decoder, b"", name, offset, final=True)
     if offset == 0:
-        raise ValueError(f"{path} is empty; leave it out")
+        raise ValueError(f"{name} is empty; leave it out")
     yield held, True
 
 
-def _decoded(decoder, chunk: bytes, path: Path, offset: int, final: bool = False) -> str:
+def _decoded(decoder, chunk: bytes, name: str, offset: int, final: bool = False) -> str:
+    """The text of a chunk that ends at byte `offset` of the file."""
     try:
         return decoder.decode(chunk, final)
     except UnicodeDecodeError as error:
-        where = (
-            offset - len(error.object) + error.start
-        )  # error.object begins with what the decoder held back
+        # error.object begins with what the decoder held back of the chunk before
+        where = offset - len(error.object) + error.start
         raise ValueError(
-            f"{path}: not UTF-8 ({error.reason} at byte {where:,}); convert it first, e.g. iconv -f latin1 -t utf-8"
+            f"{name}: not UTF-8 ({error.reason} at byte {where:,}); convert it first, "
+            "e.g. iconv -f latin1 -t utf-8"
         ) from error
 
 
 def safe_cut(text: str, before: int | None = None) -> int:
-    """The last place (at most `before`) where GPT-2's ids of both sides are those of the whole; 0 where there is none.
+    """The last place (at most `before`) where GPT-2's ids of both sides are those of the whole; 0
+    where there is none.
 
-    It is between a character that is no white space and a newline (or else a carriage return, or a space). GPT-2
-    splits text into words first, and no word goes on from a character that is no white space into white space;
-    the rules that look ahead look from white space only, so the left part, which ends in none, is split the same.
+    It is between a character that is no white space and a newline (or else a carriage return, or a
+    space). GPT-2 splits text into words first, and no word goes on from a character that is no
+    white space into white space; the rules that look ahead look from white space only, so the left
+    part, which ends in none, is split the same.
     """
     end = len(text) if before is None else min(before + 1, len(text))
     for space in "\n\r ":
@@ -237,62 +224,239 @@ def safe_cut(text: str, before: int | None = None) -> int:
     return 0
 
 
-def _jsonl_pieces(path: Path, stream, field: str) -> Iterator[Piece]:
+def read_lines(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
+    """A document a line; the end of the line belongs to it."""
+    number, lines = 0, io.TextIOWrapper(stream, encoding="utf-8-sig")
+    try:
+        while line := lines.readline(MAX_WORD_BYTES):
+            number += 1
+            if "\0" in line or len(line) == MAX_WORD_BYTES:
+                raise ValueError(
+                    f"{name} line {number}: this is not text, a line a document; "
+                    "is it the right file?"
+                )
+            yield line, True
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: not UTF-8 ({error.reason}, not far after line {number}); is it text?"
+        ) from error
+    if number == 0:
+        raise ValueError(f"{name} is empty; leave it out")
+
+
+def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+    """A document a row of JSON, in its `field`. Holds one line at a time, unlike
+    `runtime.files.read_lines`: the file may be far larger than memory."""
     found = False
     for number, line in enumerate(stream, 1):
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if line.strip():
+        place = f"{name} line {number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+        if text.strip():
             found = True
-            yield _json_text(line, field, f"{path}, line {number}"), True
+            yield text_of(json_object(text, place), field, place), True
     if not found:
-        raise ValueError(f"{path} holds no documents; leave it out")
+        raise ValueError(f"{name} holds no documents; leave it out")
 
 
-def _json_text(line: bytes, field: str, where: str) -> str:
+def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+    """A document a row, in the column `field`."""
     try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 ({error.reason})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a JSON object is needed, got {type(record).__name__}")
-    return _field(record, field, where)
-
-
-def _field(record: dict, field: str, where: str) -> str:
-    if field not in record:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
         raise ValueError(
-            f"{where}: no field {field!r}; its fields are {', '.join(map(repr, record)) or '(none)'}; "
-            "choose one with --field"
+            f"{name}: reading .parquet files needs the package pyarrow: pip install pyarrow"
+        ) from error
+    number = 0
+    try:
+        file = ParquetFile(stream)
+        if field not in file.schema_arrow.names:
+            text_of(dict.fromkeys(file.schema_arrow.names), field, name)
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                yield text_of({field: text}, field, f"{name} row {number}"), True
+    except (ArrowException, OSError) as error:
+        raise ValueError(
+            f"{name}: damaged, or not a .parquet file ({cause(error)} after row {number})"
+        ) from error
+    if number == 0:
+        raise ValueError(f"{name} holds no documents; leave it out")
+
+
+def text_of(row: dict, field: str, place: str) -> str:
+    """The text in a row. Raises ValueError, with its place, where there is none."""
+    if field not in row:
+        raise ValueError(
+            f"{place}: no field {field!r}; its fields are "
+            f"{', '.join(map(repr, row)) or '(none)'}; choose one with --field"
         )
-    if not isinstance(record[field], str):
+    if not isinstance(row[field], str):
         raise ValueError(
-            f"{where}: the field {field!r} holds {type(record[field]).__name__}, not a string; "
+            f"{place}: the field {field!r} holds {type(row[field]).__name__}, not a string; "
             "choose another with --field, or mend the file"
         )
-    return record[field]
+    return row[field]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the English that comes with Python
+ROW_FILES: dict[str, Reader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
+TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole, **ROW_FILES}
+
+
+# ---- from the network ----------------------------------------------------------------------------
+
+
+class DownloadedFile(Corpus):
+    """The file at an address, small enough to be held in memory. `name` is the dataset's."""
+
+    unit = "B"
+
+    def __init__(self, name: str, url: str, readers: dict[str, Reader], field: str):
+        self.name, self.url, self.field = name, url, field
+        self.reader = find_reader(url.rpartition("/")[2], readers, url)
+
+    def describe(self) -> list[dict]:
+        return [{"url": self.url}]
+
+    def pieces(self) -> Iterator[Piece]:
+        stream = io.BytesIO(_from_network(self.name, lambda: _get(self.url)))
+        self.total = len(stream.getvalue())
+        for piece in self.reader(stream, self.url, self.field):
+            self.position = stream.tell()
+            yield piece
+
+
+def _get(url: str) -> bytes:
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return response.read()
+
+
+class HubRows(Corpus):
+    """A split of a dataset on the Hugging Face hub, a document a row.
+
+    Args:
+        name: the dataset's here, for messages.
+        repository, config, split: the dataset's on the hub.
+        field: of a row, with the text.
+        streaming: read rows as they are downloaded; else the split is downloaded first, and kept.
+        expected: fewer rows than these are an error, where they can be counted beforehand.
+    """
+
+    packages = ("datasets",)
+
+    def __init__(
+        self,
+        name: str,
+        repository: str,
+        config: str | None,
+        split: str,
+        field: str,
+        streaming: bool = True,
+        expected: int | None = None,
+    ):
+        self.name, self.repository, self.config, self.split = name, repository, config, split
+        self.field, self.streaming, self.expected = field, streaming, expected
+        self._rows: Iterable[dict] | None = None
+
+    def describe(self) -> list[dict]:
+        config = {} if self.config is None else {"config": self.config}
+        return [{"dataset": self.repository} | config]
+
+    def pieces(self) -> Iterator[Piece]:
+        if self._rows is None:
+            self._rows = _from_network(self.name, self._load)
+            self.total = len(self._rows) if hasattr(self._rows, "__len__") else None
+            if self.total is not None and self.expected is not None:
+                check_complete(self.name, self.total, self.expected)
+        self.position = 0
+        rows = iter(self._rows)
+        while (row := self._next(rows)) is not None:
+            self.position += 1
+            yield text_of(row, self.field, f"{self.repository} row {self.position}"), True
+        if self.position == 0:
+            raise ValueError(f"{self.repository} holds no documents")
+
+    def _next(self, rows: Iterator[dict]) -> dict | None:
+        try:
+            return next(rows, None)
+        except Exception as error:  # whatever pyarrow or the network raise: rows come as needed
+            raise ValueError(
+                f"reading {self.repository} through the package datasets failed after row "
+                f"{self.position} ({cause(error)})"
+            ) from error
+
+    def _load(self) -> Iterable[dict]:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise ValueError(
+                "downloads from the Hugging Face hub need the package datasets: "
+                "pip install datasets, or pass local files with --source FILE"
+            ) from error
+        options = {"split": self.split, "streaming": self.streaming}
+        try:
+            return load_dataset(self.repository, self.config, **options)
+        except RuntimeError as error:
+            if "script" not in str(error):
+                raise
+            # `datasets` 4 runs no loading scripts; where the repository still holds one, the hub
+            # keeps a converted copy, in folders CONFIG/SPLIT or, where it is not complete,
+            # CONFIG/partial-SPLIT
+            files = {self.split: f"{self.config or '*'}/*{self.split}/*.parquet"}
+            return load_dataset(
+                self.repository, data_files=files, revision="refs/convert/parquet", **options
+            )
+
+
+def _from_network(name: str, get: Callable[[], Result]) -> Result:
+    """What `get` returns; ValueError that says how to do without the network where it fails."""
+    try:
+        return get()
+    # no network, a moved repository, a full disk, a changed layout: one remedy for all
+    except Exception as error:
+        if isinstance(error, ValueError) and isinstance(error.__cause__, ImportError):
+            raise
+        raise ValueError(
+            f"could not get {name} from the Hugging Face hub or its published address "
+            f"({cause(error)}). Download its files where there is a network and pass them: "
+            f"python data/prepare.py {name} --source FILE.parquet ... "
+            "(--help names the other kinds of files)"
+        ) from error
+
+
+def check_complete(name: str, found: int, expected: int) -> None:
+    """Raises ValueError where fewer documents were downloaded than there should be."""
+    if found < expected:
+        raise ValueError(
+            f"{name}: {found:,} of {expected:,} documents were served (the hub's converted copies "
+            "can be partial); download the files and pass them with --source"
+        )
+
+
+def cause(error: BaseException) -> str:
+    """The first line of the innermost error, which is the one that says something."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+# ---- the English that comes with Python ----------------------------------------------------------
 
 
 class PythonDocs(Corpus):
-    """The topics of pydoc's help(), one document each, then the docstrings of the standard library, a document a
-    module. About 2 MB; differs between Python versions, not between machines with the same one."""
+    """The topics of pydoc's help(), one document each, then the docstrings of the standard library,
+    a document a module. About 2 MB; differs between Python versions, not between machines with the
+    same one."""
 
     MIN_CHARACTERS = 200  # modules with one line of documentation are all alike
-    LEFT_OUT = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "lib2to3",
-        "pydoc_data",
-        "__pycache__",
-    }
+    LEFT_OUT = frozenset(
+        "site-packages dist-packages test tests idle_test lib2to3 pydoc_data __pycache__".split()
+    )
 
     def describe(self) -> list[dict]:
         return [{"documentation": "Python " + ".".join(map(str, sys.version_info[:3]))}]
@@ -300,13 +464,18 @@ class PythonDocs(Corpus):
     def pieces(self) -> Iterator[Piece]:
         import sysconfig
 
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:
+            raise ValueError(
+                "this Python comes without its documentation (pydoc_data); use another Python, or "
+                "text of your own: python data/prepare.py text --source FILE"
+            ) from error
         root = Path(sysconfig.get_path("stdlib"))
-        modules = [
-            path
-            for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts)
-            if self.LEFT_OUT.isdisjoint(path.relative_to(root).parts)
-        ]
-        topics = self._topics()
+        modules = []
+        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+            if self.LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+                modules.append(path)
         self.total, self.position = len(topics) + len(modules), 0
         for name in sorted(topics):
             self.position += 1
@@ -317,19 +486,10 @@ class PythonDocs(Corpus):
             if len(text) >= self.MIN_CHARACTERS:
                 yield text, True
 
-    def _topics(self) -> dict[str, str]:
-        try:
-            from pydoc_data.topics import topics
-        except ImportError as error:
-            raise ValueError(
-                "this Python comes without its documentation (pydoc_data); use another Python, or "
-                "text of your own: python data/prepare.py text --source FILE"
-            ) from error
-        return topics
-
 
 def _docstrings(path: Path) -> str:
-    """The docstrings of a module, its classes and functions, in the order of the file, empty lines between them."""
+    """The docstrings of a module, its classes and functions, in the order of the file, empty lines
+    between them."""
     import ast
     import warnings
 
@@ -337,161 +497,10 @@ def _docstrings(path: Path) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in old modules
             tree = ast.parse(path.read_bytes())
-    except (
-        SyntaxError,
-        ValueError,
-    ):  # templates and files for other versions, which some distributions ship
+    # templates and files for other versions, which some distributions ship
+    except (SyntaxError, ValueError):
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return "".join(text + "\n\n" for node in nodes if (text := ast.get_docstring(node)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# from the network
-
-
-class PublishedFile(Corpus):
-    """The file that `fetch` writes to a path, read as the corpus that `read` makes of it; kept no longer than that."""
-
-    unit = "B"
-
-    def __init__(self, fetch: Callable[[Path], None], read: Callable[[Path], Corpus], url: str):
-        self.fetch, self.read, self.url = fetch, read, url
-
-    def describe(self) -> list[dict]:
-        return [{"url": self.url}]
-
-    def pieces(self) -> Iterator[Piece]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / self.url.rpartition("/")[2]
-            self.fetch(path)
-            corpus = self.read(path)
-            self.total = corpus.total
-            for piece in corpus.pieces():
-                self.position = corpus.position
-                yield piece
-
-
-def fetch(url: str, path: Path) -> None:
-    """Downloads a file; whatever can go wrong there is raised as it comes."""
-    import shutil
-    import urllib.request
-
-    with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
-        shutil.copyfileobj(response, file)
-
-
-class HubRows(Corpus):
-    """Rows of a dataset that `open_rows()` loads through the package `datasets`, a document a row.
-
-    `name` is for messages; fewer rows than `expected` are an error, where they can be counted beforehand.
-    """
-
-    packages = ("datasets",)
-
-    def __init__(
-        self,
-        open_rows: Callable[[], Iterable[dict]],
-        description: list[dict],
-        field: str,
-        name: str,
-        expected: int | None = None,
-    ):
-        self.open_rows, self.description, self.field = open_rows, description, field
-        self.name, self.expected = name, expected
-        self._rows: Iterable[dict] | None = None
-
-    def describe(self) -> list[dict]:
-        return self.description
-
-    def pieces(self) -> Iterator[Piece]:
-        if self._rows is None:
-            self._rows = self.open_rows()
-            self.total = len(self._rows) if hasattr(self._rows, "__len__") else None
-            if self.total is not None and self.expected is not None:
-                check_complete(self.name, self.total, self.expected)
-        self.position = 0
-        rows = iter(self._rows)
-        while (row := self._next(rows)) is not None:
-            self.position += 1
-            yield _field(row, self.field, f"{self.name}, row {self.position}"), True
-        if self.position == 0:
-            raise ValueError(f"{self.name} holds no documents")
-
-    def _next(self, rows: Iterator[dict]) -> dict | None:
-        try:
-            return next(rows, None)
-        except (
-            Exception
-        ) as error:  # whatever pyarrow, json or the network raise: rows are read as they are needed
-            raise ValueError(
-                f"reading {self.name} through the package datasets failed after row {self.position} ({cause(error)})"
-            ) from error
-
-
-def check_complete(name: str, found: int, expected: int) -> None:
-    """Raises ValueError where fewer documents were downloaded than there should be."""
-    if found < expected:
-        raise ValueError(
-            f"{name}: {found:,} of {expected:,} documents were served (the hub's converted copies can be partial); "
-            "download the files and pass them with --source"
-        )
-
-
-def hub_rows(repository: str, config: str | None, split: str, streaming: bool) -> Iterable[dict]:
-    """Rows of a split of a dataset on the Hugging Face hub; whatever can go wrong there is raised as it comes."""
-    load = datasets_package().load_dataset
-    try:
-        return load(repository, config, split=split, streaming=streaming)
-    except RuntimeError as error:
-        if "script" not in str(error):
-            raise
-        # `datasets` 4 runs no loading scripts; where the repository still holds one, the hub keeps a converted copy,
-        # in folders CONFIG/SPLIT or, where it is not complete, CONFIG/partial-SPLIT
-        files = {split: f"{config or '*'}/*{split}/*.parquet"}
-        revision = "refs/convert/parquet"
-        return load(
-            repository, data_files=files, split=split, revision=revision, streaming=streaming
-        )
-
-
-def local_rows(paths: list[Path]) -> Iterable[dict]:
-    datasets = datasets_package()
-    kind = "parquet" if paths[0].suffix.lower() == ".parquet" else "json"
-    try:
-        if kind == "parquet":
-            from pyarrow.parquet import read_metadata
-
-            paths = [
-                path for path in paths if read_metadata(path).num_rows
-            ]  # `datasets` stumbles over those of no rows
-            if not paths:
-                return []
-        # streaming: the files are here already, an Arrow copy of them would only take space
-        return datasets.load_dataset(
-            kind, data_files=[str(path) for path in paths], split="train", streaming=True
-        )
-    except Exception as error:
-        raise ValueError(
-            f"the package datasets could not read {', '.join(map(str, paths))} ({cause(error)})"
-        ) from error
-
-
-def datasets_package():
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            "downloads and .parquet files need the package datasets: pip install datasets, or pass local files of "
-            "another kind with --source FILE"
-        ) from error
-    return datasets
-
-
-def cause(error: BaseException) -> str:
-    """The first line of the innermost error, which is the one that says something."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,25 +1,31 @@
 """Tokenizers: text <-> ids, under two names.
 
-gpt2   GPT-2's byte-pair encoding, 50257 ids; read from tiktoken's `r50k_base`, which has the same ids in one file
-bytes  the UTF-8 bytes themselves, 256 ids and one for end-of-text: needs no file, suits small models
+gpt2   GPT-2's byte-pair encoding, 50257 ids; read from tiktoken's `r50k_base`, which has the same
+       ids in one file
+bytes  the UTF-8 bytes themselves, 256 ids and one for end-of-text: needs no file, suits small
+       models
 """
 
 import codecs
-import difflib
 import functools
 import re
+from typing import Literal
 
 import numpy as np
 
+from runtime.ranges import check_value
+
 END_OF_TEXT = "<|endoftext|>"
-# \s of tiktoken's regular expressions (Unicode White_Space); Python's \s also holds U+001C to U+001F
+# \s of tiktoken's regular expressions (Unicode White_Space); Python's \s holds U+001C-U+001F too
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+LONG_SPACE = 100_000  # characters of white space in a row, at which a text is cut
 
 
 class Tokenizer:
     """What the two tokenizers share.
 
-    Attributes: `name`; `vocab_size` (ids run from 0 to vocab_size - 1); `eot`, the id that ends a document.
+    Attributes: `name`; `vocab_size` (ids run from 0 to vocab_size - 1); `eot`, the id that ends a
+    document.
     """
 
     name: str
@@ -27,35 +33,41 @@ class Tokenizer:
     eot: int
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Ids of `text` as an unsigned integer array (n,); "<|endoftext|>" in it is text like any other."""
+        """Ids of `text` as an unsigned integer array (n,); "<|endoftext|>" in it is text like any
+        other, never the special token."""
+        raise NotImplementedError
+
+    def _bytes_of(self, ids: list[int]) -> bytes:
+        """The bytes that `ids` stand for; those of end-of-text are its name."""
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; the string "<|endoftext|>" in it is text like any other, never the special token."""
+        """`encode_array` as a list."""
         return self.encode_array(text).tolist()
 
     def decode(self, ids) -> str:
         """Text of `ids` (any sequence, array or 1-D tensor of integers).
 
-        End-of-text becomes "<|endoftext|>"; bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id
-        outside the vocabulary.
+        End-of-text becomes "<|endoftext|>"; bytes that are no UTF-8 become U+FFFD. Raises
+        ValueError for an id outside the vocabulary.
         """
-        return self._decode(self._checked(ids))
+        return self._bytes_of(self._checked(ids)).decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
-        """Text of each of `ids` on its own (same input as `decode`); joined, the pieces are exactly `decode(ids)`.
+        """Text of each of `ids` on its own (same input as `decode`); joined, the pieces are exactly
+        `decode(ids)`.
 
-        A character whose bytes are spread over several tokens belongs to the token that completes it; the earlier
-        ones get "". Bytes that are no UTF-8 become U+FFFD in the piece of the token that shows it: their own, or the
-        next one where that could still have completed a character. Raises ValueError as `decode` does.
+        A character whose bytes are spread over several tokens belongs to the token that completes
+        it; the earlier ones get "". Bytes that are no UTF-8 become U+FFFD in the piece of the token
+        that shows it: their own, or the next one where that could still have completed a character.
+        Raises ValueError as `decode` does.
         """
         decoder, pieces = codecs.getincrementaldecoder("utf-8")("replace"), []
         for token in self._checked(ids):
-            if (
-                token == self.eot and pieces
-            ):  # nothing goes on over the end of a text: its piece is its name alone
+            # no character goes on over the end of a document: what is open is shown before it
+            if token == self.eot and pieces:
                 pieces[-1] += decoder.decode(b"", final=True)
-            pieces.append(decoder.decode(self._bytes(token)))
+            pieces.append(decoder.decode(self._bytes_of([token])))
         if pieces:
             pieces[-1] += decoder.decode(b"", final=True)
         return pieces
@@ -65,16 +77,10 @@ class Tokenizer:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(
-                f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, "
-                f"whose ids are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?"
+                f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, whose ids "
+                f"are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?"
             )
         return ids
-
-    def _decode(self, ids: list[int]) -> str:
-        raise NotImplementedError
-
-    def _bytes(self, token: int) -> bytes:
-        raise NotImplementedError
 
 
 class BytesTokenizer(Tokenizer):
@@ -85,25 +91,16 @@ class BytesTokenizer(Tokenizer):
     eot = 256
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(_without_lone_surrogates(text).encode("utf-8"), dtype=np.uint8).astype(
-            np.uint16
-        )
+        data = _without_lone_surrogates(text).encode("utf-8")
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
 
-    def _decode(self, ids: list[int]) -> str:
-        documents, start = [], 0
-        for _ in range(ids.count(self.eot)):
-            end = ids.index(self.eot, start)
-            documents.append(bytes(ids[start:end]))
-            start = end + 1
-        documents.append(bytes(ids[start:]))
-        return END_OF_TEXT.encode().join(documents).decode("utf-8", errors="replace")
-
-    def _bytes(self, token: int) -> bytes:
-        return END_OF_TEXT.encode() if token == self.eot else bytes([token])
+    def _bytes_of(self, ids: list[int]) -> bytes:
+        return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding; 50256 ends a document. Raises ValueError when its file cannot be had."""
+    """GPT-2's byte-pair encoding; 50256 ends a document. Raises ValueError when its file cannot be
+    had."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -116,20 +113,14 @@ class GPT2Tokenizer(Tokenizer):
         text = _without_lone_surrogates(text)
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except (
-            ValueError
-        ):  # the regular expression runs out of stack in about a million spaces in a row
-            parts = [
-                self._encoding.encode_to_numpy(part, disallowed_special=())
-                for part in _cut_long_spaces(text)
-            ]
-            return np.concatenate(parts)
+        # the regular expression runs out of stack in about a million spaces in a row
+        except ValueError:
+            parts = _cut_long_spaces(text)
+            encode = self._encoding.encode_to_numpy
+            return np.concatenate([encode(part, disallowed_special=()) for part in parts])
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._encoding.decode(ids, errors="replace")
-
-    def _bytes(self, token: int) -> bytes:
-        return self._encoding.decode_single_token_bytes(token)
+    def _bytes_of(self, ids: list[int]) -> bytes:
+        return self._encoding.decode_bytes(ids)
 
 
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}
@@ -138,12 +129,7 @@ TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called `name` ("gpt2" or "bytes"). Raises ValueError for any other name."""
-    if name not in TOKENIZERS:
-        near = difflib.get_close_matches(str(name).lower(), TOKENIZERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown tokenizer {name!r}: {hint}the tokenizers are {', '.join(map(repr, TOKENIZERS))}"
-        )
+    check_value(name, Literal[tuple(TOKENIZERS)], "the tokenizer")
     return TOKENIZERS[name]()
 
 
@@ -158,30 +144,26 @@ def _load_r50k():
         ) from error
     try:
         return tiktoken.get_encoding("r50k_base")
-    except (
-        Exception
-    ) as error:  # requests' errors, OSErrors, a hash that does not match: one remedy for all
+    # requests' errors, OSErrors, a hash that does not match: one remedy for all
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(
             "tiktoken could not get r50k_base, the file of the gpt2 tokenizer "
-            f"({type(error).__name__}: {_shorten(str(error))}). Without a network, set TIKTOKEN_CACHE_DIR "
-            "to a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 (tiktoken's cache name "
-            "for r50k_base.tiktoken); or use the bytes tokenizer (--tokenizer bytes)"
+            f"({type(error).__name__}: {reason}). Without a network, set TIKTOKEN_CACHE_DIR to a "
+            "folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 (tiktoken's cache "
+            "name for r50k_base.tiktoken); or use the bytes tokenizer (--tokenizer bytes)"
         ) from error
 
 
 def _cut_long_spaces(text: str) -> list[str]:
-    """`text` cut before the last character of very long runs of white space, which leaves GPT-2's ids as they are.
-
-    GPT-2 splits text so that such a run, without its last character, is one word: the cut is where it cuts as well.
-    """
-    runs = (match.span() for match in re.finditer(f"[{WHITE_SPACE}]+", text))
-    ends = [end - 1 for start, end in runs if end - start >= 100_000 and end < len(text)]
-    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
-def _shorten(message: str, limit: int = 200) -> str:
-    message = " ".join(message.split())
-    return message if len(message) <= limit else message[:limit] + "..."
+    """`text` cut before the last character of very long runs of white space, which leaves GPT-2's
+    ids as they are: it splits text so that such a run, without its last character, is one word."""
+    cuts = [0]
+    for run in re.finditer(f"[{WHITE_SPACE}]{{{LONG_SPACE},}}", text):
+        if run.end() < len(text):
+            cuts.append(run.end() - 1)
+    cuts.append(len(text))
+    return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
 
 
 def _without_lone_surrogates(text: str) -> str:
