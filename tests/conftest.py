@@ -5,6 +5,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from helpers import ALONE, make_data, tiny_config
@@ -18,6 +19,10 @@ torch.set_num_threads(
     1
 )  # tiny tensors: one thread is faster, and the processes that tests start share two cores
 
+
+# no test may depend on how busy the machine is
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 SLOW = (
     "test_train",

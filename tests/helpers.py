@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from data.loader import load_meta, read_tokens
 from data.prepare import Prepare, prepare
+from data.tokenizers import get_tokenizer
 from model import ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
@@ -221,6 +224,31 @@ def make_data(folder, words=4000, seed=0):
     return prepare(
         Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=folder / "data")
     )
+
+
+# the file of GPT-2's tokenizer lies beside the real text
+if "AOGPT_DATA" in os.environ and (Path(os.environ["AOGPT_DATA"]) / "tiktoken").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(os.environ["AOGPT_DATA"]) / "tiktoken"))
+needs_gpt2 = pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken"
+)
+
+
+def prepared(name, out, *source, **options):
+    """prepare.py in this process, with bytes as tokens unless told otherwise; returns the folder."""
+    return prepare(Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options))
+
+
+def documents(folder, split="test"):
+    """The text of every document of a prepared split, whose checksum is right."""
+    tokens = read_tokens(folder, split, verify=True)
+    text = get_tokenizer(load_meta(folder)["tokenizer"]).decode(tokens)
+    return text.split("<|endoftext|>")[:-1]
+
+
+def write_jsonl(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
+    return path
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):

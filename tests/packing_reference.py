@@ -1,7 +1,9 @@
-"""The sedd packing as the package `datasets` makes it, written from the protocol without the code under test.
+"""The sedd packing as the package `datasets` makes it, written from the protocol without the code
+under test.
 
-python packing_reference.py JOB.json: each job is {"kind": "ptb"|"lambada", "source", "rows": null|N, "block_size",
-"out"}; the blocks go to the .npy file `out`, int64 (number of blocks, block_size).
+python packing_reference.py JOB.json: each job is {"kind": "ptb"|"lambada", "source", "rows":
+null|N, "block_size", "out"}; the blocks go to the .npy file `out`, int64 (number of blocks,
+block_size).
 """
 
 import json

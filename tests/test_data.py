@@ -124,7 +124,7 @@ TEXTS = TEXTS.map("".join)
 
 
 @needs_gpt2
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(TEXTS, st.integers(0, 60))
 def test_a_safe_cut_leaves_gpt2s_ids_alone(text, before):
     cut = sources.safe_cut(text, before)
@@ -134,7 +134,7 @@ def test_a_safe_cut_leaves_gpt2s_ids_alone(text, before):
 
 
 @needs_gpt2
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXTS.filter(bool), st.integers(1, 9))
 def test_a_file_read_in_pieces_has_the_ids_of_the_whole(tmp_path_factory, text, piece_bytes):
     path = tmp_path_factory.getbasetemp() / "pieces.txt"

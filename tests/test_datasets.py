@@ -1,5 +1,7 @@
-"""Tests of the evaluation sets: detokenisers, the packing of the SEDD protocol, sources, and finding datasets."""
+"""Tests of preparing datasets: detokenisers, the packing of the SEDD protocol, sources, and
+prepare.py as users run it."""
 
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -7,44 +9,36 @@ import http.server
 import json
 import lzma
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_user_error, run_script
+from helpers import (
+    ROOT,
+    assert_user_error,
+    documents,
+    needs_gpt2,
+    prepared,
+    run_script,
+    wait_for,
+    write_jsonl,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import catalogue, detokenisers, loader, packing
-from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens
-from data.prepare import Prepare, prepare
-from data.tokenizers import get_tokenizer
+from data import catalogue, detokenisers, packing, sources
+from data.folder import clear_leftovers
+from data.loader import TokenDataset, evaluation_split, load_meta, read_tokens
+from runtime.files import sha256_file
 
 SETS = {each.name: each for each in catalogue.EVALUATION_SETS}
-
-
-@pytest.fixture
-def gpt2_file(monkeypatch):
-    """tiktoken's file of GPT-2's tokenizer; skips where the environment names none."""
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("AOGPT_DATA", "") + "/tiktoken"
-    if not Path(folder).is_dir():
-        pytest.skip("needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", folder)
-
-
-def made(name: str, out: Path, *source: Path, **options) -> Path:
-    """prepare.py in this process, bytes as tokens unless told otherwise."""
-    return prepare(
-        Prepare(name, out=out, source=source, **({"tokenizer": "bytes", "workers": 1} | options))
-    )
-
-
-def documents(folder: Path, split: str = "test") -> list[str]:
-    meta = load_meta(folder)
-    text = get_tokenizer(meta["tokenizer"]).decode(read_tokens(folder, split, verify=True))
-    return text.split("<|endoftext|>")[:-1]
+BYTES = ("--tokenizer", "bytes", "--out")
 
 
 def write(path: Path, text: str) -> Path:
@@ -52,135 +46,114 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# detokenisers: what each rule does, written by hand from the rules
+def tree(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def big_text(tmp_path_factory) -> Path:
+    """A text file of about 60 MB."""
+    path = tmp_path_factory.mktemp("big") / "big.txt"
+    line = "it is a truth universally acknowledged, that a file in want of a test must be large\n"
+    path.write_text(line * (60_000_000 // len(line)))
+    return path
+
+
+# ---- detokenisers: what each rule does, written by hand from the rules ---------------------------
+
+WIKITEXT_RULES = [
+    ("the players ' hats", "the players' hats"),
+    ("a guest @-@ starring role", "a guest-starring role"),
+    ("some 12 @,@ 000 men", "some 12,000 men"),
+    ("about 3 @.@ 5 km", "about 3.5 km"),
+    ("one : two ; three . four ! five", "one: two; three. four! five"),
+    ("one ? two , three", "one? two, three"),
+    ("a ( b c ) d", "a (b c) d"),
+    ("a [ b c ] d", "a [b c] d"),
+    ("a { b c } d", "a {b c} d"),
+    ('he said " yes " and " no " again', 'he said "yes" and "no" again'),
+    ("he said ' yes ' and ' no ' again", "he said 'yes' and 'no' again"),
+    ("= = = = Deep = = = =", "==== Deep ===="),
+    ("= = = Less = = =", "=== Less ==="),
+    ("= = Career = =", "== Career =="),
+    ("45 ° north", "45°north"),
+    (" = Title = \n", " = Title =\n"),
+    ("one\n two", "one\ntwo"),
+    ("N N N", "N 1 N"),
+    ("the film 's end", "the film's end"),
+    # in order: the comma leaves its space before the pair is closed, the full stop ends at the
+    # line's end only
+    ("x , ( y , z ) . \n", "x, (y, z).\n"),
+    # an apostrophe counts as the opening of a pair too
+    ("the dogs ' bark 's end", "the dogs'bark's end"),
+    ("", ""),
+]
+PTB_RULES = [
+    ("the company 's shares", "the company's shares"),
+    ("two years ' time", "two years' time"),
+    ("it was n't so", "it wasn't so"),
+    ("one \n two", "one\ntwo"),
+    (r"N \/ N", "N / N"),
+    (r"1\/2", "1/2"),
+    ("up N N to N N N N now", "up 1 1 to 1 1 1 1 now"),
+    ("cost $ N billion", "cost $1 billion"),
+    ("cost # N million", "cost #1 million"),
+    ("mr. <unk> said <unk>", "mr. ? said ?"),
+    ("$ N", "$ N"),  # no space after it: it stays, and so does the dollar's
+]
+LM1B_RULES = [
+    ("see http : / / www.x.org now", "see http://www.x.org now"),
+    ("see https : / / x.org now", "see https://x.org now"),
+    ("the man 's hat", "the man's hat"),
+    ("it ended . Then more", "it ended. Then more"),
+    ("it ended .", "it ended."),
+    ("who ? me", "who? me"),
+    ("who ?", "who?"),
+    ("oh ! no", "oh! no"),
+    ("oh !", "oh!"),
+    ("one , two : three ; four", "one, two: three; four"),
+    ("and / or", "and/or"),
+    ('he said " yes sir " twice', 'he said "yes sir" twice'),
+    ("he said ' - yes ' twice", "he said '- yes' twice"),
+    ("one ( or two ) more", "one (or two) more"),
+    ("one [ or two ] more", "one [or two] more"),
+    ("paid $ 5 or £ 5", "paid $5 or £5"),
+    ("at 5 p.m. ) .", "at 5 p.m. ) ."),  # a full stop after what is no word keeps its space
+]
+LAMBADA_RULES = [("  “ hi ” he said ’ \n", '\n" hi " he said ’'), ("", "\n")]
+RULES = {"wikitext": WIKITEXT_RULES, "ptb": PTB_RULES, "lm1b": LM1B_RULES, "lambada": LAMBADA_RULES}
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("the players ' hats", "the players' hats"),
-        ("a guest @-@ starring role", "a guest-starring role"),
-        ("some 12 @,@ 000 men", "some 12,000 men"),
-        ("about 3 @.@ 5 km", "about 3.5 km"),
-        ("one : two", "one: two"),
-        ("one ; two", "one; two"),
-        ("one . two", "one. two"),
-        ("one ! two", "one! two"),
-        ("one ? two", "one? two"),
-        ("one , two", "one, two"),
-        ("a ( b c ) d", "a (b c) d"),
-        ("a [ b c ] d", "a [b c] d"),
-        ("a { b c } d", "a {b c} d"),
-        ('he said " yes " and " no " again', 'he said "yes" and "no" again'),
-        ("he said ' yes ' and ' no ' again", "he said 'yes' and 'no' again"),
-        ("= = = = Deep = = = =", "==== Deep ===="),
-        ("= = = Less = = =", "=== Less ==="),
-        ("= = Career = =", "== Career =="),
-        ("45 ° north", "45°north"),
-        (" = Title = \n", " = Title =\n"),
-        ("one\n two", "one\ntwo"),
-        ("N N N", "N 1 N"),
-        ("the film 's end", "the film's end"),
-        # in order: the comma leaves its space before the pair is closed, the full stop ends at the line's end only
-        ("x , ( y , z ) . \n", "x, (y, z).\n"),
-        # an apostrophe counts as the opening of a pair too
-        ("the dogs ' bark 's end", "the dogs'bark's end"),
-        ("", ""),
-    ],
+    ("name", "text", "expected"), [(name, *rule) for name, rules in RULES.items() for rule in rules]
 )
-def test_wikitext_rules(text, expected):
-    assert detokenisers.wikitext(text) == expected
+def test_detokenisers(name, text, expected):
+    assert detokenisers.DETOKENISERS[name](text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("the company 's shares", "the company's shares"),
-        ("two years ' time", "two years' time"),
-        ("it was n't so", "it wasn't so"),
-        ("one \n two", "one\ntwo"),
-        (r"N \/ N", "N / N"),
-        (r"1\/2", "1/2"),
-        ("up N N to N N N N now", "up 1 1 to 1 1 1 1 now"),
-        ("cost $ N billion", "cost $1 billion"),
-        ("cost # N million", "cost #1 million"),
-        ("mr. <unk> said <unk>", "mr. ? said ?"),
-        ("$ N", "$ N"),  # no space after it: it stays, and so does the dollar's
-        (
-            "the dow jones industrial average plunged N points",
-            "the dow jones industrial average plunged 1 points",
-        ),
-    ],
-)
-def test_ptb_rules(text, expected):
-    assert detokenisers.ptb(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("see http : / / www.x.org now", "see http://www.x.org now"),
-        ("see https : / / x.org now", "see https://x.org now"),
-        ("the man 's hat", "the man's hat"),
-        ("it ended . Then more", "it ended. Then more"),
-        ("it ended .", "it ended."),
-        ("who ? me", "who? me"),
-        ("who ?", "who?"),
-        ("oh ! no", "oh! no"),
-        ("oh !", "oh!"),
-        ("one , two", "one, two"),
-        ("one : two", "one: two"),
-        ("one ; two", "one; two"),
-        ("and / or", "and/or"),
-        ('he said " yes sir " twice', 'he said "yes sir" twice'),
-        ("he said ' - yes ' twice", "he said '- yes' twice"),
-        ("one ( or two ) more", "one (or two) more"),
-        ("one [ or two ] more", "one [or two] more"),
-        ("paid $ 5", "paid $5"),
-        ("paid £ 5", "paid £5"),
-        # a full stop after what is no word keeps its space
-        ("at 5 p.m. ) .", "at 5 p.m. ) ."),
-    ],
-)
-def test_lm1b_rules(text, expected):
-    assert detokenisers.lm1b(text) == expected
-
-
-def test_lambada_rules():
-    assert detokenisers.lambada("  “ hi ” he said ’ \n") == '\n" hi " he said ’'
-    assert detokenisers.lambada("") == "\n"
-
-
-def test_real_lines(real_data):
+def test_detokenisers_on_real_lines(real_data):
     ptb = (real_data / "ptb" / "ptb.test.txt").read_text().splitlines()
     assert detokenisers.ptb(ptb[0].strip()) == "no it wasn't black monday"
-    assert detokenisers.ptb(ptb[3].strip()).startswith(
-        "the 1 stock specialist firms on the big board floor the buyers"
+    start = "the 1 stock specialist firms on the big board floor the buyers"
+    assert detokenisers.ptb(ptb[3].strip()).startswith(start)
+    wiki = (real_data / "wikitext" / "wiki.test.tokens").read_text(encoding="utf-8")
+    wiki = [detokenisers.wikitext(line) for line in wiki.splitlines(keepends=True)[:12]]
+    assert wiki[1] == " = Robert Boulter =\n" and wiki[6] == " == Career ==\n"
+    assert wiki[3].startswith(
+        " Robert Boulter is an English film, television and theatre actor. He had a guest-starring "
+        "role on the television series The Bill in 2000. This"
     )
-    wiki = (
-        (real_data / "wikitext" / "wiki.test.tokens")
-        .read_text(encoding="utf-8")
-        .splitlines(keepends=True)
-    )
-    assert detokenisers.wikitext(wiki[1]) == " = Robert Boulter =\n"
-    assert detokenisers.wikitext(wiki[6]) == " == Career ==\n"
-    assert detokenisers.wikitext(wiki[3]).startswith(
-        " Robert Boulter is an English film, television and theatre actor. He had a guest-starring role on the "
-        "television series The Bill in 2000. This"
-    )
-    assert ' he portrayed "Scott Parry" in the episode, "In Safe Hands". ' in detokenisers.wikitext(
-        wiki[11]
-    )
+    assert ' he portrayed "Scott Parry" in the episode, "In Safe Hands". ' in wiki[11]
     with open(real_data / "lambada" / "lambada_test.jsonl", encoding="utf-8") as file:
-        first = json.loads(next(file))["text"]
-    assert detokenisers.lambada(first).startswith(
-        "\nIn my palm is a clear stone, and inside it is a small ivory"
-    )
+        first = detokenisers.lambada(json.loads(next(file))["text"])
+    assert first.startswith("\nIn my palm is a clear stone, and inside it is a small ivory")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# packing
+# ---- packing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,10 +162,8 @@ def test_real_lines(real_data):
         (1, [(0, 1)]),
         (7, [(i, i + 1) for i in range(7)]),
         (10, [(0, 2), (2, 4), *((i, i + 1) for i in range(4, 10))]),
-        (
-            3761,
-            [(0, 471), *((471 + 470 * i, 471 + 470 * (i + 1)) for i in range(7))],
-        ),  # the PTB test set
+        # the PTB test set
+        (3761, [(0, 471), *((471 + 470 * i, 471 + 470 * (i + 1)) for i in range(7))]),
         (8001, [(0, 1000), (1000, 1001), *((1001 + 1000 * i, 2001 + 1000 * i) for i in range(7))]),
     ],
 )
@@ -201,48 +172,47 @@ def test_groups(rows, expected):
 
 
 @given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=40),
-    st.integers(1, 7),
-    st.integers(1, 5),
-    st.integers(0, 9),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    block_size=st.integers(1, 7),
+    group_rows=st.integers(1, 5),
+    seed=st.integers(0, 9),
 )
 def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows, seed):
     """Rows of the given lengths, written in any batches, against concatenated lists."""
-    rng = np.random.default_rng(seed)
-    rows, start = [], 0
-    for length in lengths:
-        rows.append(list(range(start, start + length)))
-        start += length
+    ends, total = np.cumsum(lengths), sum(lengths)
+    rows = np.split(np.arange(total), ends[:-1])
     expected = []
-    for shard in np.array_split(
-        np.arange(len(rows)), 8
-    ):  # numpy's sizes are the same: larger ones first
+    # numpy's sizes of shards are the same: larger ones first
+    for shard in np.array_split(np.arange(len(rows)), 8):
         for first in range(0, len(shard), group_rows):
-            flat = [i for row in shard[first : first + group_rows] for i in rows[row]]
+            flat = [i for row in shard[first : first + group_rows] for i in rows[row].tolist()]
             expected += flat[: len(flat) // block_size * block_size]
-    cuts = sorted({0, start, *rng.integers(0, start + 1, 3).tolist()})
-    ends = np.cumsum(lengths)
+    cuts = np.random.default_rng(seed).integers(0, total + 1, 3).tolist()
+    cuts = sorted({0, total, *cuts})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "GROUP_ROWS", group_rows)
         patch.setattr(packing, "COPY_BYTES", 6)
-        file = packing.SplitFile(tmp_path_factory.getbasetemp() / "test.bin", block_size)
+        path = tmp_path_factory.getbasetemp() / "test.bin"
+        file = packing.SplitFile(path, np.dtype(np.uint16), block_size)
         for low, high in zip(cuts, cuts[1:], strict=False):
             here = ends[(ends > low) & (ends <= high)] - low
             file.write(np.arange(low, high, dtype=np.uint16), here)
         if not expected:
             with pytest.raises(ValueError, match="lower --block-size, or use --protocol full"):
-                file.entry()
+                file.close()
             return
-        entry = file.entry()
-    assert np.fromfile(file.path, np.uint16).tolist() == expected
-    assert (entry["tokens"], entry["dropped_tokens"]) == (len(expected), start - len(expected))
-    assert entry["documents"] == len(rows) and entry["sha256"] == loader.sha256_file(file.path)
-    assert not file.path.with_suffix(".ends").exists()
+        entry = file.close()
+    assert np.fromfile(path, np.uint16).tolist() == expected
+    assert (entry["tokens"], entry["dropped_tokens"]) == (len(expected), total - len(expected))
+    assert entry["documents"] == len(rows) and entry["sha256"] == sha256_file(path)
+    assert not path.with_suffix(".ends").exists()
 
 
-def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data, gpt2_file):
-    """Token for token, on the whole of PTB's and LAMBADA's test sets, on fewer rows than shards, and on shards of more
-    than one group (11,283 rows)."""
+@needs_gpt2
+@pytest.mark.slow
+def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
+    """Token for token, on the whole of PTB's and LAMBADA's test sets, on fewer rows than shards,
+    and on shards of more than one group (11,283 rows)."""
     pytest.importorskip("datasets")
     ptb, lambada = real_data / "ptb" / "ptb.test.txt", real_data / "lambada" / "lambada_test.jsonl"
     thrice = write(tmp_path / "thrice.txt", ptb.read_text(encoding="utf-8") * 3)
@@ -253,204 +223,223 @@ def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data, gpt2_
         ("ptb", ptb, 5, 8),
         ("lambada", lambada, 9, 16),
     ]
-    keys, jobs = ("kind", "source", "rows", "block_size"), []
-    for number, case in enumerate(cases):
-        jobs.append(dict(zip(keys, case, strict=True)) | {"out": tmp_path / f"{number}.npy"})
+    keys = ("kind", "source", "rows", "block_size", "out")
+    jobs = [
+        dict(zip(keys, (*case, tmp_path / f"{n}.npy"), strict=True)) for n, case in enumerate(cases)
+    ]
     write(tmp_path / "jobs.json", json.dumps(jobs, default=str))
-    run_script(
-        "tests/packing_reference.py",
-        tmp_path / "jobs.json",
-        HF_HOME=str(tmp_path / "hf"),
-        HF_HUB_OFFLINE="1",
-    )
+    offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    run_script("tests/packing_reference.py", tmp_path / "jobs.json", **offline)
     for number, (name, source, rows, block_size) in enumerate(cases):
-        expected = np.load(tmp_path / f"{number}.npy")
-        out = tmp_path / f"o{number}"
-        made(name, out, source, tokenizer="gpt2", limit=rows, block_size=block_size)
+        expected = torch.from_numpy(np.load(tmp_path / f"{number}.npy"))
+        options = {"tokenizer": "gpt2", "limit": rows}
+        out = prepared(name, tmp_path / f"o{number}", source, block_size=block_size, **options)
         data = TokenDataset(out, "test", block_size, verify=True)
-        assert len(expected) > 8 and torch.equal(
-            data.blocks(range(data.num_blocks)), torch.from_numpy(expected)
-        )
+        assert len(expected) > 8 and torch.equal(data.blocks(range(data.num_blocks)), expected)
         entry = data.meta["splits"]["test"]
-        made(name, tmp_path / f"f{number}", source, tokenizer="gpt2", limit=rows, protocol="full")
-        assert (
-            read_tokens(tmp_path / f"f{number}", "test").size
-            == entry["tokens"] + entry["dropped_tokens"]
-        )
+        full = prepared(name, tmp_path / f"f{number}", source, protocol="full", **options)
+        assert read_tokens(full, "test").size == entry["tokens"] + entry["dropped_tokens"]
 
 
-def test_full_drops_nothing_and_meta_says_how(tmp_path):
-    source = write(
-        tmp_path / "a.txt", "".join(f" the {i} th row 's text is n't long \n" for i in range(40))
-    )
-    full, sedd = (
-        made("ptb", tmp_path / "full", source, protocol="full"),
-        made("ptb", tmp_path / "sedd", source, block_size=32),
-    )
+def test_both_protocols_and_what_meta_says(tmp_path):
+    rows = "".join(f" the {i} th row 's text is n't long \n" for i in range(40))
+    source = write(tmp_path / "a.txt", rows)
+    full = prepared("ptb", tmp_path / "full", source, protocol="full")
     rows = [f"the {i} th row's text isn't long" for i in range(40)]
     assert documents(full) == rows
-    meta = load_meta(full)
-    assert (meta["protocol"], meta["block_size"], meta["detokeniser"], meta["split"]) == (
-        "full",
-        None,
-        "ptb",
-        "test",
-    )
-    assert meta["splits"]["test"]["dropped_tokens"] == 0 and meta["packing"].endswith(
-        "nothing dropped"
-    )
+    meta, keys = load_meta(full), ("protocol", "block_size", "detokeniser", "split")
+    assert [meta[key] for key in keys] == ["full", None, "ptb", "test"]
+    assert meta["splits"]["test"]["dropped_tokens"] == 0
+    assert meta["packing"].endswith("nothing dropped")
     assert meta["notes"] == ["40 rows, where the published test split has 3,761"]
+
+    sedd = prepared("ptb", tmp_path / "sedd", source, block_size=32)
     meta = load_meta(sedd)
-    assert (meta["protocol"], meta["block_size"], meta["splits"]["test"]["documents"]) == (
-        "sedd",
-        32,
-        40,
-    )
+    assert [meta[key] for key in keys] == ["sedd", 32, "ptb", "test"]
+    assert meta["splits"]["test"]["documents"] == 40
     for words in ("8 shards", "1000 rows", "blocks of 32"):
         assert words in meta["packing"]
-    blocks = TokenDataset(sedd, "test", 32).blocks(range(3))
-    shard = "\x00".join(rows[:5]) + "\x00"  # 40 rows: 5 a shard, and a shard is a group
-    assert (
-        get_tokenizer("bytes").decode(blocks.flatten()).replace("<|endoftext|>", "\x00")
-        == shard[:96]
-    )
+    data = TokenDataset(sedd, "test", 32)
+    shard = b"".join(row.encode() + b"\xff" for row in rows[:5])  # 5 of 40: a shard is a group
+    assert data.blocks(range(3)).flatten().tolist() == [256 if i == 255 else i for i in shard[:96]]
+    assert data.tail().shape == (1, 0)
+    whole = TokenDataset(full, "test", 32)
+    assert torch.cat(
+        [whole.blocks(range(whole.num_blocks)).flatten(), whole.tail()[0]]
+    ).tolist() == (read_tokens(full, "test").tolist())
 
 
 def test_local_text_in_either_protocol(tmp_path):
-    source = write(
-        tmp_path / "a.jsonl",
-        "".join(json.dumps({"text": f"{i} 's" * 20}) + "\n" for i in range(100)),
-    )
-    made("text", tmp_path / "sedd", source, protocol="sedd", block_size=16, val_fraction=0.2)
-    meta = load_meta(tmp_path / "sedd")
-    assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [
-        80,
-        20,
-    ] and not meta["detokeniser"]
-    assert all(
-        entry["tokens"] % 16 == 0 and entry["dropped_tokens"] for entry in meta["splits"].values()
-    )
-    made("text", tmp_path / "one", source, split="test")
-    assert documents(tmp_path / "one") == [f"{i} 's" * 20 for i in range(100)]
-    assert evaluation_split(load_meta(tmp_path / "one")) == "test"
+    texts = [f"{i} 's" * 20 for i in range(100)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    options = {"protocol": "sedd", "block_size": 16, "val_fraction": 0.2}
+    meta = load_meta(prepared("text", tmp_path / "sedd", source, **options))
+    entries = meta["splits"]
+    assert [entries[split]["documents"] for split in ("train", "val")] == [80, 20]
+    assert all(entry["tokens"] % 16 == 0 < entry["dropped_tokens"] for entry in entries.values())
+    assert not meta["detokeniser"]
+    one = prepared("text", tmp_path / "one", source, split="test")
+    assert documents(one) == texts and evaluation_split(load_meta(one)) == "test"
 
 
-def test_the_number_of_workers_changes_no_block(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [("text", "bytes"), ("lm1b", "bytes"), pytest.param("text", "gpt2", marks=needs_gpt2)],
+)
+def test_the_number_of_workers_changes_nothing(tmp_path, name, tokenizer):
     rng = np.random.default_rng(0)
-    texts = [
-        "x " * int(n) + "'s" for n in rng.integers(0, 1500, 4500)
-    ]  # 7 MB: more than the workers' first batches
-    source = write(tmp_path / "a.txt", "\n".join(texts))
-    one, two = (
-        made("lm1b", tmp_path / f"{n}" / "o", source, workers=n, block_size=100, protocol="sedd")
-        for n in (1, 2)
+    words = ["alpha", "beta", "gamma 's", "delta", "naïve", "1234"]
+    texts = (" ".join(rng.choice(words, 2000)) for _ in range(500))
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    options = {"tokenizer": tokenizer, "block_size": 100, "protocol": "sedd"}
+    one, three = (
+        prepared(name, tmp_path / f"{n}" / "o", source, workers=n, **options) for n in (1, 3)
     )
-    for name in ("test.bin", "meta.json"):
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-    assert sorted(path.name for path in two.iterdir()) == ["meta.json", "test.bin"]
+    assert tree(one) == tree(three) and "meta.json" in tree(one)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# sources
+# ---- sources -------------------------------------------------------------------------------------
 
 
 def parquet(path: Path, rows: list[str], field: str = "text") -> Path:
     arrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(
-        arrow.table({field: arrow.array(rows, arrow.string())}), path
-    )
+    table = arrow.table({field: arrow.array(rows, arrow.string())})
+    pytest.importorskip("pyarrow.parquet").write_table(table, path)
     return path
 
 
+def pack(path: Path, compression: str) -> Path:
+    if not compression:
+        return path
+    packed = path.with_name(path.name + compression)
+    packed.write_bytes({".gz": gzip, ".xz": lzma}[compression].compress(path.read_bytes()))
+    return packed
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".xz"])
+def test_text_in_each_format(tmp_path, compression):
+    (tmp_path / "a.txt").write_bytes(b"first file,\r\n\r\nas it is\n")
+    (tmp_path / "b.MD").write_text("# second\n", encoding="utf-8-sig")
+    write_jsonl(tmp_path / "c.jsonl", ["third", "", "naïve"])
+    with open(tmp_path / "c.jsonl", "a") as file:
+        file.write("\n")  # an empty line is no document
+    write(tmp_path / "v.txt", "validation")
+    write(tmp_path / "t.txt", "test")
+    given = [
+        pack(tmp_path / n, compression) for n in ("a.txt", "b.MD", "c.jsonl", "v.txt", "t.txt")
+    ]
+    source, val, test = given[:3], given[3:4], given[4:]
+    folder = prepared("text", tmp_path / "o", *source, val=tuple(val), test=tuple(test))
+    texts = ["first file,\r\n\r\nas it is\n", "# second\n", "third", "", "naïve"]
+    assert documents(folder, "train") == texts
+    assert documents(folder, "val") == ["validation"] and documents(folder, "test") == ["test"]
+    meta = load_meta(folder)
+    files = [(part["split"], part["file"]) for part in meta["source"]]
+    assert files == list(zip(["train"] * 3 + ["val", "test"], [f.name for f in given], strict=True))
+    assert meta["source"][0]["sha256"] == sha256_file(given[0])
+    assert [entry["documents"] for entry in meta["splits"].values()] == [5, 1, 1]
+    assert str(tmp_path) not in (folder / "meta.json").read_text()
+
+
+def test_long_text_really_is_cut(big_text):
+    pieces = sources.LocalFiles([big_text], sources.TEXT_FILES, "text").pieces()
+    for _ in range(20):
+        piece, end = next(pieces)
+        assert 0 < len(piece) < 2 * sources.PIECE_BYTES and not end
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_openwebtext_from_local_files(tmp_path, suffix):
+    texts = [f"document {i}" for i in range(30)]
+    make = parquet if suffix == ".parquet" else write_jsonl
+    paths = [make(tmp_path / f"a{suffix}", texts[:20]), make(tmp_path / f"b{suffix}", texts[20:])]
+    folder = prepared("openwebtext", tmp_path / "o", *paths)
+    train, val = documents(folder, "train"), documents(folder, "val")
+    assert len(val) == 1 and sorted(train + val) == sorted(texts)
+    meta = load_meta(folder)
+    assert meta["settings"]["val_fraction"] == 0.0005
+    assert ("pyarrow" in meta["versions"]) == (suffix == ".parquet")
+    assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
+
+
+@needs_gpt2
+def test_gpt2_field_share_and_limit(tmp_path):
+    texts = [f"Document {i} says hello." for i in range(60)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts, field="body")
+    options = {"field": "body", "val_fraction": 0.1, "seed": 5, "limit": 50}
+    folder = prepared("text", tmp_path / "o", source, tokenizer="gpt2", **options)
+    meta = load_meta(folder)
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
+    assert "tiktoken" in meta["versions"]
+    train, val = documents(folder, "train"), documents(folder, "val")
+    assert len(val) == 5 and train == [text for text in texts[:50] if text not in val]
+
+
 WIKI = " \n = Title = \n \n One @-@ two . \n"
-WIKI_ROWS = ["", " = Title =\n", "", " One-two.\n"]
 
 
 def test_rows_of_every_kind_of_file(tmp_path):
-    lines = WIKI.splitlines(keepends=True)
-    published = ["" if not line.strip() else line for line in lines]
+    published = [line if line.strip() else "" for line in WIKI.splitlines(keepends=True)]
+    tokens = write(tmp_path / "wiki.test.tokens", WIKI)
+    rows = write_jsonl(tmp_path / "rows.jsonl", published)
     files = [
-        write(tmp_path / "wiki.test.tokens", WIKI),
+        tokens,
         write(tmp_path / "crlf.txt", WIKI.replace("\n", "\r\n")),
-        write(
-            tmp_path / "rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in published)
-        ),
+        rows,
         parquet(tmp_path / "rows.parquet", published),
-        tmp_path / "wiki.test.raw.gz",
-        tmp_path / "rows.jsonl.xz",
+        pack(tokens.rename(tmp_path / "wiki.test.raw"), ".gz"),
+        pack(rows, ".xz"),
     ]
-    files[4].write_bytes(gzip.compress(WIKI.encode()))
-    files[5].write_bytes(lzma.compress(files[2].read_bytes()))
+    write(tokens, WIKI)
+    expected = ["", " = Title =\n", "", " One-two.\n"]
     for number, file in enumerate(files):
-        folder = made("wikitext103", tmp_path / f"o{number}", file, protocol="full")
-        assert documents(folder) == WIKI_ROWS, file
-        assert load_meta(folder)["source"][0]["sha256"] == loader.sha256_file(file)
-    assert (
-        documents(made("wikitext2", tmp_path / "two", files[0], protocol="full"), "train")
-        == WIKI_ROWS
-    )
+        folder = prepared("wikitext103", tmp_path / f"o{number}", file, protocol="full")
+        assert documents(folder) == expected, file
+        assert load_meta(folder)["source"][0]["sha256"] == sha256_file(file)
+    two = prepared("wikitext2", tmp_path / "two", tokens, protocol="full")
+    assert documents(two, "train") == expected
 
 
 def test_rows_of_the_other_sets(tmp_path):
-    lines = write(tmp_path / "news.en.heldout-00000-of-00050", " The man 's hat . \nWho ?\n")
-    assert documents(made("lm1b", tmp_path / "a", lines, protocol="full")) == [
-        "The man's hat.",
-        "Who?",
-    ]
-    rows = [json.dumps({"text": text}) for text in (" “ a\n\nb ” ", "c")]
-    passages = write(tmp_path / "p.jsonl", "\n".join(rows))
-    assert documents(made("lambada", tmp_path / "b", passages, protocol="full")) == [
-        '\n" a\n\nb "',
-        "\nc",
-    ]
-    rows = [json.dumps({"sentence": text}) for text in (" no it was n't ", "")]
-    sentences = write(tmp_path / "s.jsonl", "\n".join(rows))
-    assert documents(made("ptb", tmp_path / "c", sentences, protocol="full")) == [
-        "no it wasn't",
-        "",
-    ]
+    def rows(name, source):
+        return documents(prepared(name, tmp_path / name, source, protocol="full"))
 
-
-def test_unknown_words_in_wikitext_are_noted(tmp_path):
-    folder = made(
-        "wikitext103", tmp_path / "o", write(tmp_path / "a.tokens", "a <unk> b\n"), protocol="full"
-    )
-    notes = load_meta(folder)["notes"]
+    news = write(tmp_path / "news.en.heldout-00000-of-00050", " The man 's hat . \nWho ?\n")
+    assert rows("lm1b", news) == ["The man's hat.", "Who?"]
+    passages = write_jsonl(tmp_path / "p.jsonl", [" “ a\n\nb ” ", "c"])
+    assert rows("lambada", passages) == ['\n" a\n\nb "', "\nc"]
+    sentences = write_jsonl(tmp_path / "s.jsonl", [" no it was n't ", ""], field="sentence")
+    assert rows("ptb", sentences) == ["no it wasn't", ""]
+    unknown = write(tmp_path / "a.tokens", "a <unk> b\n")
+    rows("wikitext103", unknown)
+    notes = load_meta(tmp_path / "wikitext103")["notes"]
     assert len(notes) == 2 and "<unk>" in notes[1]
 
 
-def rows_of(evaluation_set, split: str) -> list[str]:
-    files = catalogue.Files([], [], [], evaluation_set.field, split)
-    return [text for text, end in evaluation_set.corpora(files)[split].pieces() if end]
+def rows_of(name: str, split: str, **changes) -> list[str]:
+    evaluation_set = dataclasses.replace(SETS[name], **changes)
+    files = catalogue.Files((), (), (), evaluation_set.field, split)
+    return [text for text, _ in evaluation_set.corpora(files)[split].pieces()]
 
 
 def test_rows_of_the_hub(tmp_path, monkeypatch):
-    """The loading code on a repository of the hub's layout, in a folder: the configuration and split are picked."""
+    """The loading code on a repository of the hub's layout, in a folder: the configuration and
+    split are picked."""
     datasets = pytest.importorskip("datasets")
+    wiki, listed = tmp_path / "wiki", ""
     for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
-        (tmp_path / "wiki" / config).mkdir(parents=True)
+        (wiki / config).mkdir(parents=True)
+        listed += f"- config_name: {config}\n  data_files:\n"
         for split in ("train", "validation", "test"):
-            parquet(
-                tmp_path / "wiki" / config / f"{split}-00000-of-00001.parquet",
-                ["", f" {config} {split} \n"],
-            )
-    listed = "".join(
-        f"- config_name: {config}\n  data_files:\n"
-        + "".join(
-            f"  - split: {s}\n    path: {config}/{s}-*\n" for s in ("train", "validation", "test")
-        )
-        for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1")
-    )
-    write(tmp_path / "wiki" / "README.md", f"---\nconfigs:\n{listed}---\n")
-    few = {"train": 2, "val": 2, "test": 2}
-    repository = {"repository": str(tmp_path / "wiki"), "rows": few}
-    two, many = (
-        dataclasses.replace(SETS[name], **repository) for name in ("wikitext2", "wikitext103")
-    )
-    assert rows_of(two, "train") == ["", " wikitext-2-raw-v1 train \n"]
-    assert rows_of(many, "val") == ["", " wikitext-103-raw-v1 validation \n"]
+            path = wiki / config / f"{split}-00000-of-00001.parquet"
+            parquet(path, ["", f" {config} {split} \n"])
+            listed += f"  - split: {split}\n    path: {config}/{split}-*\n"
+    write(wiki / "README.md", f"---\nconfigs:\n{listed}---\n")
+    few = {"repository": str(wiki), "rows": {"train": 2, "val": 2, "test": 2}}
+    assert rows_of("wikitext2", "train", **few) == ["", " wikitext-2-raw-v1 train \n"]
+    assert rows_of("wikitext103", "val", **few) == ["", " wikitext-103-raw-v1 validation \n"]
     with pytest.raises(ValueError, match="2 of 4,358 documents were served"):
-        rows_of(dataclasses.replace(SETS["wikitext103"], repository=str(tmp_path / "wiki")), "test")
+        rows_of("wikitext103", "test", repository=str(wiki))
 
     # a repository that still holds a script: the converted copy, of which parts can be partial
     real = datasets.load_dataset
@@ -460,196 +449,263 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
             raise RuntimeError("Dataset scripts are no longer supported, but found lm1b.py")
         return real(repository, config, **keywords)
 
+    monkeypatch.setattr(datasets, "load_dataset", load)
     for folder in ("test", "partial-train"):
         (tmp_path / "lm1b" / "plain_text" / folder).mkdir(parents=True)
         parquet(tmp_path / "lm1b" / "plain_text" / folder / "0000.parquet", [f" {folder} . "])
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    lm1b = dataclasses.replace(
-        SETS["lm1b"], repository=str(tmp_path / "lm1b"), rows={"train": 1, "test": 1}
-    )
-    assert rows_of(lm1b, "test") == ["test ."] and rows_of(lm1b, "train") == ["partial-train ."]
+    few = {"repository": str(tmp_path / "lm1b"), "rows": {"train": 1, "test": 1}}
+    assert rows_of("lm1b", "test", **few) == ["test ."]
+    assert rows_of("lm1b", "train", **few) == ["partial-train ."]
 
 
 def test_rows_of_published_files(tmp_path):
     write(tmp_path / "ptb.valid.txt", " one \n two \n")
-    write(tmp_path / "lambada_test.jsonl", json.dumps({"text": "a\nb"}))
+    write_jsonl(tmp_path / "lambada_test.jsonl", ["a\nb"])
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     handler.log_message = lambda *_: None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
-        ptb = dataclasses.replace(
-            SETS["ptb"], url=address + "ptb.{}.txt", rows={"val": 2, "test": 2}
-        )
-        lambada = dataclasses.replace(
-            SETS["lambada"], url=address + "lambada_{}.jsonl", rows={"test": 1}
-        )
-        assert rows_of(ptb, "val") == ["one", "two"] and rows_of(lambada, "test") == ["a\nb"]
+        ptb = {"url": address + "ptb.{}.txt", "rows": {"val": 2, "test": 2}}
+        lambada = {"url": address + "lambada_{}.jsonl"}
+        assert rows_of("ptb", "val", **ptb) == ["one", "two"]
+        assert rows_of("lambada", "test", **lambada, rows={"test": 1}) == ["a\nb"]
         with pytest.raises(ValueError, match="could not get ptb.*404.*ptb --source FILE"):
-            rows_of(ptb, "test")
+            rows_of("ptb", "test", **ptb)
         with pytest.raises(ValueError, match="1 of 5,153 documents"):
-            rows_of(dataclasses.replace(lambada, rows=SETS["lambada"].rows), "test")
+            rows_of("lambada", "test", **lambada)
         server.shutdown()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what users get wrong
+def test_splits_and_protocols_of_the_sets():
+    """Those of the published tables; what models are trained on is not packed."""
+    splits = dict.fromkeys(("wikitext103", "ptb", "lambada", "lm1b"), "test")
+    assert {name: each.split for name, each in SETS.items()} == splits | {"wikitext2": "train"}
+    protocols = dict.fromkeys(("pydocs", "text", "openwebtext"), "full")
+    protocols |= dict.fromkeys(SETS, "sedd")
+    assert {name: each.protocol for name, each in catalogue.DATASETS.items()} == protocols
 
 
-@pytest.fixture
-def files(tmp_path) -> dict[str, Path]:
-    contents = {
-        "empty.txt": b"",
-        "good.txt": b"one row\n" * 20,
-        "text.jsonl": b'{"text": "one"}\n' * 20,
-        "number.jsonl": b'{"text": 1}\n',
-        "empty.jsonl": b"\n",
-        "latin.txt": "one\ncaf\xe9\n".encode("latin1"),
-        "binary.txt": b"PAR1\x00\x01\x02\n",
-        "fake.parquet": b"no parquet at all",
-        "model.bin": b"\x80\x04",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    return {name: tmp_path / name for name in contents}
+# ---- what users get wrong ------------------------------------------------------------------------
+
+GOOD = b'{"text": "good"}\n'
+NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(200))
+FILES = {
+    "good.jsonl": GOOD * 3,
+    "good.txt": b"one row\n" * 20,
+    "empty.txt": b"",
+    "empty.jsonl": b"\n\n",
+    "one.txt": b"x",
+    "latin.txt": "caf\xe9".encode("latin1"),
+    "binary.txt": b"PAR1\x00\x01\x02\n",
+    "syntax.jsonl": GOOD + b"{'text': 1}\n",
+    "number.jsonl": GOOD + b'{"text": 3}\n',
+    "list.jsonl": b'["text"]\n',
+    "other.jsonl": GOOD + b'{"body": "b", "title": "t"}\n',
+    "latin.jsonl": GOOD + b'{"text": "\xe9"}\n',
+    "cut.txt.gz": gzip.compress(NOISE)[:-3000],
+    "cut.jsonl.xz": lzma.compress(NOISE)[:-3000],
+    "fake.txt.gz": b"no gzip",
+    "fake.txt.xz": b"no xz",
+    "fake.parquet": b"no parquet at all",
+    "page.html": b"<p>",
+    "README": b"text",
+}
 
 
 @pytest.mark.parametrize(
     ("name", "file", "options", "says"),
     [
+        # files that cannot be read
+        ("text", "empty.txt", {}, "empty.txt is empty"),
+        ("text", "empty.jsonl", {}, "empty.jsonl holds no documents"),
+        ("text", "one.txt", {}, "has 1 characters.*add documents"),
+        ("text", "latin.txt", {}, "latin.txt: not UTF-8 .* at byte 3.*iconv"),
+        ("text", "latin.jsonl", {}, "latin.jsonl line 2: this is not UTF-8"),
+        ("text", "syntax.jsonl", {}, "syntax.jsonl line 2: this is not JSON"),
+        ("text", "number.jsonl", {}, "number.jsonl line 2.*'text' holds int, not a string"),
+        ("text", "list.jsonl", {}, "list.jsonl line 1: this is a list, not an object"),
+        ("text", "other.jsonl", {}, "line 2: no field 'text'.*'body', 'title'.*--field"),
+        ("text", "cut.txt.gz", {}, "cut.txt.gz.*ends too early"),
+        ("text", "cut.jsonl.xz", {}, "cut.jsonl.xz.*ends too early"),
+        ("text", "fake.txt.gz", {}, "fake.txt.gz: damaged, or not a .gz file"),
+        ("text", "fake.txt.xz", {}, "fake.txt.xz: damaged, or not a .xz file"),
+        ("text", "fake.parquet", {}, "fake.parquet: damaged, or not a .parquet file"),
+        ("text", "page.html", {}, "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz"),
+        ("text", "README", {}, "README: unknown kind of file"),
+        ("text", "missing.txt", {}, "missing.txt: no such file"),
+        ("text", ".", {}, r"is a folder.*\*.txt"),
+        ("openwebtext", "missing.jsonl", {}, "missing.jsonl: no such file"),
+        ("openwebtext", "good.txt", {}, "unknown kind of file; known here are .jsonl, .parquet"),
         ("ptb", "empty.txt", {}, "empty.txt is empty"),
-        (
-            "ptb",
-            "text.jsonl",
-            {},
-            "line 1: no field 'sentence'; its fields are 'text'; choose one with --field",
-        ),
-        (
-            "ptb",
-            "model.bin",
-            {},
-            "unknown kind of file; known here are .parquet and .jsonl, and text files .*: .txt",
-        ),
-        ("ptb", "binary.txt", {}, "binary.txt, line 1: this is not text"),
+        ("ptb", "good.jsonl", {}, "line 1: no field 'sentence'; its fields are 'text'"),
+        ("ptb", "page.html", {}, "known here are .jsonl, .parquet, .txt"),
+        ("ptb", "binary.txt", {}, "binary.txt line 1: this is not text"),
         ("ptb", "latin.txt", {}, "latin.txt: not UTF-8"),
         (
             "ptb",
             "good.txt",
             {},
-            "160 tokens in 20 rows.*fills a block of 1,024: lower --block-size, or use --proto",
+            "160 tokens in 20 rows.*fills a block of 1,024: lower --block-size",
         ),
-        (
-            "lambada",
-            "good.txt",
-            {},
-            "known here are .parquet and .jsonl; its rows are not single lines",
-        ),
-        ("lambada", "number.jsonl", {}, "'text' holds int, not a string"),
-        ("lambada", "text.jsonl", {"field": "body"}, "no field 'body'"),
-        ("lambada", "empty.jsonl", {}, "holds no documents"),
-        (
-            "lambada",
-            "text.jsonl",
-            {"split": "val"},
-            "lambada has no split 'val'.*its splits are test",
-        ),
-        (
-            "wikitext103",
-            "good.txt",
-            {"split": "tests"},
-            "did you mean test. its splits are train, val, test",
-        ),
-        (
-            "wikitext103",
-            "good.txt",
-            {"protocol": "sed"},
-            "unknown protocol 'sed': did you mean sedd",
-        ),
-        (
-            "wikitext103",
-            "good.txt",
-            {"protocol": "full", "block_size": 8},
-            "--block-size is for --protocol sedd",
-        ),
-        ("wikitext103", "good.txt", {"block_size": 0}, "--block-size must be at least 1"),
-        ("wikitext103", "good.txt", {"val_fraction": 0.1}, "is an evaluation set"),
-        (
-            "text",
-            "good.txt",
-            {"split": "val", "val_fraction": 0.1},
-            "--split writes all documents to one split",
-        ),
+        ("lambada", "good.txt", {}, "known here are .jsonl, .parquet "),
+        # options that do not fit the dataset or each other
+        ("texts", "good.txt", {}, "'pydocs', 'text', 'openwebtext'.*did you mean 'text'"),
+        ("text", None, {}, "needs files to read: --source FILE"),
+        ("pydocs", "good.txt", {}, "takes no --source.*text --source"),
+        ("pydocs", None, {"val": "good.txt"}, "--val-fraction"),
+        ("text", "good.txt", {"val": "good.txt"}, "given 2 times"),
+        ("text", "good.txt", {"val": "one.txt", "val_fraction": 0.1}, "--val or --val-fraction"),
+        ("text", "good.txt", {"val_fraction": 0.7}, "--val-fraction is 0.7; .* at most 0.5"),
+        ("text", "good.txt", {"seed": -1}, "--seed is -1"),
+        ("text", "good.txt", {"workers": 0}, "--workers is 0; give .* at least 1"),
+        ("text", "good.txt", {"block_size": 0, "protocol": "sedd"}, "--block-size is 0"),
+        ("text", "good.txt", {"tokenizer": "byte"}, "did you mean 'bytes'"),
+        ("text", "good.txt", {"split": "val", "val_fraction": 0.1}, "--split writes all documents"),
         ("text", "good.txt", {"block_size": 8}, "--block-size is for --protocol sedd"),
+        ("ptb", "good.txt", {"block_size": 8, "protocol": "full"}, "--block-size is for --protoc"),
+        ("ptb", "good.txt", {"protocol": "sed"}, "--protocol is 'sed'.*did you mean 'sedd'"),
+        ("ptb", "good.txt", {"val_fraction": 0.1}, "is an evaluation set"),
+        ("ptb", "good.txt", {"split": "tests"}, "'train', 'val', 'test'; did you mean 'test'"),
+        ("lambada", "good.jsonl", {"split": "val"}, "--split of lambada is 'val'.*one of 'test'"),
+        ("lambada", "good.jsonl", {"field": "body"}, "no field 'body'"),
     ],
 )
-def test_wrong_files_and_options(tmp_path, files, name, file, options, says):
-    with pytest.raises(ValueError, match=says):
-        made(name, tmp_path / "o", files[file], **options)
-    assert not (tmp_path / "o").exists() and not list(tmp_path.glob(".o*"))
+def test_refusals(tmp_path, name, file, options, says):
+    (tmp_path / "in").mkdir()
+    for each, content in FILES.items():
+        (tmp_path / "in" / each).write_bytes(content)
+    source = [tmp_path / "in" / file] if file else []
+    if "val" in options:
+        options = options | {"val": (tmp_path / "in" / options["val"],)}
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        prepared(name, tmp_path / "out" / "o", *source, **options)
+    assert not list(tmp_path.glob("out/*"))
 
 
-def test_wrong_parquet_files(tmp_path, files):
-    pytest.importorskip("datasets")
-    with pytest.raises(
-        ValueError, match="a.parquet, row 1: no field 'sentence'; its fields are 'text'"
-    ):
-        made("ptb", tmp_path / "o", parquet(tmp_path / "a.parquet", ["one"]))
+def test_parquet_files_without_the_field_or_rows(tmp_path):
+    file = parquet(tmp_path / "a.parquet", ["one"])
+    with pytest.raises(ValueError, match="a.parquet: no field 'sentence'; its fields are 'text'"):
+        prepared("ptb", tmp_path / "o", file)
+    file = parquet(tmp_path / "b.parquet", ["one", None])
+    with pytest.raises(ValueError, match="b.parquet row 2: the field 'text' holds NoneType"):
+        prepared("lambada", tmp_path / "o", file)
     with pytest.raises(ValueError, match="e.parquet holds no documents"):
-        made("ptb", tmp_path / "o", parquet(tmp_path / "e.parquet", [], "sentence"))
-    with pytest.raises(ValueError, match="fake.parquet"):
-        made("ptb", tmp_path / "o", files["fake.parquet"])
-    with pytest.raises(ValueError, match="mixes files of different kinds .jsonl, parquet."):
-        made("ptb", tmp_path / "o", tmp_path / "a.parquet", files["text.jsonl"])
+        prepared("lambada", tmp_path / "o", parquet(tmp_path / "e.parquet", []))
 
 
-def test_the_script_says_what_is_wrong(tmp_path, files):
-    def run(*arguments, **environment):
-        return run_script(
-            "data/prepare.py", *arguments, "--out", tmp_path / "o", check=False, **environment
-        )
+NOBODY = "http://127.0.0.1:9"  # a proxy that is not there: no network, and no waiting for it either
 
-    assert_user_error(
-        run("lambada", "--source", files["good.txt"], "--tokenizer", "bytes"), ".parquet and .jsonl"
-    )
-    assert_user_error(run("ptb", "--split", "dev"), "has no split 'dev'", "train, val, test")
-    proxy = "http://127.0.0.1:9"  # nobody is there: no network, and no waiting for it either
-    done = run("ptb", "--tokenizer", "bytes", HTTPS_PROXY=proxy, https_proxy=proxy)
-    assert_user_error(done, "could not get ptb", "data/prepare.py ptb --source FILE")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = run("wikitext2", "--tokenizer", "bytes", **offline)
-    assert_user_error(
-        done, "could not get wikitext2 from the Hugging Face hub", "wikitext2 --source FILE"
-    )
-    write(tmp_path / "datasets.py", "raise ImportError('not installed')")
-    done = run("wikitext2", "--tokenizer", "bytes", PYTHONPATH=str(tmp_path))
-    assert_user_error(done, "need the package datasets: pip install datasets", "--source FILE")
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["ptb", "--split", "dev"], {}, ["--split of ptb is 'dev'", "'train', 'val', 'test'"]),
+        (
+            ["ptb"],
+            {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY},
+            ["could not get ptb", "ptb --so"],
+        ),
+        (
+            ["wikitext2"],
+            {"HF_HUB_OFFLINE": "1"},
+            [
+                "could not get wikitext2 from the Hugging Face hub",
+                "wikitext2 --source FILE.parquet",
+            ],
+        ),
+        (["openwebtext"], {"HF_HUB_OFFLINE": "1"}, ["Hugging Face hub", "--source FILE.parquet"]),
+        (["wikitext2"], {"PYTHONPATH": "{tmp}"}, ["pip install datasets", "--source FILE"]),
+        (
+            ["text", "--source", "{tmp}/a.txt", "--tokenizer", "gpt2"],
+            {"TIKTOKEN_CACHE_DIR": "{tmp}/none", "HTTPS_PROXY": NOBODY, "https_proxy": NOBODY},
+            ["TIKTOKEN_CACHE_DIR", "--tokenizer bytes"],
+        ),
+    ],
+)
+def test_the_script_says_what_is_wrong(tmp_path, arguments, environment, says):
+    write(tmp_path / "a.txt", "some text")
+    if "PYTHONPATH" in environment:
+        write(tmp_path / "datasets.py", "raise ImportError('not installed')")
+    elif "HF_HUB_OFFLINE" in environment:
+        pytest.importorskip("datasets")
+    environment = {key: value.format(tmp=tmp_path) for key, value in environment.items()}
+    arguments = [value.format(tmp=tmp_path) for value in arguments]
+    if "--tokenizer" not in arguments:
+        arguments += ["--tokenizer", "bytes"]
+    script = ("data/prepare.py", *arguments, "--out", tmp_path / "o")
+    done = run_script(*script, check=False, HF_HOME=str(tmp_path / "hf"), **environment)
+    assert_user_error(done, *says)
     assert not (tmp_path / "o").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# finding and reading what was prepared
+# ---- prepare.py, as users run it -----------------------------------------------------------------
 
 
-def test_a_sedd_folder_holds_blocks_of_one_size(tmp_path):
-    source = write(tmp_path / "a.txt", "a sentence of some length\n" * 80)
-    folder = made("ptb", tmp_path / "o", source, block_size=32)
-    assert TokenDataset(folder, "test", 32).tail().shape == (1, 0)
-    with pytest.raises(
-        ValueError, match="blocks of 32 tokens .protocol sedd., not of 16: .* --block-size 16"
-    ):
-        TokenDataset(folder, "test", 16)
-    with pytest.raises(ValueError, match="other settings .block_size was 32, now 16"):
-        made("ptb", folder, source, block_size=16)
-    made("ptb", folder, source, block_size=32)  # nothing to do
-    full = TokenDataset(made("ptb", tmp_path / "f", source, protocol="full"), "test", 32)
-    whole = torch.cat([full.blocks(range(full.num_blocks)).flatten(), full.tail()[0]])
-    assert full.tail().shape == (1, 80 * 26 % 32)
-    assert whole.tolist() == read_tokens(tmp_path / "f", "test").tolist() and len(whole) == 80 * 26
+def test_help_explains_itself():
+    shown = run_script("data/prepare.py", "--help").stdout
+    for words in ("--source", "--tokenizer", "pydocs", "openwebtext", ".jsonl", "--val-fraction"):
+        assert words in shown
+
+
+def test_pydocs_without_torch(tmp_path):
+    """The script starts without torch, which takes seconds to import. All of pydocs takes longer:
+    make quickstart prepares it."""
+    (tmp_path / "stubs").mkdir()
+    write(tmp_path / "stubs" / "torch.py", "raise AssertionError('imported')")
+    command = ("data/prepare.py", "pydocs", "--limit", 120, "--out", tmp_path / "o")
+    done = run_script(*command, PYTHONPATH=str(tmp_path / "stubs"))
+    meta = load_meta(tmp_path / "o")
+    assert (meta["format"], meta["tokenizer"], meta["dtype"]) == (1, "bytes", "uint16")
+    assert (meta["vocab_size"], meta["eot"]) == (257, 256)
+    assert meta["versions"]["python"] in str(meta["source"])
+    assert meta["versions"]["numpy"] == np.__version__
+    train, val = documents(tmp_path / "o", "train"), documents(tmp_path / "o", "val")
+    assert (len(train), len(val)) == (114, 6)
+    text = "".join(train + val)
+    assert "Return a list of the words in the string" in text  # of the help topics
+    assert "Record of phased-in incompatible language changes." in text  # of a docstring
+    for split, entry in meta["splits"].items():
+        tokens = read_tokens(tmp_path / "o", split, verify=True)
+        assert entry["tokens"] == tokens.size and tokens[-1] == 256
+        assert entry["documents"] == (tokens == 256).sum()
+        assert f"{tokens.size:,} tokens" in done.stdout
+    assert "python train.py" in done.stdout
+
+
+def test_a_second_run_does_nothing(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    out = tmp_path / "o"
+
+    def again(**options):
+        return prepared("text", out, source, **options)
+
+    again()
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    again(workers=2)
+    assert "nothing to do" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    sedd = {"protocol": "sedd", "block_size": 2}
+    for options, says in [
+        ({"seed": 1}, "other settings .seed was 0, now 1.*--overwrite.*--out"),
+        (sedd, "protocol was 'full', now 'sedd'; block_size was None, now 2"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            again(**options)
+    write_jsonl(source, ["one", "two", "three"])
+    with pytest.raises(ValueError, match="the source has changed.*--overwrite"):
+        again()
+    again(overwrite=True)
+    assert load_meta(out)["splits"]["train"]["documents"] == 2
+    (out / "train.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="(?s)damaged.*--overwrite"):
+        again()
+    assert names(tmp_path) == ["a.jsonl", "o"]
 
 
 def test_folders_from_before_the_protocols(tmp_path, capsys):
-    source = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"}\n')
-    folder = made("text", tmp_path / "o", source)
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    folder = prepared("text", tmp_path / "o", source)
     meta = load_meta(folder)
     for key in ("protocol", "packing", "block_size", "detokeniser", "split", "notes"):
         del meta[key]
@@ -658,70 +714,147 @@ def test_folders_from_before_the_protocols(tmp_path, capsys):
     for entry in meta["splits"].values():
         del entry["dropped_tokens"]
     write(folder / "meta.json", json.dumps(meta))
-    assert (
-        TokenDataset(folder, "train", 2).num_blocks == 2
-        and evaluation_split(load_meta(folder)) == "val"
-    )
-    made("text", folder, source)
+    assert TokenDataset(folder, "train", 2).num_blocks == 2
+    assert evaluation_split(load_meta(folder)) == "val"
+    prepared("text", folder, source)
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="protocol was 'full', now 'sedd'"):
-        made("text", folder, source, protocol="sedd", block_size=2)
+
+
+def test_overwrite_keeps_what_was_there(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    folder = prepared("text", tmp_path / "o", source)
+    before = tree(folder)
+    bad = write(tmp_path / "bad.jsonl", '{"text": "a"}\n' * 100 + "{\n")
+    with pytest.raises(ValueError, match="bad.jsonl line 101"):
+        prepared("text", folder, bad, overwrite=True)
+    assert tree(folder) == before and names(tmp_path) == ["a.jsonl", "bad.jsonl", "o"]
+    # never a folder of the user's
+    write((tmp_path / "mine").mkdir() or tmp_path / "mine" / "notes.md", "keep")
+    with pytest.raises(ValueError, match="notes.md.*choose another --out"):
+        prepared("text", tmp_path / "mine", source, overwrite=True)
+    assert tree(tmp_path / "mine") == {"notes.md": b"keep"}
+    (tmp_path / "empty").mkdir()
+    prepared("text", tmp_path / "empty", source)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path, own):
+    folder = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"]))
+    before = tree(folder)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    run = f"{socket.gethostname()}-{os.getpid() if own else ended.pid}"
+    folder.rename(tmp_path / f".o.old-{run}")
+    (tmp_path / f".o.partial-{run}").mkdir()
+    others = tmp_path / f".o.partial-another-host-{ended.pid}"
+    others.mkdir()
+    clear_leftovers(folder)
+    assert tree(folder) == before and names(tmp_path) == [others.name, "a.jsonl", "o"]
+
+
+@contextlib.contextmanager
+def under_way(source: Path, out: Path, *options, **environment):
+    """prepare.py in a process group of its own, once it has written some of its output."""
+    script = [sys.executable, ROOT / "data" / "prepare.py", "text", "--source", source]
+    process = subprocess.Popen(
+        [*script, *BYTES, out, "--workers", "2", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | environment,
+    )
+
+    def has_written():
+        found = list(out.parent.glob(f".{out.name}.partial-*/train.bin"))
+        return bool(found) and found[0].stat().st_size > 8 << 20
+
+    try:
+        wait_for(has_written, process)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+def test_kill_in_the_middle(tmp_path, big_text):
+    out = tmp_path / "o"
+    with under_way(big_text, out) as process:
+        process.kill()
+        process.wait()
+    assert not out.exists()
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".o.partial-") and not (left / "meta.json").exists()
+    with pytest.raises(FileNotFoundError):
+        TokenDataset(left, "train", 8)
+    prepared("text", out, big_text)
+    assert names(tmp_path) == ["o"]
+    assert load_meta(out)["splits"]["train"]["tokens"] > 50_000_000
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_cleans_up_and_keeps_what_was_there(tmp_path, big_text, number):
+    out = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"]))
+    before = tree(out)
+    with under_way(big_text, out, "--overwrite") as process:
+        os.killpg(process.pid, number)  # what a terminal does
+        stderr = process.stderr.read()
+        process.wait()
+    assert process.returncode == 130 and "interrupted" in stderr and "Traceback" not in stderr
+    assert tree(out) == before and names(tmp_path) == ["a.jsonl", "o"]
+
+
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+# Python shows what a destructor raises with a traceback, and goes on
+DESTRUCTOR = """
+import os, signal
+class Progress:
+    n = 0
+    def __init__(self, **options): pass
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def set_postfix_str(self, text, refresh): pass
+    def update(self, amount): Victim()
+class Victim:
+    def __del__(self): os.kill(os.getpid(), signal.SIGINT)
+tqdm = Progress
+"""
 
 
 @pytest.mark.parametrize(
-    ("splits", "prepared", "expected"),
+    ("module", "code", "status", "message"),
     [
-        (["test"], "test", "test"),
-        (["train"], "train", "train"),
-        (["train"], None, "train"),
-        (["train", "val"], None, "val"),
-        (["train", "val", "test"], None, "val"),
-        (["train", "val", "test"], "test", "test"),
+        ("tyro", INTERRUPT, -signal.SIGINT, ""),
+        ("tqdm", INTERRUPT, 130, "interrupted"),
+        ("tqdm", DESTRUCTOR, 130, "interrupted"),
     ],
+    ids=["while it imports", "before it reads", "in a destructor"],
 )
-def test_the_split_to_evaluate_on(splits, prepared, expected):
-    assert evaluation_split({"splits": dict.fromkeys(splits, {}), "split": prepared}) == expected
+def test_an_interrupt_at_any_moment_shows_no_traceback(tmp_path, module, code, status, message):
+    source = write(tmp_path / "a.txt", "some text " * 100)
+    (tmp_path / "stubs").mkdir()
+    write(tmp_path / "stubs" / f"{module}.py", code)
+    script = ("data/prepare.py", "text", "--source", source, *BYTES, tmp_path / "out" / "o")
+    done = run_script(*script, check=False, PYTHONPATH=str(tmp_path / "stubs"))
+    assert done.returncode == status and message in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("out/*"))
 
 
-def test_find_dataset(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "data" / "loader.py"))
-    source = write(tmp_path / "a.txt", "one\ntwo\n")
-    folder = made("ptb", tmp_path / "data" / "mine", source, protocol="full")
-    assert (
-        find_dataset("mine") == folder
-        and find_dataset(str(folder)) == folder
-        and find_dataset(folder) == folder
+@pytest.mark.parametrize("protocol", ["full", pytest.param("sedd", marks=pytest.mark.slow)])
+def test_memory_stays_bounded(tmp_path, big_text, protocol):
+    # measured from a small process: a child begins with the peak of the one it was forked from
+    measure = (
+        "import resource, subprocess, sys; "
+        "subprocess.run(sys.argv[1:], check=True, capture_output=True); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    monkeypatch.chdir(tmp_path / "data")
-    assert find_dataset("mine") == Path("mine")
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"ptb is not prepared yet.*python data/prepare.py ptb .--source FILE",
-    ):
-        find_dataset("ptb")
-    with pytest.raises(
-        FileNotFoundError, match=r"pydocs is not prepared yet.*python data/prepare.py pydocs$"
-    ):
-        find_dataset("pydocs")
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"ptbb is no prepared dataset.*\(mine\).*wikitext2, wikitext103, ptb",
-    ):
-        find_dataset("ptbb")
-
-
-def test_splits_and_protocols_of_the_sets():
-    """Those of the published tables; what models are trained on is not packed."""
-    splits = {
-        "wikitext2": "train",
-        "wikitext103": "test",
-        "ptb": "test",
-        "lambada": "test",
-        "lm1b": "test",
-    }
-    assert {name: each.split for name, each in SETS.items()} == splits
-    protocols = {name: each.protocol for name, each in catalogue.DATASETS.items()}
-    assert protocols == {
-        **dict.fromkeys(("pydocs", "text", "openwebtext"), "full"),
-        **dict.fromkeys(SETS, "sedd"),
-    }
+    options = ["--protocol", protocol] + ["--block-size", "64"] * (protocol == "sedd")
+    peaks = []
+    for source in (write(tmp_path / "small.txt", "a few words\n" * 500), big_text):
+        script = (sys.executable, "data/prepare.py", "text", "--source", source, *BYTES)
+        done = run_script("-c", measure, *script, tmp_path / source.stem, *options)
+        peaks.append(int(done.stdout) / 1024)
+    # a few pieces of 1 MB, as bytes, text and ids; not the 60 MB of the file or the 120 of its ids
+    assert peaks[1] - peaks[0] < 40, peaks
