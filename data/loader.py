@@ -116,9 +116,9 @@ def load_meta(folder) -> dict:
             "make one with: python data/prepare.py NAME --out DIR"
         )
     try:
-        meta = json_object(path.read_text(encoding="utf-8"), str(path))
+        meta = json_object(path.read_text(encoding="utf-8"), "meta.json")
     except ValueError as error:
-        raise ValueError(f"{error}: the file is damaged; prepare the dataset again") from error
+        raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
     version = meta.get("format")
     if isinstance(version, int) and version > FORMAT:
         raise ValueError(

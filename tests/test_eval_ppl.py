@@ -16,12 +16,13 @@ import eval_ppl
 from checkpoints import load as checkpoint
 from checkpoints import store
 from convert import convert
-from data.loader import TokenDataset, sha256_file
+from data.loader import TokenDataset
 from data.prepare import Prepare, prepare
 from evaluation.estimates import estimate
 from evaluation.likelihood import JOINT_DRAWS, BatchRunner
 from evaluation.published import PUBLISHED, published_perplexity
 from orders import OrderConfig, orders_at
+from runtime.files import sha256_file
 
 
 @pytest.fixture
