@@ -20,7 +20,7 @@ import tyro
 from annotated_types import Interval
 from torch import Tensor
 
-from checkpoints import load as checkpoint
+from checkpoints.load import load
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from evaluation.eval_sets import EvalSet, open_eval_set
 from evaluation.likelihood import BatchRunner, ScoringTask, score
@@ -177,23 +177,26 @@ def main() -> None:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     check_arguments(a)
-    loaded = checkpoint.load(a.run, a.weights, procs.device)
+    loaded = load(a.run, a.weights, procs.device)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     orders = choose_orders(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
     runner = BatchRunner(procs, dtype, config.block_size, a.batch_size)
     entropies = {s.name: s.entropies() for s in eval_sets} if procs.main else {}
+    source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
+    facts = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
 
     results, token_nll, lines = [], {}, []
     for eval_set in eval_sets:
         for name, distribution in orders.items():
+            # Ensembles are estimated for uniformly random orders only.
+            sizes = tuple(sorted(set(a.ensemble))) if distribution.kind == "random" else (1,)
             task = ScoringTask(
                 loaded=loaded,
                 eval_set=eval_set,
                 name=name,
                 orders=distribution,
-                # ensembles are estimated for uniformly random orders only
-                sizes=tuple(sorted(set(a.ensemble))) if distribution.kind == "random" else (1,),
+                sizes=sizes,
                 seed=a.seed,
                 max_draws=a.max_draws,
                 target_se=a.target_se,
@@ -201,13 +204,13 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             )
             scores = score(task, runner)
             results += result_rows(task, scores, a.weights)
-            token_nll[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
-            if procs.main:  # after every task, so that a job that is killed loses none
+            if a.per_token:
+                token_nll[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
+            # After every task, so that a job that is killed loses none.
+            if procs.main:
                 lines = [loaded.describe(), "", *markdown(results, entropies), ""]
                 lines += notes(results, a.target_se) + ensemble_notes(a, orders)
                 if a.json:
-                    source = {k: getattr(loaded, k) for k in ("path", "step", "weights", "system")}
-                    facts = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
                     write_json(a.json, {"results": results, "entropies": entropies} | facts)
                     write_text(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
                 if a.per_token:

@@ -22,7 +22,7 @@ from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
 from objectives import token_nll
 from orders import OrderConfig
-from runtime.devices import autocast, out_of_memory
+from runtime.devices import autocast, out_of_memory, release_memory
 from runtime.processes import Processes
 
 LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
@@ -68,10 +68,11 @@ class ScoringTask:
 
     @property
     def joint(self) -> bool:
-        """The masks of a draw depend on one another: they are stratified over the sequences.
+        """The sequences of a draw depend on one another.
 
-        Sequence by sequence, numbers of masked positions that are drawn independently differ a lot
-        in what they cost; spread evenly over 1..T within every draw, most of that noise is gone."""
+        What an encoder loses depends much on how many positions are masked. So a draw spreads these
+        numbers evenly over the sequences (`objectives.evaluation_masks`: stratified), which takes
+        most of that noise out of their mean; the price is that only whole draws are independent."""
         return self.loaded.model.config.is_encoder
 
     def scored_tokens(self) -> Tensor:
@@ -79,8 +80,8 @@ class ScoringTask:
         return self.eval_set.lengths() - self.loaded.scored_from
 
     def contexts(self, draws: int) -> int:
-        """Draws of the ensembles' contexts that go with these draws of orders: two at least, if
-        there are so many, since one does not show its error."""
+        """Draws of the ensembles' contexts that go with so many draws of orders: two at least, if
+        there are two of those, since a single one does not show its error."""
         if not self.larger:
             return 0
         return max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT))
@@ -92,8 +93,10 @@ class ScoringTask:
 class BatchRunner:
     """Takes the rows of an eval set through the model in batches, every process its share of them.
 
-    Attributes: procs; dtype; batch_size, in rows, which is halved where memory runs out, unless it
-    was given."""
+    How much memory a batch takes is not estimated: the first one is as large as is of any use, and
+    where memory runs out it is halved for good, unless its size was given.
+
+    Attributes: procs; dtype; batch_size, in rows."""
 
     def __init__(
         self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None
@@ -111,8 +114,8 @@ class BatchRunner:
         device, dtype = self.procs.device, torch.float32 if float32 else self.dtype
         share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
         parts, row = [], share.start
-        bar = tqdm(total=len(share), desc=title, unit="seq", disable=self._no_bar(), leave=False)
-        with bar:
+        hidden = None if self.procs.main else True  # None: shown where there is a terminal
+        with tqdm(total=len(share), desc=title, unit="seq", disable=hidden, leave=False) as bar:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 if row < blocks:
@@ -125,18 +128,15 @@ class BatchRunner:
                 except (MemoryError, RuntimeError) as error:
                     if not out_of_memory(error):
                         raise
-                if part is None:  # here, where the error does not keep the tensors alive any more
+                if part is None:  # not in the except clause: there, the error keeps tensors alive
                     self._halve()
                     continue
                 parts.append(part)
                 row = end
                 bar.update(len(rows))
-        # a process has nothing if there are fewer rows than processes
+        # A process has no part if there are fewer rows than processes.
         found = self.procs.gather(torch.cat(parts) if parts else None)
         return torch.cat([part for part in found if part is not None])
-
-    def _no_bar(self) -> bool | None:
-        return None if self.procs.main else True  # None: none where there is no terminal
 
     def _halve(self) -> None:
         if self.given or self.batch_size == 1:
@@ -147,8 +147,7 @@ class BatchRunner:
                 f"the device is out of memory at {self.batch_size} sequences a pass; {advice}"
             )
         self.batch_size //= 2
-        if self.procs.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(self.procs.device)
 
 
 # ---- scoring -------------------------------------------------------------------------------------
@@ -181,6 +180,7 @@ def score(task: ScoringTask, runner: BatchRunner) -> Scores:
     losses, gains, token_sums = [], [], 0.0
     stopped = None
     while stopped is None:
+        # A round: one draw of the losses, then, now and then, one of the gains of ensembles.
         nll = _draw_losses(task, runner, draw=len(losses))
         losses.append(nll.nanmean(dim=1))
         if task.per_token:
@@ -189,16 +189,15 @@ def score(task: ScoringTask, runner: BatchRunner) -> Scores:
             gains.append(_draw_gains(task, runner, draw=len(gains)))
         estimates = _estimates(task, losses, gains)
         stopped = _why_stop(task, [loss for loss, _ in estimates.values()], len(losses))
-    seconds = time.perf_counter() - started
     return Scores(
-        estimates,
-        len(losses),
-        len(gains),
-        stopped,
-        seconds,
-        runner.batch_size,
-        _precision_gap(task, runner),
-        token_sums / len(losses) if task.per_token else None,
+        estimates=estimates,
+        draws=len(losses),
+        contexts=len(gains),
+        stopped=stopped,
+        seconds=time.perf_counter() - started,
+        batch_size=runner.batch_size,
+        precision_gap=_precision_gap(task, runner),
+        token_nll=token_sums / len(losses) if task.per_token else None,
     )
 
 
@@ -241,6 +240,7 @@ def _estimates(
     if task.exact:
         nll = nll[:, 0]  # known exactly: no Monte Carlo error
     found = {1: (estimate(nll, joint=task.joint, weights=weights), None)}
+    # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
     for i, size in enumerate(task.larger):
         gain = torch.stack(gains, dim=1)[..., i]
         found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)

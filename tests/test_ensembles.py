@@ -62,7 +62,8 @@ def z_score(draws, exact):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, seed):
-    """8,000 contexts of each of three sequences; 4 standard errors for 6 fixed-seed numbers a system."""
+    """8,000 contexts of each of three sequences; 4 standard errors for 6 fixed-seed numbers a
+    system."""
     model, _, exact = system
     sequences = all_sequences(V, N)
     for row in (0, 40, 77):

@@ -13,8 +13,8 @@ from helpers import ALONE, LENGTH, flip_byte, make_data, torchrun
 from reference import direct_nll
 
 import eval_ppl
-from checkpoints import load as checkpoint
 from checkpoints import store
+from checkpoints.load import load_model
 from convert import convert
 from data.loader import TokenDataset
 from data.prepare import Prepare, prepare
@@ -27,14 +27,15 @@ from runtime.files import sha256_file
 
 @pytest.fixture
 def evaluate(script, run, data, tmp_path):
-    """Evaluate the run; the JSON report, which must be JSON and no dialect of it."""
+    """Evaluate a run with these options; the JSON report, which must be JSON and no dialect of it,
+    and what the terminal shows."""
 
-    def call(*arguments, path=run):
-        status, _, err = script(
-            eval_ppl, path, "--datasets", data, "--json", tmp_path / "ppl.json", *arguments
-        )
+    def call(options="", *more, path=run, datasets=(data,)):
+        report = tmp_path / "ppl.json"
+        arguments = ["--datasets", *datasets, "--json", report, *options.split(), *more]
+        status, out, err = script(eval_ppl, path, *arguments)
         assert status == 0, err
-        return read_json(tmp_path / "ppl.json")
+        return read_json(report) | {"terminal": out}
 
     return call
 
@@ -51,45 +52,41 @@ def by_name(report):
 
 
 def direct(run, data, kind, draws, seed, count, weights="ema"):
-    """Nats per token (count, draws, T), each in prediction order, from the model alone; and the orders."""
-    model = checkpoint.load_model(run, weights)
-    tokens = TokenDataset(data, "val", LENGTH).blocks(range(count))
-    orders = [
-        orders_at(OrderConfig(kind), seed, draw, range(count), LENGTH) for draw in range(draws)
-    ]
-    return np.stack(
-        [-model.token_log_probs(tokens, order).double().numpy() for order in orders], axis=1
-    ), orders
+    """Nats per token (count, draws, T) in sequence order, from the model alone."""
+    model, rows, nll = load_model(run, weights), range(count), []
+    tokens = TokenDataset(data, "val", LENGTH).blocks(rows)
+    for draw in range(draws):
+        order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH)
+        along = -model.token_log_probs(tokens, order).double()
+        nll.append(torch.empty_like(along).scatter_(1, order, along))
+    return torch.stack(nll, dim=1).numpy()
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, data, weights):
-    report = evaluate("--num-orders", 3, "--max-sequences", 21, "--seed", 5, "--weights", weights)
+    report = evaluate(f"--num-orders 3 --max-sequences 21 --seed 5 --weights {weights}")
     for kind, draws in (("l2r", 1), ("random", 3)):
-        per_draw = direct(run, data, kind, draws, 5, 21, weights)[0].mean(axis=2)
+        per_draw = direct(run, data, kind, draws, 5, 21, weights).mean(axis=2)
         per_sequence = per_draw.mean(axis=1)
+        mean = per_sequence.mean()
         result = by_name(report)[kind, 1]
         # batches of 16 and 5 against one of 21: float32 rounding
-        assert result["nll"] == pytest.approx(per_sequence.mean(), rel=1e-6)
-        expected = math.sqrt(((per_sequence - per_sequence.mean()) ** 2).sum() / 20 / 21)
+        assert result["nll"] == pytest.approx(mean, rel=1e-6)
+        expected = math.sqrt(((per_sequence - mean) ** 2).sum() / 20 / 21)
         assert result["standard_error"] == pytest.approx(expected, rel=1e-4)
-        perplexity = math.exp(per_sequence.mean())
-        assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
+        assert result["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
         # Student's t of 20 degrees of freedom
-        interval = [perplexity * math.exp(sign * 2.0859634 * expected) for sign in (-1, 1)]
+        interval = [math.exp(mean + sign * 2.0859634 * expected) for sign in (-1, 1)]
         assert result["perplexity_95"] == pytest.approx(interval, rel=1e-4)
-        assert result["bits_per_token"] == pytest.approx(
-            per_sequence.mean() / math.log(2), rel=1e-6
-        )
+        assert result["bits_per_token"] == pytest.approx(mean / math.log(2), rel=1e-6)
         monte_carlo = math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3)) if draws > 1 else 0
         assert result["monte_carlo_error"] == pytest.approx(monte_carlo, rel=1e-4)
         assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)
-        assert (
-            result["token_forwards"] == 21 * LENGTH * draws and result["seconds_of_all_sizes"] > 0
-        )
+        assert result["token_forwards"] == 21 * LENGTH * draws
+        assert result["seconds_of_all_sizes"] > 0
         assert result["stopped"] == ("exact" if kind == "l2r" else "budget")
 
 
@@ -97,10 +94,10 @@ def test_ensembles_gain_what_they_gain_when_every_step_of_every_order_is_scored(
     evaluate, run, data
 ):
     """On a trained model: within 4 standard errors of the definition, over the same texts."""
-    arguments = ["--orders", "random", "--ensemble", 1, 2, 8, "--max-sequences", 40]
-    cheap = by_name(evaluate(*arguments, "--num-orders", 40))
+    options = "--orders random --ensemble 1 2 8 --max-sequences 40 --num-orders 40"
+    cheap = by_name(evaluate(options))
     tokens = TokenDataset(data, "val", LENGTH).blocks(range(40))
-    settings = checkpoint.load_model(run), tokens, OrderConfig("random"), (1, 2, 8), 0
+    settings = load_model(run), tokens, OrderConfig("random"), (1, 2, 8), 0
     draws = [direct_nll(*settings, draw, range(40)).mean(dim=1) for draw in range(3)]
     nll = torch.stack(draws, dim=1)  # (40, 3, sizes)
     for i, size in enumerate((2, 8), 1):
@@ -119,24 +116,24 @@ def test_ensembles_gain_what_they_gain_when_every_step_of_every_order_is_scored(
 
 def test_orders_of_any_distribution(evaluate):
     names = ["mixture:l2r_prob=1", "mixture:l2r_prob=0.0", "fixed_random:seed=4", "l2r", "random"]
-    results = by_name(evaluate("--orders", *names, "--max-sequences", 9))
-    same = [("mixture:l2r_prob=1", "l2r"), ("mixture:l2r_prob=0.0", "random")]
-    for one, other in same:
+    results = by_name(evaluate("--max-sequences 9 --orders", *names))
+    for one, other in [("mixture:l2r_prob=1", "l2r"), ("mixture:l2r_prob=0.0", "random")]:
         assert results[one, 1]["nll"] == results[other, 1]["nll"]
     assert len({r["nll"] for r in results.values()}) == 3
     assert results["fixed_random:seed=4", 1]["monte_carlo_error"] == 0
 
 
 def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
-    ensembles = ["--num-orders", 4, "--seed", 1, "--ensemble", 1, 4, "--target-se", 0.02]
-    for path, arguments in ((run, ensembles), (encoder, ["--num-orders", 3])):
-        arguments = ["--max-sequences", 21, *arguments]
+    for path, options in (
+        (run, "--max-sequences 21 --num-orders 4 --seed 1 --ensemble 1 4 --target-se 0.02"),
+        (encoder, "--max-sequences 21 --num-orders 3"),
+    ):
         two = tmp_path / "two.json"
-        torchrun(2, "eval_ppl.py", path, "--datasets", data, *arguments, "--json", two)
+        torchrun(2, "eval_ppl.py", path, "--datasets", data, *options.split(), "--json", two)
         reports = [read_json(two)]
-        reports += [evaluate(*arguments, "--batch-size", size, path=path) for size in (1, 7)]
+        reports += [evaluate(f"{options} --batch-size {size}", path=path) for size in (1, 7)]
         assert reports[0]["processes"] == 2
-        one = by_name(evaluate(*arguments, path=path))
+        one = by_name(evaluate(options, path=path))
         for report in reports:
             assert by_name(report).keys() == one.keys()
             for key, result in by_name(report).items():
@@ -148,295 +145,185 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
                     assert result[number] == one[key][number]
 
 
-def test_draws_go_on_until_the_target_or_the_budget(evaluate):
-    arguments = ["--orders", "random", "--max-sequences", 20, "--num-orders", 30]
-    spread = by_name(evaluate(*arguments))["random", 1]["monte_carlo_error"] * math.sqrt(
-        30
-    )  # of a single draw
-    target = spread / math.sqrt(12)
-    result = by_name(evaluate(*arguments, "--target-se", target))["random", 1]
+def test_draws_go_on_until_the_target_or_the_budget(evaluate, encoder):
+    def scored(options, **model):
+        return by_name(evaluate(options, **model))["random", 1]
+
+    options = "--orders random --max-sequences 20 --num-orders 30"
+    error = scored(options)["monte_carlo_error"] * math.sqrt(30)  # of a single draw
+    target = error / math.sqrt(12)
+    result = scored(f"{options} --target-se {target}")
     assert result["stopped"] == "target" and result["monte_carlo_error"] <= target
     assert 8 <= result["draws"] <= 16
-    result = by_name(evaluate(*arguments, "--target-se", target / 10))["random", 1]
-    assert (result["stopped"], result["draws"]) == ("budget", 30) and result[
-        "monte_carlo_error"
-    ] > target / 10
+    result = scored(f"{options} --target-se {target / 10}")
+    assert (result["stopped"], result["draws"]) == ("budget", 30)
+    assert result["monte_carlo_error"] > target / 10
+    # a target alone has a budget that reaches it
+    result = scored("--orders random --target-se 0.01 --max-sequences 6")
+    assert result["stopped"] == "target" and result["monte_carlo_error"] <= 0.01
+    # few draws of an encoder do not show its error
+    result = scored("--max-sequences 5 --num-orders 12 --target-se 100", path=encoder)
+    assert result["draws"] == JOINT_DRAWS
 
 
-def test_an_encoder_is_not_stopped_before_enough_draws_show_its_error(evaluate, encoder):
-    report = evaluate("--max-sequences", 5, "--num-orders", 12, "--target-se", 100, path=encoder)
-    assert by_name(report)["random", 1]["draws"] == JOINT_DRAWS
-
-
-def test_the_rest_after_the_last_block_counts_where_nothing_may_be_dropped(
-    evaluate, run, data, tmp_path
+@pytest.mark.parametrize("left_over", [1, 5])
+def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_error(
+    evaluate, run, left_over, tmp_path
 ):
-    """Protocol full, cut to a rest of 5 tokens: every token counts once."""
-    full = shutil.copytree(data, tmp_path / "full")
-    meta = json.loads((full / "meta.json").read_text())
-    tokens = TokenDataset(data, "val", 1).tokens[: 3 * LENGTH + 5]
-    (full / "val.bin").write_bytes(tokens.tobytes())
-    meta["splits"]["val"] |= {"tokens": len(tokens), "sha256": sha256_file(full / "val.bin")}
-    (full / "meta.json").write_text(json.dumps(meta | {"protocol": "full"}))
-    report = evaluate(
-        "--datasets",
-        full,
-        "--orders",
-        "l2r",
-        "random",
-        "--ensemble",
-        1,
-        2,
-        "--per-token",
-        tmp_path / "t.npz",
-    )
-    result, model = by_name(report)["l2r", 1], checkpoint.load_model(run)
-    rows = [
-        torch.from_numpy(part.astype(np.int64))[None] for part in np.split(tokens, [16, 32, 48])
-    ]
-    nll = [-model.token_log_probs(row, torch.arange(row.shape[1])[None]).double() for row in rows]
-    assert result["nll"] == pytest.approx(float(torch.cat(nll, dim=1).mean()), rel=1e-6)
-    assert (result["sequences"], result["tokens"]) == (4, 53)
-    saved = np.load(tmp_path / "t.npz", allow_pickle=False)
-    assert (
-        np.isnan(saved["full/l2r/1/nll"]).sum() == 11 and (saved["full/tokens"] == -1).sum() == 11
-    )
-    assert np.nanmean(saved["full/random/1/nll"]) == pytest.approx(
-        by_name(report)["random", 1]["nll"]
-    )
-    assert by_name(report)["random", 2]["gain"] > 0
+    """Even a single token; the standard error is that of a mean weighted by tokens."""
+    text, folder = tmp_path / "text.txt", tmp_path / "left"
+    length = 12 * LENGTH + left_over - 1  # and end-of-text
+    text.write_text(("the order of any mask " * 20)[:length])
+    prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
+    dataset, saved = TokenDataset(folder, "test", LENGTH), tmp_path / "t.npz"
+    options = "--orders l2r random --ensemble 1 2 --per-token"
+    results = by_name(evaluate(options, saved, datasets=[folder]))
+
+    model, result = load_model(run), results["l2r", 1]
+    rows = [*dataset.blocks(list(range(12))), dataset.tail()[0]]
+    nll = [-model.token_log_probs(row[None], torch.arange(len(row))[None]).double() for row in rows]
+    tokens = 12 * LENGTH + left_over
+    mean = sum(float(x.sum()) for x in nll) / tokens
+    assert (result["sequences"], result["tokens"]) == (13, tokens)
+    assert result["nll"] == pytest.approx(mean, rel=1e-6)
+    squares = sum((float(x.sum()) - mean * x.numel()) ** 2 for x in nll)
+    error = math.sqrt(squares / 12 * 13) / tokens
+    assert result["standard_error"] == pytest.approx(error, rel=1e-4)
+    assert results["random", 2]["gain"] > 0
+
+    saved = np.load(saved, allow_pickle=False)
+    missing = LENGTH - left_over
+    assert np.isnan(saved["left/l2r/1/nll"]).sum() == missing
+    assert (saved["left/tokens"] == -1).sum() == missing
+    expected = pytest.approx(results["random", 1]["nll"])
+    assert np.nanmean(saved["left/random/1/nll"]) == expected
 
 
 def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(
     evaluate, plain, data, tmp_path
 ):
     """An export that says so, as one of GPT-2 does."""
-    convert(str(plain), tmp_path / "export")
-    settings = json.loads((tmp_path / "export" / "config.json").read_text())
-    (tmp_path / "export" / "config.json").write_text(json.dumps(settings | {"scored_from": 1}))
-    report = evaluate(
-        "--max-sequences", 5, "--per-token", tmp_path / "t.npz", path=tmp_path / "export"
-    )
-    (result,) = report["results"]
-    expected = direct(plain, data, "l2r", 1, 0, 5)[0][:, 0]
+    export, saved = tmp_path / "export", tmp_path / "t.npz"
+    convert(str(plain), export)
+    settings = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(settings | {"scored_from": 1}))
+    (result,) = evaluate("--max-sequences 5 --per-token", saved, path=export)["results"]
+    expected = direct(plain, data, "l2r", 1, 0, 5)[:, 0]
     assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
     assert (result["tokens"], result["token_forwards"]) == (5 * (LENGTH - 1), 5 * LENGTH)
-    nll = np.load(tmp_path / "t.npz")["data/l2r/1/nll"]
+    nll = np.load(saved)["data/l2r/1/nll"]
     assert np.isnan(nll[:, 0]).all() and nll[:, 1:] == pytest.approx(expected[:, 1:], rel=1e-5)
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+def test_the_orders_follow_from_the_seed(evaluate):
+    def numbers(seed):
+        results = by_name(evaluate(f"--seed {seed} --max-sequences 5 --ensemble 1 4"))
+        return {key: (r["nll"], r["gain"]) for key, r in results.items()}
+
+    first, again, other = (numbers(seed) for seed in (1, 1, 2))
+    assert first == again and first["l2r", 1] == other["l2r", 1]
+    assert first["random", 1] != other["random", 1]
+    assert first["random", 4][1] != other["random", 4][1]
+
+
+# ---- what is written -----------------------------------------------------------------------------
 
 
 def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data):
-    report = evaluate("--max-sequences", 3, "--seed", 5, "--orders", "l2r")
-    assert [(r["dataset"], r["orders"], r["ensemble"]) for r in report["results"]] == [
-        ("data", "l2r", 1)
-    ]
+    report = evaluate("--max-sequences 3 --seed 5 --orders l2r")
+    (result,) = report["results"]
+    assert (result["dataset"], result["orders"], result["ensemble"]) == ("data", "l2r", 1)
     expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
     assert report["checkpoint"] == expected
     settings = report["settings"]
     assert (settings["seed"], settings["max_sequences"], settings["dtype"]) == (5, 3, "float32")
-    meta, facts = json.loads((data / "meta.json").read_text()), report["results"][0]["data"]
-    assert (
-        facts["sha256"] == meta["splits"]["val"]["sha256"]
-        and facts["tokens"] == meta["splits"]["val"]["tokens"]
-    )
-    assert (facts["tokenizer"], facts["split"], facts["block_size"]) == ("bytes", "val", LENGTH)
-    for key in ("protocol", "packing"):
-        assert facts.get(key) == meta.get(key)
-    assert (
-        report["versions"]["torch"] == torch.__version__
-        and {"python", "numpy"} <= report["versions"].keys()
-    )
+    meta, text = json.loads((data / "meta.json").read_text()), result["data"]
+    assert text.items() >= meta["splits"]["val"].items() and {"sha256", "tokens"} <= text.keys()
+    assert (text["tokenizer"], text["split"], text["block_size"]) == ("bytes", "val", LENGTH)
+    assert text["protocol"] == meta["protocol"]
+    assert report["versions"]["torch"] == torch.__version__
+    assert {"python", "numpy"} <= report["versions"].keys()
     assert report["processes"] == 1 and report["device"] == "cpu"
 
 
 def test_several_data_sets_and_splits(evaluate, data, tmp_path):
     other = make_data(tmp_path, words=900, seed=1).rename(tmp_path / "other")
-    results = evaluate(
-        "--datasets", data, other, "--orders", "l2r", "--split", "train", "--max-sequences", 6
-    )["results"]
-    assert [(r["dataset"], r["data"]["split"]) for r in results] == [
-        ("data", "train"),
-        ("other", "train"),
-    ]
-    assert results[0]["nll"] != results[1]["nll"]
+    options = "--orders l2r --split train --max-sequences 6"
+    one, two = evaluate(options, datasets=[data, other])["results"]
+    assert (one["dataset"], one["data"]["split"]) == ("data", "train")
+    assert (two["dataset"], two["data"]["split"]) == ("other", "train")
+    assert one["nll"] != two["nll"]
 
 
 def test_the_entropies_of_the_text_stand_beside_the_model(evaluate, data):
     tokens = np.array(TokenDataset(data, "train", 1).tokens)
     share = np.bincount(tokens) / len(tokens)
     share = share[share > 0]
-    entropies = evaluate("--max-sequences", 2)["entropies"]["data"]
+    entropies = evaluate("--max-sequences 2")["entropies"]["data"]
     assert entropies["unigram entropy of train"] == pytest.approx(-(share * np.log(share)).sum())
     assert 0 < entropies["bigram entropy of train"] < entropies["unigram entropy of train"]
 
 
-def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(script, run, data, tmp_path):
-    arguments = [
-        "--datasets",
-        data,
-        "--max-sequences",
-        20,
-        "--ensemble",
-        1,
-        4,
-        "--json",
-        tmp_path / "ppl.json",
-    ]
-    status, out, _ = script(eval_ppl, run, *arguments)
-    assert status == 0
+def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, tmp_path):
+    report = evaluate("--max-sequences 20 --ensemble 1 4")
     table = (tmp_path / "ppl.md").read_text()
-    assert table.strip() == out.strip() and "published" not in table
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line[:1] == "|"
-    ]
+    assert table.strip() == report["terminal"].strip() and "published" not in table
+    lines = [line for line in table.splitlines() if line[:1] == "|"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len({len(row) for row in rows}) == 1 and all(set(cell) <= {"-", ":"} for cell in rows[1])
     found = {(row[1], row[2]): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     labels = {"l2r": "left to right", "random": "any order"}
-    results = by_name(read_json(tmp_path / "ppl.json"))
+    results = by_name(report)
     assert list(results) == [("l2r", 1), ("random", 1), ("random", 4)]
     for (kind, size), result in results.items():
         row = found[labels[kind], str(size)]
-        assert (
-            row["nats/token"] == f"{result['nll']:.4f}"
-            and row["perplexity"] == f"{result['perplexity']:.3f}"
-        )
+        assert row["nats/token"] == f"{result['nll']:.4f}"
+        assert row["perplexity"] == f"{result['perplexity']:.3f}"
         assert row["token-forwards"] == f"{result['token_forwards']:,}"
     assert found["any order", "4"]["gain"].startswith(f"{results['random', 4]['gain']:.5f}")
     assert "unigram entropy of train" in table and "no ensembles of l2r" in table
 
 
-def test_the_loss_of_every_token(script, run, data, encoder, tmp_path):
-    arguments = [
-        "--datasets",
-        data,
-        "--max-sequences",
-        9,
-        "--per-token",
-        tmp_path / "t.npz",
-        "--seed",
-        3,
-    ]
-    assert script(eval_ppl, run, *arguments, "--num-orders", 3)[0] == 0
-    saved = np.load(tmp_path / "t.npz", allow_pickle=False)
+def test_the_loss_of_every_token(evaluate, run, data, encoder, tmp_path):
+    path, options = tmp_path / "t.npz", "--max-sequences 9 --seed 3 --per-token"
+    evaluate(options, path, "--num-orders", 3)
+    saved = np.load(path, allow_pickle=False)
     tokens = TokenDataset(data, "val", LENGTH).blocks(range(9)).numpy()
-    assert np.array_equal(saved["data/tokens"], tokens) and np.array_equal(
-        saved["data/blocks"], np.arange(9)
-    )
-    in_order, orders = direct(run, data, "random", 3, 3, 9)
-    expected = np.zeros((9, LENGTH))
-    for draw, order in enumerate(orders):
-        rows = np.arange(9)[:, None]
-        expected[rows, order.numpy()] += in_order[:, draw] / 3
-    assert saved["data/random/1/nll"] == pytest.approx(expected, rel=1e-5)
-    assert saved["data/l2r/1/nll"] == pytest.approx(
-        direct(run, data, "l2r", 1, 3, 9)[0][:, 0], rel=1e-5
-    )
+    assert np.array_equal(saved["data/tokens"], tokens)
+    assert np.array_equal(saved["data/blocks"], np.arange(9))
+    for kind, draws in (("l2r", 1), ("random", 3)):
+        expected = direct(run, data, kind, draws, 3, 9).mean(axis=1)
+        assert saved[f"data/{kind}/1/nll"] == pytest.approx(expected, rel=1e-5)
 
-    status, out, _ = script(eval_ppl, run, *arguments, "--ensemble", 2)
-    assert status == 0 and "M = 1 only" in out
-    assert "data/random/1/nll" in np.load(tmp_path / "t.npz")
-    report = tmp_path / "ppl.json"
-    assert script(eval_ppl, encoder, *arguments, "--json", report)[0] == 0
-    (result,) = read_json(report)["results"]
-    mean = np.load(tmp_path / "t.npz")["data/random/1/nll"].mean()
+    assert "M = 1 only" in evaluate(options, path, "--ensemble", 2)["terminal"]
+    assert "data/random/1/nll" in np.load(path)
+    (result,) = evaluate(options, path, path=encoder)["results"]
+    mean = np.load(path)["data/random/1/nll"].mean()
     assert mean == pytest.approx(result["nll"], rel=1e-6)
 
 
-def test_bfloat16_is_compared_with_float32(script, run, data, tmp_path):
-    arguments = [
-        "--datasets",
-        data,
-        "--max-sequences",
-        8,
-        "--num-orders",
-        1,
-        "--json",
-        tmp_path / "ppl.json",
-    ]
+def test_bfloat16_is_compared_with_float32(evaluate):
     results = {}
     for dtype in ("float32", "bfloat16"):
-        status, out, _ = script(eval_ppl, run, *arguments, "--dtype", dtype)
-        results[dtype] = by_name(read_json(tmp_path / "ppl.json"))
-        assert status == 0 and ("bfloat16 - float32 on 8 blocks" in out) == (dtype == "bfloat16")
+        report = evaluate(f"--max-sequences 8 --num-orders 1 --dtype {dtype}")
+        compared = "bfloat16 - float32 on 8 blocks" in report["terminal"]
+        assert compared == (dtype == "bfloat16")
+        results[dtype] = by_name(report)
     for key, result in results["bfloat16"].items():
         gap = result["bfloat16_minus_float32"]
         assert gap["sequences"] == 8 and 0 < abs(gap["mean"]) <= gap["largest"] < 0.05
         # the sample is everything here
-        assert gap["mean"] == pytest.approx(
-            result["nll"] - results["float32"][key]["nll"], abs=1e-6
-        )
-
-
-def test_the_orders_follow_from_the_seed(evaluate):
-    def numbers(seed):
-        results = by_name(evaluate("--seed", seed, "--max-sequences", 5, "--ensemble", 1, 4))
-        return {key: (r["nll"], r["gain"]) for key, r in results.items()}
-
-    first, again, other = (numbers(seed) for seed in (1, 1, 2))
-    assert first == again and first["l2r", 1] == other["l2r", 1]
-    assert (
-        first["random", 1] != other["random", 1] and first["random", 4][1] != other["random", 4][1]
-    )
+        difference = result["nll"] - results["float32"][key]["nll"]
+        assert gap["mean"] == pytest.approx(difference, abs=1e-6)
 
 
 def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_is_still_json(
-    evaluate, tmp_path
+    evaluate,
 ):
-    results = by_name(evaluate("--max-sequences", 1, "--num-orders", 1))
-    assert (
-        results["l2r", 1]["standard_error"] is None and results["l2r", 1]["monte_carlo_error"] == 0
-    )
-    assert results["random", 1]["monte_carlo_error"] is None
-    assert "unknown" in (tmp_path / "ppl.md").read_text()
-
-
-@pytest.mark.parametrize("left_over", [1, 2, 9])
-def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_error(
-    script, run, left_over, tmp_path
-):
-    """Even a single token; the standard error is that of a mean weighted by tokens."""
-    text, folder = tmp_path / "text.txt", tmp_path / "data"
-    text.write_text(
-        ("the order of any mask " * 20)[: 12 * LENGTH + left_over - 1]
-    )  # and end-of-text
-    prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
-    dataset = TokenDataset(folder, "test", LENGTH)
-    assert dataset.tail().shape == (1, left_over)
-    status, _, err = script(
-        eval_ppl, run, "--datasets", folder, "--orders", "l2r", "--json", tmp_path / "ppl.json"
-    )
-    assert status == 0, err
-    (result,) = read_json(tmp_path / "ppl.json")["results"]
-    model = checkpoint.load_model(run)
-    rows = [*dataset.blocks(list(range(dataset.num_blocks))), dataset.tail()[0]]
-    nll = [-model.token_log_probs(row[None], torch.arange(len(row))[None]).double() for row in rows]
-    total, tokens, n = sum(float(x.sum()) for x in nll), sum(x.numel() for x in nll), len(rows)
-    mean = total / tokens
-    assert result["tokens"] == tokens and result["nll"] == pytest.approx(mean, rel=1e-6)
-    squares = sum((float(x.sum()) - mean * x.numel()) ** 2 for x in nll)
-    assert result["standard_error"] == pytest.approx(
-        math.sqrt(squares / (n - 1) * n) / tokens, rel=1e-4
-    )
-
-
-def test_a_target_alone_has_a_budget_that_reaches_it(evaluate):
-    results = by_name(evaluate("--orders", "random", "--target-se", 0.01, "--max-sequences", 6))
-    assert (
-        results["random", 1]["stopped"] == "target"
-        and results["random", 1]["monte_carlo_error"] <= 0.01
-    )
-
-
-def test_a_text_whose_file_was_changed_is_refused(script, run, data, tmp_path):
-    changed = shutil.copytree(data, tmp_path / "changed")
-    flip_byte(changed / "val.bin", 10)
-    status, _, err = script(eval_ppl, run, "--datasets", changed)
-    assert status == 2 and "checksum" in err
+    report = evaluate("--max-sequences 1 --num-orders 1")
+    l2r, random = report["results"]
+    assert l2r["standard_error"] is None and l2r["monte_carlo_error"] == 0
+    assert random["monte_carlo_error"] is None and "unknown" in report["terminal"]
 
 
 # ---- published figures ---------------------------------------------------------------------------
@@ -512,95 +399,86 @@ def test_the_batch_is_halved_until_it_fits():
         batches(5, batch_size=8)
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, plain, encoder, data):
-    expected = direct(plain, data, "l2r", 1, 0, 4)[0].mean()
-    results = by_name(evaluate("--max-sequences", 4, path=plain))
+    expected = direct(plain, data, "l2r", 1, 0, 4).mean()
+    results = by_name(evaluate("--max-sequences 4", path=plain))
     assert list(results) == [("l2r", 1)]
     assert results["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
-    no_ensemble = ["--ensemble", 1, 8]
-    for path, arguments, words in (
-        (plain, ["--orders", "random"], "has no 'random' perplexity; give --orders l2r"),
-        (plain, no_ensemble, "knows one order only, so there is no ensemble of orders"),
-        (encoder, ["--orders", "l2r"], "is an encoder and has no 'l2r' perplexity; give --orders"),
-        (encoder, no_ensemble, "its predictions do not depend on the order of the context"),
+    for path, options, words in (
+        (plain, "--orders random", "has no 'random' perplexity; give --orders l2r"),
+        (plain, "--ensemble 8", "knows one order only, so there is no ensemble of orders"),
+        (encoder, "--orders l2r", "is an encoder and has no 'l2r' perplexity; give --orders"),
+        (encoder, "--ensemble 1 8", "its predictions do not depend on the order of the context"),
     ):
-        status, _, err = script(eval_ppl, path, "--datasets", data, *arguments)
+        status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())
         assert status == 2 and words in err
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "options, words",
     [
-        (["--max-sequences", 0], ["--max-sequences is 0", "at least 1"]),
-        (["--num-orders", 0], ["--num-orders is 0"]),
-        (["--batch-size", -2], ["--batch-size is -2"]),
-        (["--seed", -1], ["seed", "-1"]),
-        (["--split", "tset"], ["no split 'tset'", "'train', 'val'"]),
-        (
-            ["--datasets", "no/such/folder"],
-            ["no/such/folder is no prepared dataset", "data/prepare.py"],
-        ),
-        (["--datasets", "lm1b"], ["lm1b is not prepared yet", "python data/prepare.py lm1b"]),
-        (["--datasets"], ["--datasets"]),
-        (["--datasets", "a/books", "b/books"], ["--datasets a/books b/books", "give each its own"]),
-        (["--orders", "backwards"], ["backwards", "l2r"]),
-        (["--orders"], ["--orders"]),
-        (["--orders", "fixed_blockwise:blocks=3"], ["'blocks' is no setting", "block, seed"]),
-        (["--orders", "random:seed=5"], ["'seed' is no setting of random; it has none"]),
-        (["--orders", "fixed_blockwise:block=17"], ["block size is 16", "smaller block"]),
-        (["--json", "same.npz", "--per-token", "same.npz"], ["--json same.npz", ".json"]),
-        (["--orders", "fixed_blockwise:block=x"], ["block is 'x'", "int"]),
-        (
-            ["--orders", "fixed_blockwise:block=0"],
-            ["--orders fixed_blockwise:block=0", "at least 1"],
-        ),
-        (["--ensemble", 0], ["--ensemble is 0", "at least 1"]),
-        (["--ensemble"], ["--ensemble"]),
-        (["--ensemble", 8, "--orders", "l2r"], ["uniformly random orders, not of l2r"]),
-        (["--per-token", "t.json"], ["--per-token t.json", ".npz"]),
-        (["--json", "table.md"], ["--json table.md", ".json"]),
-        (["--target-se", 0], ["--target-se is 0"]),
-        (["--target-se", 0.1, "--num-orders", 1], ["--num-orders 2 or more"]),
-        (["--max-sequencez", 3], ["--max-sequencez", "--max-sequences"]),
+        ("--max-sequences 0", ["--max-sequences is 0", "at least 1"]),
+        ("--num-orders 0", ["--num-orders is 0"]),
+        ("--batch-size -2", ["--batch-size is -2"]),
+        ("--seed -1", ["seed", "-1"]),
+        ("--target-se 0", ["--target-se is 0"]),
+        ("--target-se 0.1 --num-orders 1", ["--num-orders 2 or more"]),
+        ("--split tset", ["no split 'tset'", "'train', 'val'"]),
+        ("--datasets no/such", ["no/such is no prepared dataset", "data/prepare.py"]),
+        ("--datasets lm1b", ["lm1b is not prepared yet", "python data/prepare.py lm1b"]),
+        ("--datasets", ["--datasets"]),
+        ("--datasets a/books b/books", ["--datasets a/books b/books", "give each its own"]),
+        ("--orders", ["--orders"]),
+        ("--orders backwards", ["backwards", "l2r"]),
+        ("--orders fixed_blockwise:blocks=3", ["'blocks' is no setting", "block, seed"]),
+        ("--orders random:seed=5", ["'seed' is no setting of random; it has none"]),
+        ("--orders fixed_blockwise:block=17", ["block size is 16", "smaller block"]),
+        ("--orders fixed_blockwise:block=x", ["block is 'x'", "int"]),
+        ("--orders fixed_blockwise:block=0", ["--orders fixed_blockwise:block=0", "at least 1"]),
+        ("--ensemble", ["--ensemble"]),
+        ("--ensemble 0", ["--ensemble is 0", "at least 1"]),
+        ("--ensemble 8 --orders l2r", ["uniformly random orders, not of l2r"]),
+        ("--per-token t.json", ["--per-token t.json", ".npz"]),
+        ("--json table.md", ["--json table.md", ".json"]),
+        ("--json same.npz --per-token same.npz", ["--json same.npz", ".json"]),
+        ("--max-sequencez 3", ["--max-sequencez", "--max-sequences"]),
     ],
-    ids=lambda value: " ".join(map(str, value))[:30],
 )
-def test_a_bad_argument_of_eval_ends_with_status_2_and_a_message(
-    script, run, data, arguments, words
-):
-    if "--datasets" not in arguments:
-        arguments = ["--datasets", data, *arguments]
-    status, _, err = script(eval_ppl, run, *arguments)
+def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data, options, words):
+    datasets = [] if "--datasets" in options else ["--datasets", data]
+    status, _, err = script(eval_ppl, run, *datasets, *options.split())
     assert status == 2
     for word in words:
         assert word in " ".join(err.split())
 
 
-def test_data_of_another_tokenizer_or_block_or_too_short_for_one_are_errors(
+def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error(
     script, run, data, tmp_path
 ):
     other = shutil.copytree(data, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
 
-    def error(**changes):
+    def assert_refused(*words, **changes):
         (other / "meta.json").write_text(json.dumps(meta | changes))
         status, out, err = script(eval_ppl, run, "--datasets", other)
-        assert status == 2 and not out
-        return err
+        assert status == 2 and not out and all(word in err for word in words), err
 
-    err = error(tokenizer="gpt2")
-    assert (
-        "holds gpt2 tokens, but the model was trained on bytes tokens" in err
-        and "--tokenizer bytes" in err
+    assert_refused(
+        "holds gpt2 tokens, but the model was trained on bytes tokens",
+        "--tokenizer bytes",
+        tokenizer="gpt2",
     )
-    err = error(protocol="sedd", block_size=32)
-    assert (
-        "packed into blocks of 32 tokens (protocol sedd), not of 16" in err
-        and "--block-size 16" in err
+    assert_refused(
+        "packed into blocks of 32 tokens (protocol sedd), not of 16",
+        "--block-size 16",
+        protocol="sedd",
+        block_size=32,
     )
+    flip_byte(other / "val.bin", 10)
+    assert_refused("checksum")
     (other / "val.bin").write_bytes(bytes(2 * (LENGTH - 1)))
     meta["splits"]["val"] |= {"tokens": LENGTH - 1, "sha256": sha256_file(other / "val.bin")}
-    assert "fewer than one block of 16" in error()
+    assert_refused("fewer than one block of 16")
