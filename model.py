@@ -16,10 +16,10 @@ cannot know which position it is asked for next unless it is told; AO-GPT tells 
 adaLN on the target position.
 
 Source: Any-Order GPT as Masked Diffusion Model (Xue et al., arXiv 2506.19935), "the paper". The
-systems that the paper compares AO-GPT with are settings of the same blocks (README, "Systems").
+systems that it compares AO-GPT with are settings of the same blocks (docs/systems.md).
 
-How to read on: `ModelConfig`, then `AOGPT.hidden`, `AOGPT.forward` and `Block`; the encoder, the
-cached parallel pass and the size of a model can wait.
+To read AO-GPT first: `ModelConfig`, `Block`, then `AOGPT` down to `_trunk`. The cached parallel
+pass, which generates, and the encoder come after it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ModelConfig:
         return self.noise or self.target == "adaln"
 
 
-# ---- layers ----------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.RMSNorm):
@@ -322,7 +322,7 @@ class TwoStreamBlock(Block):
         return x, queries + self.drop(self.mlp(self.norm2(queries)))
 
 
-# ---- what decoder and encoder share ----------------------------------------------------------
+# ---- what decoder and encoder share --------------------------------------------------------------
 
 
 class Transformer(nn.Module):
@@ -331,7 +331,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        # Optimizers, gradient clipping and checkpoints go by the order in which modules are made.
+        # Weights are drawn, and gradient norms summed, in the order in which modules are made.
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.make_inputs()
         self.drop = nn.Dropout(config.dropout)
@@ -345,7 +345,7 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def make_inputs(self) -> None:
-        """Make the parameters that stand beside the token table: positions and conditions."""
+        """Make what turns positions, and what else a subclass is told, into vectors."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -452,7 +452,7 @@ class Transformer(nn.Module):
         return 6 * matrices + 12 * c.n_layer * c.n_embd * length
 
 
-# ---- the decoder -----------------------------------------------------------------------------
+# ---- the decoder ---------------------------------------------------------------------------------
 
 
 class AOGPT(Transformer):
@@ -461,8 +461,8 @@ class AOGPT(Transformer):
     AOGPT(config) of an encoder's configuration (attention "full") is an `Encoder`.
     """
 
-    def __new__(cls, config: ModelConfig | None = None):  # copies are made without a config
-        if config is not None and config.is_encoder:
+    def __new__(cls, config: ModelConfig | None = None):
+        if config is not None and config.is_encoder:  # copy.deepcopy gives no config
             return Encoder(config)
         return super().__new__(cls)
 
@@ -618,8 +618,8 @@ class AOGPT(Transformer):
         """
         ordered = tokens.gather(1, order)
         B, T = tokens.shape
-        nothing, all_steps = torch.zeros_like(known), torch.full_like(known, T)
-        steps = ParallelPass(nothing, known, all_steps, items=B * T, width=T, length=T)
+        cached, count = torch.zeros_like(known), torch.full_like(known, T)
+        steps = ParallelPass(cached, known, count, items=B * T, width=T, length=T)
         x = self.parallel_hidden(ordered, order, steps)
         log_probs = -self.head_nll(x.view(B, T, -1), ordered)
         predicted = torch.arange(T, device=order.device) >= known[:, None]
@@ -637,32 +637,29 @@ class AOGPT(Transformer):
     ) -> Tensor:
         """Compute the steps that the cache does not hold, and many targets from one context.
 
-        An item is one step i of one row; it predicts position order[i], and its key and value go
-        to cache slot i. Up to step i = known it is input i itself, seen causally. Every step
-        beyond is a parallel target: a copy of input `known` (the last known token) that sees the
-        inputs before it and itself, never another copy. That is what training shows under the order
-        (context, target), so there is no mismatch between training and generation.
+        An item is one step i of one row. It predicts position order[i], and its key and value go
+        to cache slot i. Up to i = known it is input i itself and sees all inputs up to itself.
+        Every later step is a copy of input `known` (the last known token) with a target of its own:
+        it sees the inputs before it and itself, never another copy. So every target from `known` on
+        is predicted exactly as in training under the order (known tokens, this target).
 
-        Example: T = 6, order 4 1 5 0 2 3, the tokens of positions 4, 1 and 5 are known, and two
-        more, of 0 and 2, are wanted. Nothing is cached, so steps 0 to 4 are computed:
+        Example: T = 6 and the order is 4 1 5 0 2 3. The tokens of positions 4, 1 and 5 are known;
+        those of 0 and 2 are wanted next, both at once. Nothing is cached yet, so steps 0 to 4 are
+        computed (cached = 0, known = 3, count = 5):
 
-            cached = 0, known = 3, count = 5
+            step, slot   input token   at position   predicts   sees slots
+            0            [None]        0             4          0
+            1            x4            5             1          0 1
+            2            x1            2             5          0 1 2
+            3            x5            6             0          0 1 2 3     first target
+            4            x5            6             2          0 1 2   4   second: a copy of it
 
-            step = slot   input token   input position   target   sees slots
-            0             [None]        0                4        0
-            1             x4            5                1        0 1
-            2             x1            2                5        0 1 2
-            3             x5            6                0        0 1 2 3      first target
-            4             x5            6                2        0 1 2   4    second, a copy of 3
+        Slots 0 to 3 hold true inputs and stay. Slot 4 holds a copy of input 3; input 4, the token
+        x0, did not exist yet. Once x0 and x2 are drawn, the next pass computes it, and with it the
+        last target (cached = 4, known = 5, count = 2):
 
-        Slots 0 to 3 hold true inputs and stay. Slot 4 is scratch: its copy saw x5 at step 3, whose
-        successor in the order was not known yet. When tokens x0 and x2 are drawn, the next pass
-        feeds them, and overwrites it:
-
-            cached = 4, known = 5, count = 2
-
-            4             x0            1                2        0 1 2 3 4
-            5             x2            3                3        0 1 2 3 4 5  the next target
+            4            x0            1             2          0 1 2 3 4
+            5            x2            3             3          0 1 2 3 4 5
 
         Pure tensor code without a wait for the device: its shapes depend on the host numbers of
         `steps` alone, so that it can be compiled and captured in a CUDA graph.
@@ -684,8 +681,9 @@ class AOGPT(Transformer):
             cache = ScratchCache(self.config, B, T, device, dtype)
         layout = ItemLayout.of(steps, unused_slot=cache.keys.shape[2] - 1)
         row, slot = layout.row, layout.slot
-        source = torch.minimum(slot, steps.known[row])  # the input of which the item is a copy
-        before = (source - 1).clamp(min=0)  # and the step whose token that input holds
+        # The input that an item is, or is a copy of. Input i holds the token of step i - 1.
+        source = torch.minimum(slot, steps.known[row])
+        before = (source - 1).clamp(min=0)
         in_positions = torch.where(source == 0, 0, order[row, before] + 1)
         targets = order[row, slot.clamp(max=T - 1)]
         return self._trunk(
@@ -698,19 +696,21 @@ class AOGPT(Transformer):
         )
 
     def _parallel_masks(self, steps: ParallelPass) -> tuple[AttentionMask, AttentionMask]:
-        """What the (B, W) items and queries of a parallel pass see of the first cache slots."""
+        """What the items of a parallel pass see of the first cache slots, (B, 1, W, length), and
+        what the query stream sees."""
         device = steps.cached.device
         slots = (steps.cached[:, None] + torch.arange(steps.width, device=device)).unsqueeze(-1)
         source = torch.minimum(slots, steps.known[:, None, None])
         keys = torch.arange(steps.length, device=device)
-        seen = (keys < source) | (keys == slots)
+        seen = (keys < source) | (keys == slots)  # what came before, and itself: no other copy
         if self.config.start == "hidden":
             seen &= (keys > 0) | (slots == 0)
-        # The query stream sees the content of slot `known`, which is input `known` itself, and
-        # nothing after it: content is no copy there.
-        seen_by_queries = keys <= source
-        masks = (AttentionMask(allowed=m.unsqueeze(1)) for m in (seen, seen_by_queries))
-        return tuple(masks)
+        # A query of two_stream has no key of its own. It reads the true inputs, 0 to `source`.
+        read_by_queries = keys <= source
+        return (
+            AttentionMask(allowed=seen.unsqueeze(1)),
+            AttentionMask(allowed=read_by_queries.unsqueeze(1)),
+        )
 
 
 @dataclass
@@ -835,7 +835,7 @@ class LayerCache:
         return self.keys[:, :length], self.values[:, :length]
 
 
-# ---- the encoder -----------------------------------------------------------------------------
+# ---- the encoder ---------------------------------------------------------------------------------
 
 
 class Encoder(Transformer):
@@ -942,15 +942,14 @@ def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
     return -torch.log1p(-(1 - eps) * t)
 
 
-# ---- waves -----------------------------------------------------------------------------------
+# ---- waves ---------------------------------------------------------------------------------------
 
 
 def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angle of each position and coordinate, (T, 1, D/H) each."""
-    dims = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)
-    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * 10000.0 ** (
-        -dims / head_dim
-    )
+    exact = {"device": device, "dtype": torch.float64}
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+    angle = torch.arange(length, **exact)[:, None] * frequency
     angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
