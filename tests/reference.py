@@ -1,10 +1,11 @@
-"""What the tests compare the project with: the formulas written out, one token at a time, and exact enumerations.
+"""What the tests compare the project with: the formulas written out, one token at a time, and exact
+enumerations.
 
-`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target variants, `encoder_outputs` the
-encoders, from their formulas alone: plain loops over sequences, steps, heads and the steps seen; they use no layer, no
-fused kernel and no code of the project, only the named parameters. The rest enumerates every sequence, every order and
-every plan of tiny problems. The last part builds the models, plans and samples that are compared with them.
-"""
+`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target variants,
+`encoder_outputs` the encoders, from their formulas alone: plain loops over sequences, steps, heads
+and the steps seen; they use no layer, no fused kernel and no code of the project, only the named
+parameters. The rest enumerates every sequence, every order and every plan of tiny problems. The
+last part builds the models, plans and samples that are compared with them."""
 
 import itertools
 import math
@@ -18,16 +19,17 @@ from orders import orders_at
 from sampling.engine import generate
 from sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
 
-LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
+LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 
-# ---- the Transformer, from its formulas ------------------------------------------------------------------------------
+# ---- the Transformer, from its formulas ----------------------------------------------------------
 
 
 def log_probs(config, params, tokens, order, group=1):
-    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params` (name -> tensor).
+    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params`
+    (name -> tensor).
 
-    group: steps in a group of the two-stream decoder, whose step i is predicted from the groups before its own.
-    """
+    group: steps in a group of the two-stream decoder, whose step i is predicted from the groups
+    before its own."""
     rows = [
         _sequence(config, params, x, s, group)
         for x, s in zip(tokens.tolist(), order.tolist(), strict=True)
@@ -36,7 +38,8 @@ def log_probs(config, params, tokens, order, group=1):
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
-    """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in place of the masked tokens.
+    """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in place of
+    the masked tokens.
 
     sigma: (B,) noise levels, for SEDD.
     """
@@ -81,9 +84,10 @@ def _sequence(config, params, tokens, order, group):
 
 
 def _query_stream(config, params, content, seen, order, group):
-    """Final states of the query stream, which starts from a learned vector plus its position (row 0 of the position
-    table is the start's) and reads the contents of the groups before its own: inputs 0 ([None]) to the group's start.
-    Both streams share all weights; queries are never keys."""
+    """Final states of the query stream, which starts from a learned vector plus its position (row 0
+    of the position table is the start's) and reads the contents of the groups before its own:
+    inputs 0 ([None]) to the group's start. Both streams share all weights; queries are never
+    keys."""
     queries = [params["query"] + params["wpe.weight"][target + 1] for target in order]
     seen_by_query = [range(i - i % group + 1) for i in range(len(order))]
     for layer in range(config.n_layer):
@@ -117,7 +121,8 @@ def _encoded(config, params, tokens, masked, sigma):
 
 
 def _noise_condition(config, params, sigma):
-    """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000 ** (-127 / 128)."""
+    """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000 ** (-127 /
+    128)."""
     angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
     waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
     x = torch.tensor(waves, dtype=params["wte.weight"].dtype)
@@ -149,7 +154,8 @@ def _block(config, params, name, stream, conditions, seen):
 
 
 def _modulation(config, params, name, condition):
-    """shift1, scale1, gate1, shift2, scale2, gate2; without a condition shift 0, scale 0 and gate 1, which is none."""
+    """shift1, scale1, gate1, shift2, scale2, gate2; without a condition shift 0, scale 0 and gate
+    1, which is none."""
     if condition is None:
         return 0, 0, 1, 0, 0, 1
     return _conditioning(params, name + "adaln.", condition).split(config.n_embd)
@@ -164,7 +170,8 @@ def _residual(config, params, name, x, attended, modulation):
 
 
 def _attention(config, params, name, stream, seen, queries=None):
-    """Output of every step of `queries` (the stream itself by default), which sees the inputs seen[i] and no other."""
+    """Output of every step of `queries` (the stream itself by default), which sees the inputs
+    seen[i] and no other."""
     width, heads = config.n_embd, config.n_head
     size = width // heads
     qkv = [_linear(config, params, name + "qkv.", x) for x in stream]
@@ -237,11 +244,12 @@ def _gelu(config, x):
     return 0.5 * x * (1 + (x / math.sqrt(2)).erf())
 
 
-# ---- random models and orders ----------------------------------------------------------------------------------------
+# ---- random models and orders --------------------------------------------------------------------
 
 
 def randomise(model, seed, scale=1.0):
-    """Give every parameter a random value of a size that matters (at initialisation adaLN does nearly nothing)."""
+    """Give every parameter a random value of a size that matters (at initialisation adaLN does
+    nearly nothing)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -268,12 +276,13 @@ def random_orders(batch_size, length, seed):
 
 
 def order_through(context, target, length):
-    """Positions in the order (context, target, all others): step len(context) predicts `target` from `context`."""
+    """Positions in the order (context, target, all others): step len(context) predicts `target`
+    from `context`."""
     rest = [p for p in range(length) if p not in context and p != target]
     return [*context, target, *rest]
 
 
-# ---- enumeration of tiny problems ------------------------------------------------------------------------------------
+# ---- enumeration of tiny problems ----------------------------------------------------------------
 
 
 def all_sequences(vocab_size, length):
@@ -282,7 +291,8 @@ def all_sequences(vocab_size, length):
 
 
 def listed_contexts(length):
-    """Every (context, target): a list of positions in every order, and a position that is not among them."""
+    """Every (context, target): a list of positions in every order, and a position that is not among
+    them."""
     return [
         (context, target)
         for size in range(length)
@@ -293,7 +303,8 @@ def listed_contexts(length):
 
 
 def conditionals(model, vocab_size, length):
-    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for every sequence x."""
+    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for
+    every sequence x."""
     sequences, keys = all_sequences(vocab_size, length), listed_contexts(length)
     orders = torch.tensor([order_through(context, target, length) for context, target in keys])
     rows = model.token_log_probs(
@@ -338,11 +349,12 @@ def compositions(total, parts):
 
 
 def exact_plans(free, given, steps, schedule="linear"):
-    """Every (probability, order, group sizes) when each position of `free` unmasks at its own U(0, 1) time, observed
-    in `steps` equal steps: the counts are multinomial, and independent of the order, which is uniform.
+    """Every (probability, order, group sizes) when each position of `free` unmasks at its own U(0,
+    1) time, observed in `steps` equal steps: the counts are multinomial, and independent of the
+    order, which is uniform.
 
-    With the cosine schedule the share of masked positions at time t is sin(pi t / 2), t falling from 1 to 0.
-    """
+    With the cosine schedule the share of masked positions at time t is sin(pi t / 2), t falling
+    from 1 to 0."""
     k = len(free)
     masked = [Fraction(steps - i, steps) for i in range(steps + 1)]
     if schedule == "cosine":
@@ -355,8 +367,9 @@ def exact_plans(free, given, steps, schedule="linear"):
 
 
 def even_sizes(n, steps, schedule="linear"):
-    """Sizes of the groups of an even plan of n positions, differences of the expected number of positions unmasked:
-    n (1 - t), rounded up, or by the cosine schedule n (1 - sin(pi t / 2)), rounded."""
+    """Sizes of the groups of an even plan of n positions, differences of the expected number of
+    positions unmasked: n (1 - t), rounded up, or by the cosine schedule n (1 - sin(pi t / 2)),
+    rounded."""
     steps = min(n, steps)
     if schedule == "linear":
         return tuple(-(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps))
@@ -367,14 +380,16 @@ def even_sizes(n, steps, schedule="linear"):
 
 
 def fixed_plans(free, given, counts):
-    """Every (probability, order, group sizes) of a uniformly random order cut into groups of given sizes."""
+    """Every (probability, order, group sizes) of a uniformly random order cut into groups of given
+    sizes."""
     for perm in itertools.permutations(free):
         yield Fraction(1, math.factorial(len(free))), (*given, *perm), counts
 
 
 def plan_distribution(conditional, plans, n_given=0):
-    """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens of a group are independent, each
-    drawn given the groups before it in the order in which they were revealed."""
+    """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens of a group
+    are independent, each drawn given the groups before it in the order in which they were
+    revealed."""
     total = 0
     for probability, order, counts in plans:
         product, known = torch.ones_like(next(iter(conditional.values()))), n_given
@@ -388,13 +403,14 @@ def plan_distribution(conditional, plans, n_given=0):
 
 
 def one_stage_distribution(conditional, length, steps):
-    """Distribution over all sequences, (V ** T,), of the reverse process in its plain form (the paper, section 4.3).
+    """Distribution over all sequences, (V ** T,), of the reverse process in its plain form (the
+    paper, section 4.3).
 
-    From time t to s < t every masked position computes its distribution over V + 1 outcomes: stay masked with
-    probability s/t, take token v with probability (1 - s/t) p(v | context). Positions revealed in the same step enter
-    the order in uniformly random order. A state is (revealed positions in order, their tokens): `reached[context][x]`
-    is the probability of being there with the tokens that sequence x has at these positions.
-    """
+    From time t to s < t every masked position computes its distribution over V + 1 outcomes: stay
+    masked with probability s/t, take token v with probability (1 - s/t) p(v | context). Positions
+    revealed in the same step enter the order in uniformly random order. A state is (revealed
+    positions in order, their tokens): `reached[context][x]` is the probability of being there with
+    the tokens that sequence x has at these positions."""
     reached = {(): torch.ones_like(next(iter(conditional.values())))}
     for k in range(steps):
         t, s = Fraction(steps - k, steps), Fraction(steps - k - 1, steps)
@@ -415,10 +431,11 @@ def one_stage_distribution(conditional, length, steps):
 
 
 def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
-    """Distribution over all sequences, (V ** T,), of decoding where the model chooses the `group` positions of a step:
-    those whose likeliest token is most probable, or those of least entropy. What it chooses depends on the tokens so
-    far, so the sequences that are consistent with a context part ways: `reached[context][x]` is the probability that
-    x's tokens at the positions of `context` are drawn in that order. Equals are ranked in uniformly random order."""
+    """Distribution over all sequences, (V ** T,), of decoding where the model chooses the `group`
+    positions of a step: those whose likeliest token is most probable, or those of least entropy.
+    What it chooses depends on the tokens so far, so the sequences that are consistent with a
+    context part ways: `reached[context][x]` is the probability that x's tokens at the positions of
+    `context` are drawn in that order. Equals are ranked in uniformly random order."""
     result, reached = 0, {tuple(given): torch.ones(vocab_size**length, dtype=torch.float64)}
     while reached:
         following = {}
@@ -445,7 +462,8 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
 
 
 def _certainty(conditional, target, vocab_size, length, by):
-    """Of the distribution at `target` that each sequence belongs to: its highest probability, or minus its entropy."""
+    """Of the distribution at `target` that each sequence belongs to: its highest probability, or
+    minus its entropy."""
     probs = conditional.view((vocab_size,) * length)
     certain = (
         probs.amax(target, True) if by == "confidence" else (probs * probs.log()).sum(target, True)
@@ -453,12 +471,13 @@ def _certainty(conditional, target, vocab_size, length, by):
     return certain.expand_as(probs).flatten()
 
 
-# ---- the choice of a token, by definition ----------------------------------------------------------------------------
+# ---- the choice of a token, by definition --------------------------------------------------------
 
 
 def truncated(probs, choice):
-    """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k, renormalise, then keep
-    the shortest head whose mass reaches top_p, and at least one token; renormalise."""
+    """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k,
+    renormalise, then keep the shortest head whose mass reaches top_p, and at least one token;
+    renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     mass, kept, reached = sum(probs[i] for i in ranked), [], 0.0
     for i in ranked:
@@ -491,14 +510,14 @@ def with_choice(conditional, choice, vocab_size, length):
     return result
 
 
-# ---- chi-square ------------------------------------------------------------------------------------------------------
+# ---- chi-square ----------------------------------------------------------------------------------
 
 
 def chi_square_p(observed, expected):
     """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same total.
 
-    Cells are merged, smallest first, until each expects at least 5; something observed where nothing can be is p = 0.
-    """
+    Cells are merged, smallest first, until each expects at least 5; something observed where
+    nothing can be is p = 0."""
     observed, expected = observed.double(), expected.double()
     assert abs(float(observed.sum() - expected.sum())) < 1e-6 * float(expected.sum())
     if bool((observed[expected == 0] > 0).any()):
@@ -520,13 +539,14 @@ def chi_square_p(observed, expected):
 
 
 def accept(counts, distribution):
-    """Whether counts (K,) pass for draws from a distribution (K,). 1e-5: SEDD's enumeration sums float32 numbers."""
+    """Whether counts (K,) pass for draws from a distribution (K,). 1e-5: SEDD's enumeration sums
+    float32 numbers."""
     total = float(distribution.sum())
     assert abs(total - 1) < 1e-5
     return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
 
 
-# ---- models, plans and samples ---------------------------------------------------------------------------------------
+# ---- models, plans and samples -------------------------------------------------------------------
 
 TOKENS = 11
 TINY = {
@@ -563,7 +583,8 @@ SYSTEMS = DECODERS | ENCODERS
 
 
 def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings):
-    """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an encoder."""
+    """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an
+    encoder."""
     settings = TINY | SYSTEMS[system] | settings
     if tokens is not None:
         settings |= (
@@ -595,9 +616,9 @@ def some_given(batch_size, length, seed):
 
 
 def make_plan(mode, batch_size, length, given=None, seed=0):
-    """A plan by name: "l2r" or "random" and the positions a step; "exact", "even", "cosine", "even-cosine" and the
-    steps; "confidence", "entropy" or "any" (adaptive, by that) and the positions a step; "speculative",
-    "speculative-random" and the positions drafted."""
+    """A plan by name: "l2r" or "random" and the positions a step; "exact", "even", "cosine",
+    "even-cosine" and the steps; "confidence", "entropy" or "any" (adaptive, by that) and the
+    positions a step; "speculative", "speculative-random" and the positions drafted."""
     kind, number = mode.split() if " " in mode else (mode, 1)
     rows, number = (batch_size, length), int(number)
     if kind == "l2r":
@@ -617,7 +638,8 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
-    """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position: token}."""
+    """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position:
+    token}."""
     kind, number = mode.split() if " " in mode else (mode, 1)
     context, free, number = (
         tuple(sorted(prompt)),
@@ -668,7 +690,8 @@ def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
 
 
 def uncached_log_probs(model, tokens, plan):
-    """Each revealed position under the order (known before its group, it, the rest), in one uncached pass each."""
+    """Each revealed position under the order (known before its group, it, the rest), in one
+    uncached pass each."""
     result = torch.zeros(tokens.shape)
     rows = zip(plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True)
     for b, (order, step, length) in enumerate(rows):

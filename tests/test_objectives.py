@@ -1,4 +1,5 @@
-"""The any-order loss is the masked-diffusion objective, exactly, on models small enough to enumerate."""
+"""The any-order loss is the masked-diffusion objective, exactly, on models small enough to
+enumerate."""
 
 import itertools
 import math
@@ -36,14 +37,15 @@ def make_model(seed, target="adaln"):
 
 
 def order_invariant_model(seed):
-    """A random decoder whose conditionals do not depend on the order of their context, by construction.
+    """A random decoder whose conditionals do not depend on the order of their context, by
+    construction.
 
-    With queries of zero, attention is the mean over the inputs seen: [None] and the context, a set. That mean is
-    written to the second half of the residual stream (B) and the head reads B only. What step i also carries is its
-    last input, in the first half (A); it is harmless, because the MLP does not read A and all inputs have the same
-    norm there (token and position each fill a quarter of the stream with -1 and 1), so that no RMSNorm passes it on.
-    The target position modulates everything but the normalisation before attention, whose values the others see.
-    """
+    With queries of zero, attention is the mean over the inputs seen: [None] and the context, a set.
+    That mean is written to the second half of the residual stream (B) and the head reads B only.
+    What step i also carries is its last input, in the first half (A); it is harmless, because the
+    MLP does not read A and all inputs have the same norm there (token and position each fill a
+    quarter of the stream with -1 and 1), so that no RMSNorm passes it on. The target position
+    modulates everything but the normalisation before attention, whose values the others see."""
     config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=16, cond_dim=4)
     model = randomise(AOGPT(config).double(), seed)
     A, B, width = slice(0, 8), slice(8, 16), config.n_embd
@@ -80,10 +82,10 @@ def ao_ar_by_enumeration(model, sequences):
 def test_any_order_loss_is_the_mdm_integral(seed, target):
     """For each of the 81 sequences, both sides in float64 (1e-12: a thousand terms of size 1).
 
-    The right side is int_0^1 (1/t) E_mask[sum over masked positions of -log p] dt, summed over all 15 masks with the
-    integral over t done exactly in fractions. A decoder has no single conditional given a set, so -log p(x_i | set) is
-    its mean over the orders of that set: the expectation over sigma in the paper's equality of both objectives.
-    """
+    The right side is int_0^1 (1/t) E_mask[sum over masked positions of -log p] dt, summed over all
+    15 masks with the integral over t done exactly in fractions. A decoder has no single conditional
+    given a set, so -log p(x_i | set) is its mean over the orders of that set: the expectation over
+    sigma in the paper's equality of both objectives."""
     model = make_model(seed, target)
     sequences, conditional = all_sequences(V, N), conditionals(model, V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
@@ -99,7 +101,8 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
 
 
 def test_mdm_weights_are_the_integrals_over_time():
-    """(1/t) t^m (1-t)^(n-m) integrated term by term; and the weights of all masks that hide a position sum to 1."""
+    """(1/t) t^m (1-t)^(n-m) integrated term by term; and the weights of all masks that hide a
+    position sum to 1."""
     for masked in mask_sets(N):
         m = len(masked)
         terms = (Fraction((-1) ** k * math.comb(N - m, k), m + k) for k in range(N - m + 1))
@@ -110,8 +113,9 @@ def test_mdm_weights_are_the_integrals_over_time():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
-    """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over 1..n, the expectation over all
-    orders and lengths taken exactly, all n-l+1 targets scored in one pass of the parallel mask."""
+    """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over 1..n, the
+    expectation over all orders and lengths taken exactly, all n-l+1 targets scored in one pass of
+    the parallel mask."""
     model = make_model(seed)
     orders = torch.tensor(list(itertools.permutations(range(N))))
     sequences = all_sequences(V, N)[::8]
@@ -138,7 +142,8 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_order_invariant_decoder_is_a_masked_diffusion_model(seed):
-    """Here masked_log_probs *is* the conditional given a set, and the MDM integral over it is the any-order loss."""
+    """Here masked_log_probs *is* the conditional given a set, and the MDM integral over it is the
+    any-order loss."""
     model = order_invariant_model(seed)
     sequences, conditional = all_sequences(V, N), conditionals(model, V, N)
     for (context, target), p in conditional.items():
@@ -198,7 +203,8 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
-    """Of 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; of each draw, in any share of the rows."""
+    """Of 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; of each draw, in any share of
+    the rows."""
     whole = evaluation_masks(seed, 3, range(24), 24, 6)
     counts = whole.masked.sum(dim=1)
     assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]

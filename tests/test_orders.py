@@ -1,4 +1,5 @@
-"""Orders are permutations from the stated distributions, and pure functions of (seed, step, row)."""
+"""Orders are permutations from the stated distributions, and pure functions of (seed, step,
+row)."""
 
 import itertools
 import math
@@ -11,11 +12,12 @@ from orders import OrderConfig, inverse_permutation, orders_at, sample_orders
 from runtime.randomness import philox_bits
 
 KINDS = ("l2r", "random", "mixture", "fixed_random", "fixed_blockwise")
-LEVEL = 1e-4  # significance of each chi-square test; seeds are fixed, so an accepted test stays accepted
+LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 
 
 def counts_of(orders):
-    """How often each of the T! permutations occurs, (T!,), in lexicographic order of the permutations."""
+    """How often each of the T! permutations occurs, (T!,), in lexicographic order of the
+    permutations."""
     length = orders.shape[1]
     index = {perm: i for i, perm in enumerate(itertools.permutations(range(length)))}
     codes = torch.tensor(
@@ -62,7 +64,8 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length):
 
 @pytest.mark.parametrize("kind", ["random", "mixture"])
 def test_seed_step_and_row_all_matter(kind):
-    """Orders of 64 positions collide with probability below 1e-80, so all that are not left-to-right must differ."""
+    """Orders of 64 positions collide with probability below 1e-80, so all that are not
+    left-to-right must differ."""
     config = OrderConfig(kind=kind, l2r_prob=0.0)
     tables = [(seed, step) for seed in range(4) for step in range(4)] + [(2**62 - 1, 0), (0, 10**6)]
     rows = torch.cat([orders_at(config, seed, step, range(6), 64) for seed, step in tables])
@@ -96,8 +99,9 @@ def test_neighbouring_rows_are_independent(seed):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("prob", [0.1, 0.5])
 def test_mixture_share_of_left_to_right(prob, seed):
-    """20,000 rows; the share deviates from p by 4.5 standard deviations with probability 7e-6 (binomial, normal tail).
-    With 10 positions a uniform order is left-to-right by chance once in 3.6 million rows, which is negligible."""
+    """20,000 rows; the share deviates from p by 4.5 standard deviations with probability 7e-6
+    (binomial, normal tail). With 10 positions a uniform order is left-to-right by chance once in
+    3.6 million rows, which is negligible."""
     n = 20_000
     order = orders_at(OrderConfig(kind="mixture", l2r_prob=prob), seed, 1, range(n), 10)
     share = float((order == torch.arange(10)).all(dim=1).double().mean())
