@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval
 
-from checkpoints import load as checkpoint
+from checkpoints.load import Loaded, load
 from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge
 from evaluation.sample_sets import SampleSet, read_sample_sets, score_samples
@@ -33,7 +33,7 @@ from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
 from sampling import modes
 from sampling.engine import Generation, TokenChoice
-from sampling.modes import Mode, SamplingOptions
+from sampling.modes import BATCH_SIZE, Mode, SamplingOptions
 from sampling.plans import Schedule
 from sampling.records import generation_cost, sample_records
 
@@ -61,10 +61,10 @@ NAMES = 2  # columns of names, before those of numbers
 LEGEND = (
     "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, adaptive) or tokens "
     "drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
-    "interval over samples; scored: those tokens. Of a sample's own tokens, means over samples: entropy of their "
-    "histogram in nats; distinct-n, the share of n-grams that differ from one another; repeated, "
-    "the share of 4-grams that occurred before. NFE: model calls that a sample took part in, mean. "
-    "Seconds: generation, all samples of a row."
+    "interval over samples. Scored: those tokens. Of a sample's own tokens, means over samples: "
+    "entropy of their histogram in nats; distinct-n, the share of n-grams that differ from one "
+    "another; repeated, the share of 4-grams that occurred before. NFE: model calls that a sample "
+    "took part in, mean. Seconds: generation, all samples of a row."
 )
 WARM_UP_TOKENS = 8
 
@@ -104,9 +104,9 @@ class Arguments(ModelOptions):
     """Tokens in a sample, of which a judge can score all but one; by default the block size."""
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
-    batch_size: Count = 16
-    """Samples in flight at once; in float32 it changes no figure but the costs, in bfloat16
-    rounding depends on it."""
+    batch_size: Count | None = None
+    """Samples in flight at once; by default 16, or fewer where memory runs out. In float32 it
+    changes no figure but the costs, in bfloat16 rounding depends on it."""
     json: Path | None = None
     """Write all results, also those of every sample, with settings, judge and versions."""
     markdown: Path | None = None
@@ -137,7 +137,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     samplers = samplers_of(a)
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)
-    models = {run: checkpoint.load(run, a.weights) for run in a.runs}
+    models = {run: load(run, a.weights) for run in a.runs}
     samplers = [fit_to_model(sampler, models[sampler.run]) for sampler in samplers]
 
     dtype = pick_dtype(a.dtype, procs.device)
@@ -150,7 +150,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         print(*markdown_table(HEAD, [], NAMES, widths), sep="\n", flush=True)
     judged = []
     for samples in itertools.chain(make_samples(samplers, models, dtype, procs), read):
-        row = score_samples(samples, judge, a.batch_size, procs)
+        row = score_samples(samples, judge, a.batch_size or BATCH_SIZE, procs)
         result["rows"].append(row)
         judged.append(samples)
         if procs.main:
@@ -214,7 +214,7 @@ def parse_setting(text: str) -> tuple[float, float]:
     return temperature, top_p
 
 
-def fit_to_model(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
+def fit_to_model(sampler: Sampler, loaded: Loaded) -> Sampler:
     """The sampler with the length and steps that the model gives it. ValueError if the model cannot
     sample so."""
     if loaded.scored_from:
@@ -240,7 +240,7 @@ def fit_to_model(sampler: Sampler, loaded: checkpoint.Loaded) -> Sampler:
 
 
 def make_samples(
-    samplers: list[Sampler], models: dict[str, checkpoint.Loaded], dtype, procs: Processes
+    samplers: list[Sampler], models: dict[str, Loaded], dtype, procs: Processes
 ) -> Iterator[SampleSet]:
     """The samples of every sampler. A run warms up first: no row is to pay for what is done once,
     such as loading kernels and taking memory."""
@@ -253,19 +253,18 @@ def make_samples(
             yield sample(sampler, loaded, dtype, procs)
 
 
-def warm_up(sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes) -> None:
+def warm_up(sampler: Sampler, loaded: Loaded, procs: Processes) -> None:
     """Generate a batch of a few tokens on every process, and forget it."""
     length = min(sampler.length, WARM_UP_TOKENS)
-    num_samples = min(sampler.num_samples, procs.world_size * sampler.batch_size)
+    batch_size = sampler.batch_size or BATCH_SIZE
+    num_samples = min(sampler.num_samples, procs.world_size * batch_size)
     short = dataclasses.replace(sampler, length=length, num_samples=num_samples)
     if sampler.steps:
         short = dataclasses.replace(short, steps=length)
     generate(short, loaded, procs)
 
 
-def generate(
-    sampler: Sampler, loaded: checkpoint.Loaded, procs: Processes, label=None
-) -> Generation:
+def generate(sampler: Sampler, loaded: Loaded, procs: Processes, label=None) -> Generation:
     """Every process generates its share; the samples of all on every process."""
     return modes.generate_distributed(
         loaded.model,
@@ -278,7 +277,7 @@ def generate(
     )
 
 
-def sample(sampler: Sampler, loaded: checkpoint.Loaded, dtype, procs: Processes) -> SampleSet:
+def sample(sampler: Sampler, loaded: Loaded, dtype, procs: Processes) -> SampleSet:
     """The samples of a sampler, all of them on every process."""
     settings = dataclasses.asdict(sampler) | {
         "dtype": str(dtype).removeprefix("torch."),

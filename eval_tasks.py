@@ -1,4 +1,6 @@
-"""The tasks of lm-evaluation-harness, with any checkpoint. Needs: pip install -r requirements-harness.txt
+"""The tasks of lm-evaluation-harness, with any checkpoint.
+
+Needs: pip install -r requirements-harness.txt
 
 python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
 python eval_tasks.py out/aogpt_small --tasks lambada_openai hellaswag --order random --num-orders 16
@@ -17,9 +19,10 @@ import tyro
 
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
 from runtime.command_line import run_script
-from runtime.files import check_output, to_json, write_atomically
+from runtime.files import check_output, write_json, write_jsonl
 from runtime.processes import Processes, processes
-from runtime.reports import versions
+from runtime.ranges import Count, NonNegative, check_values
+from runtime.reports import provenance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +33,13 @@ class Arguments(Settings):
     """Tasks, groups or tags of the harness by name (also with *), or the YAML files of tasks."""
     include_path: Path | None = None
     """Folder with the YAML files of your own tasks."""
-    num_fewshot: int | None = None
+    num_fewshot: NonNegative | None = None
     """Examples in front of every context; by default what the task says."""
-    limit: int | None = None
+    limit: Count | None = None
     """Only the first rows of every task; for a try."""
     gen_kwargs: str | None = None
-    """Settings of generation instead of the tasks' own, "max_gen_toks=64,temperature=0.7,do_sample=True"."""
+    """Settings of generation instead of the tasks' own,
+    "max_gen_toks=64,temperature=0.7,do_sample=True"."""
     json: Path | None = None
     """Write results, settings and versions to this file."""
     samples: Path | None = None
@@ -52,11 +56,7 @@ def main() -> None:
 def evaluate(a: Arguments, procs: Processes) -> None:
     from lm_eval.tasks import TaskManager
 
-    for name, least in (("limit", 1), ("num_fewshot", 0)):
-        if getattr(a, name) is not None and getattr(a, name) < least:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {getattr(a, name)}; give at least {least}"
-            )
+    check_values(a)
     if a.include_path is not None and not a.include_path.is_dir():
         raise ValueError(f"--include-path {a.include_path}: there is no such folder")
     check_output(a.json, "--json")
@@ -64,22 +64,22 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
     model = HarnessModel(a.run, procs, **settings)
     manager = TaskManager(include_path=a.include_path)
-    options = {
-        "num_fewshot": a.num_fewshot,
-        "limit": a.limit,
-        "gen_kwargs": a.gen_kwargs,
-        "task_manager": manager,
-    }
-    tasks = find_tasks(manager, a.tasks)
     results = lm_eval.simple_evaluate(
-        model=model, tasks=tasks, log_samples=a.samples is not None, **options
+        model=model,
+        tasks=find_tasks(manager, a.tasks),
+        num_fewshot=a.num_fewshot,
+        limit=a.limit,
+        gen_kwargs=a.gen_kwargs,
+        task_manager=manager,
+        log_samples=a.samples is not None,
     )
     if procs.main:
         report(a, model, results)
 
 
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
-    """The names of tasks, each as given or all that match a pattern; ValueError for what is not there."""
+    """The names of tasks, each as given or all that match a pattern; ValueError for what is not
+    there."""
     found = []
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
@@ -87,7 +87,8 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {', '.join(near)}? " if near else ""
             raise ValueError(
-                f"there is no task {name!r}: {hint}Tasks of your own are found with --include-path FOLDER"
+                f"there is no task {name!r}: {hint}Tasks of your own are found with "
+                "--include-path FOLDER"
             )
         found += matching
     if not found:
@@ -99,31 +100,28 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
     """Print the harness's tables and write the files that are asked for."""
     from lm_eval.utils import make_table
 
-    print(
-        f"{model.loaded.describe()}, log-likelihoods: {model.settings.order}, generation: {model.settings.mode}"
-    )
+    loaded, settings = model.loaded, model.settings
+    kinds = f"log-likelihoods: {settings.order}, generation: {settings.mode}"
+    print(f"{loaded.describe()}, {kinds}")
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
     if a.samples:
         rows = [{"task": task} | row for task, rows in results["samples"].items() for row in rows]
-        lines = "".join(to_json(row) + "\n" for row in rows)
-        write_atomically(a.samples, lambda file: file.write(lines.encode()))
+        write_jsonl(a.samples, rows)
     if a.json:
-        settings = dataclasses.asdict(a) | dataclasses.asdict(model.settings)
-        settings |= {"dtype": str(model.dtype).removeprefix("torch.")}
-        kept = ("results", "groups", "n-samples", "n-shot", "higher_is_better", "configs")
-        loaded = model.loaded
-        text = {name: results[name] for name in kept if name in results} | {
-            "task_versions": results["versions"],
-            "settings": settings,
-            "checkpoint": {"path": loaded.path, "step": loaded.step, "weights": loaded.weights},
-            "processes": model.world_size,
-            "device": str(model.device),
-            "versions": versions() | {"lm_eval": lm_eval.__version__},
-        }
-        text = to_json(text, indent=2) + "\n"
-        write_atomically(a.json, lambda file: file.write(text.encode()))
+        checkpoint = {"path": loaded.path, "step": loaded.step, "weights": loaded.weights}
+        # The order and the mode that were taken, where the user left them to the model.
+        used = dataclasses.replace(a, order=settings.order, mode=settings.mode)
+        document = provenance(
+            used, model.dtype, model.device, model.world_size, checkpoint=checkpoint
+        )
+        document["versions"]["lm_eval"] = lm_eval.__version__
+        for name in ("results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"):
+            if name in results:
+                document[name] = results[name]
+        document["task_versions"] = results["versions"]
+        write_json(a.json, document)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoints import load as checkpoint
+from checkpoints.errors import CheckpointError
+from checkpoints.load import Loaded, load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 
 # Elements of the logits of one batch, so that a large vocabulary does not exhaust the memory: a
@@ -147,8 +148,8 @@ def load_judge(name: str, device: torch.device) -> Judge:
     if not path.exists() or _is_of_transformers(path):
         return TransformersJudge(name, device)
     try:
-        loaded = checkpoint.load(name, "ema", device)
-    except checkpoint.CheckpointError as error:
+        loaded = load(name, "ema", device)
+    except CheckpointError as error:
         raise ValueError(
             f"--judge {name}: {error}. A judge can also be a folder that transformers has saved "
             "(config.json with a model_type, model.safetensors and a tokenizer), or a Hugging Face "
@@ -171,7 +172,7 @@ class DecoderJudge(Judge):
 
     libraries = {}
 
-    def __init__(self, name: str, loaded: checkpoint.Loaded, device: torch.device):
+    def __init__(self, name: str, loaded: Loaded, device: torch.device):
         config = loaded.model.config
         if config.is_encoder:
             raise ValueError(
@@ -309,11 +310,11 @@ class TransformersJudge(Judge):
         return float(change[:, :-1].max()) <= 1e-4 * float(change[:, -1].max()) + 1e-6
 
 
-def _obtain(name: str, what: str, load: Callable):
-    """load(), its many kinds of errors as a ValueError: no network, no such id, no access, a file
+def _obtain(name: str, what: str, read: Callable):
+    """read(), its many kinds of errors as a ValueError: no network, no such id, no access, a file
     that is missing or of another kind."""
     try:
-        return load()
+        return read()
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(

@@ -59,6 +59,8 @@ def _declared(table: type) -> dict[str, Any]:
 def check_value(value: Any, hint: Any, name: str) -> None:
     """Raise ValueError if the value is outside of the Literals and bounds that a type declares."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is int and not isinstance(value, int):  # from Python: the command line has checked it
+        raise ValueError(f"{name} is {value!r}; give a whole number")
     if origin in (Union, types.UnionType):  # X | None
         if value is not None:
             for option in (option for option in arguments if option is not type(None)):

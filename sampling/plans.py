@@ -213,12 +213,14 @@ def speculative_plan(
 # ---- what is made of plans -----------------------------------------------------------------------
 
 
-def stack_plans(plans: list[Plan]) -> Plan:
+def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
     """One plan of the rows of several of one kind, whose rows may differ in length.
 
     For rows that are planned one by one, each from a random generator of its own.
+
+    length: positions of the plan; by default those of the longest row.
     """
-    T = max(plan.order.shape[1] for plan in plans)
+    T = length or max(plan.order.shape[1] for plan in plans)
     orders, steps = [], []
     for plan in plans:
         extra = torch.arange(plan.order.shape[1], T).expand(len(plan), -1)

@@ -1,5 +1,5 @@
-"""harness.py and eval_tasks.py: log-likelihoods against the model's own, estimates against enumeration, generation, and
-whole tasks through lm-evaluation-harness without network."""
+"""evaluation/harness.py and eval_tasks.py: log-likelihoods against the model's own, estimates against
+enumeration, generation, and whole tasks through lm-evaluation-harness without network."""
 
 import itertools
 import json
@@ -17,7 +17,9 @@ from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from evaluation import harness
 from runtime.processes import Processes
-from sampling.engine import TokenChoice, generate, l2r_plan
+from sampling.engine import Engine, generate
+from sampling.plans import l2r_plan
+from sampling.token_choice import TokenChoice
 
 BYTES = get_tokenizer("bytes")
 EOT = BYTES.eot
@@ -173,7 +175,8 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
     for seed in range(12):
         lm = adapter(model, order="random", num_orders=2, seed=seed)
         drawn = [
-            lm.row(tokens[:2], tokens[2:], draw).order.tolist() == [0, 1, 2, 3] for draw in range(2)
+            lm.scoring_pass(tokens[:2], tokens[2:], draw).order.tolist() == [0, 1, 2, 3]
+            for draw in range(2)
         ]
         assert lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])[0][1] == all(drawn)
         seen.add(tuple(drawn))
@@ -237,7 +240,7 @@ def test_the_masks_of_a_request_are_stratified_over_their_sizes(adapter):
     lm = adapter("RADD", num_orders=6)
     for seed in range(5):
         lm = adapter(lm.model, num_orders=6, seed=seed)
-        rows = [lm.row([1, 2, 3], [4, 5, 6, 7, 8, 9], draw) for draw in range(6)]
+        rows = [lm.scoring_pass([1, 2, 3], [4, 5, 6, 7, 8, 9], draw) for draw in range(6)]
         sizes = sorted(9 - row.first for row in rows)
         assert sizes == [1, 2, 3, 4, 5, 6]
         for row in rows:
@@ -252,7 +255,7 @@ def test_sizes_and_sets_of_masks_are_uniform_and_independent(adapter):
     lm = adapter("RADD", num_orders=1)
     counts = torch.zeros(9)
     for i in range(2000):
-        row = lm.row([i % 256, i // 256], [1, 2, 3], 0)
+        row = lm.scoring_pass([i % 256, i // 256], [1, 2, 3], 0)
         counts[3 * (5 - row.first - 1) + int(row.order[-1]) - 2] += 1
     statistic = float(((counts - 2000 / 9) ** 2 / (2000 / 9)).sum())
     assert statistic < 31.8  # chi-square of 8 degrees of freedom, p = 1e-4
@@ -280,7 +283,7 @@ def test_a_loaded_model_s_padded_masks_agree_with_masked_log_probs(adapter):
     for system in ENCODERS:
         lm = adapter(system, num_orders=4)
         rows = [
-            lm.row(*tokens_of(*one.args), draw)
+            lm.scoring_pass(*tokens_of(*one.args), draw)
             for one in requests_of(TEXTS, ENDS[:3])
             for draw in range(4)
         ]
@@ -369,19 +372,46 @@ def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(
     assert lm.generate_until([request("the", {"max_gen_toks": 12})]) == [""]
 
 
-def test_a_row_that_has_stopped_leaves_the_batch(adapter, monkeypatch):
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that are made, each with the number of rows of every plan that it is given."""
+    made = []
+
+    class Counted(Engine):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.plans = []
+            made.append(self)
+
+        def generate(self, plan, *arguments, **options):
+            self.plans.append(len(plan))
+            return super().generate(plan, *arguments, **options)
+
+    monkeypatch.setattr(harness, "Engine", Counted)
+    return made
+
+
+def test_a_row_that_has_stopped_leaves_the_batch(adapter, monkeypatch, engines):
     monkeypatch.setattr(harness, "FIRST_LOOK", 2)
-    calls, real = [], generate
-    monkeypatch.setattr(
-        harness, "generate", lambda *a, **k: calls.append(len(a[1])) or real(*a, **k)
-    )
     lm = adapter(ascii_model())
     whole = lm.generate_until([request(text, {"max_gen_toks": 16}) for text in ("a", "b")])
-    assert calls == [2, 2, 2, 2]  # 2, 4, 8 and 16 tokens
-    calls.clear()
+    assert engines[0].plans == [2, 2, 2, 2]  # 2, 4, 8 and 16 tokens
     settings = {"max_gen_toks": 16, "until": [whole[0][:2]]}
     got = lm.generate_until([request("a", settings), request("b", settings)])
-    assert got[0] == "" and calls[:2] == [2, 1]
+    assert got[0] == "" and engines[0].plans[4:6] == [2, 1]
+
+
+def test_one_engine_serves_all_requests_of_a_decoder(adapter, engines):
+    """Whatever their lengths, batches and settings; an encoder's are few: powers of two."""
+    settings = [{"max_gen_toks": 4}, {"max_gen_toks": 12, "do_sample": True, "top_k": 5}]
+    asked = [request(text, given) for text in TEXTS for given in settings]
+    lm = adapter(batch_size=2)
+    lm.generate_until(asked)
+    lm.generate_until(asked[:3])
+    assert len(engines) == 1 and len(engines[0].plans) >= 2 * 3 + 2
+    engines.clear()
+    adapter("RADD", batch_size=2).generate_until(asked)
+    assert {engine.T for engine in engines} <= {8, 16, BLOCK} and len(engines) <= 2 * 3
 
 
 SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
@@ -409,14 +439,18 @@ def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
     block = BLOCK // 2
 
     def wanted(**settings):
-        return lm._wanted(settings)
+        return lm.generation_settings(settings)
 
-    assert wanted() == harness.Wanted(TokenChoice(0.0), block, ())
-    assert wanted(max_new_tokens=5, until="a") == harness.Wanted(TokenChoice(0.0), 5, ("a",))
-    assert wanted(temperature=0.5, until=["", "b"]) == harness.Wanted(
+    assert wanted() == harness.GenerationSettings(TokenChoice(0.0), block, ())
+    assert wanted(max_new_tokens=5, until="a") == harness.GenerationSettings(
+        TokenChoice(0.0), 5, ("a",)
+    )
+    assert wanted(temperature=0.5, until=["", "b"]) == harness.GenerationSettings(
         TokenChoice(0.5), block, ("b",)
     )
-    assert wanted(do_sample=True, top_k=3) == harness.Wanted(TokenChoice(1.0, top_k=3), block, ())
+    assert wanted(do_sample=True, top_k=3) == harness.GenerationSettings(
+        TokenChoice(1.0, top_k=3), block, ()
+    )
     assert wanted(do_sample=False, temperature=0.7, top_k=0).choice == TokenChoice(0.0)
     assert wanted(do_sample=True, temperature=0.7, top_p=0.9, top_k=-1).choice == TokenChoice(
         0.7, 0.9
@@ -448,8 +482,8 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
         ("AO-GPT", {"mode": "speculative"}, "mode is 'speculative'; it must be one of"),
         ("AO-GPT", {"dtype": "float16"}, "dtype is 'float16'"),
         ("AO-GPT", {"steps": 4}, "mode 'l2r' has no steps"),
-        ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a whole number from 1"),
-        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'"),
+        ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a number at least 1"),
+        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'; give a whole number"),
         ("AO-GPT", {"seed": -1}, "seed is -1"),
         (
             "AO-GPT",
@@ -694,8 +728,8 @@ def test_mistakes_at_the_command_line_are_errors_without_a_traceback(
             "no task 'tiny_roll': Tasks of your own are found with --include-path",
         ),
         (run, ["--tasks", "a", "--include-path", tmp_path / "no"], "there is no such folder"),
-        (run, ["--tasks", "a", "--limit", 0], "--limit is 0; give at least 1"),
-        (run, ["--tasks", "a", "--num-orders", 0], "num_orders is 0"),
+        (run, ["--tasks", "a", "--limit", 0], "--limit is 0; give a number at least 1"),
+        (run, ["--tasks", "a", "--num-orders", 0], "--num-orders is 0"),
         (run, ["--tasks", "a", "--json", tmp_path / "no" / "r.json"], "there is no folder"),
         (run, ["--tasks"], "--tasks names no task"),
         (plain, ["--tasks", "a", "--order", "random"], "take order l2r"),
