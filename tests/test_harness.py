@@ -481,7 +481,7 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
         ("AO-GPT", {"order": "backwards"}, "order is 'backwards'; it must be one of"),
         ("AO-GPT", {"mode": "speculative"}, "mode is 'speculative'; it must be one of"),
         ("AO-GPT", {"dtype": "float16"}, "dtype is 'float16'"),
-        ("AO-GPT", {"steps": 4}, "mode 'l2r' has no steps"),
+        ("AO-GPT", {"steps": 4}, "--steps has no meaning with --mode l2r"),
         ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a number at least 1"),
         ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'; give a whole number"),
         ("AO-GPT", {"seed": -1}, "seed is -1"),
@@ -496,7 +496,7 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
             "knows 256 tokens, but its tokenizer, bytes, has 257",
         ),
         ("RADD", {"settings": {"tokens": 100}}, "knows 100 tokens"),
-        ("AO-GPT", {"facts": {"tokenizer": "words"}}, "unknown tokenizer 'words'"),
+        ("AO-GPT", {"facts": {"tokenizer": "words"}}, "the tokenizer is 'words'"),
     ):
         with pytest.raises(ValueError, match=words):
             adapter(system, **options)
