@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-# Dense bfloat16 peak, floating-point operations per second, from the makers' data sheets, by the
-# exact device name: a longer or shorter name is another product.
-PEAK_BF16_FLOPS = {
-    "NVIDIA B200": 2250e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA A10G": 70e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA GeForce RTX 4090": 165.2e12,
-    "NVIDIA GeForce RTX 3090": 71e12,
-    "AMD Instinct MI300X": 1307.4e12,
-}
+
+@dataclass(frozen=True)
+class GPU:
+    """A product, by the exact name that its driver gives: a longer or shorter one is another."""
+
+    name: str
+    flops: float
+    """Dense bfloat16 peak, floating-point operations per second, from the maker's data sheet."""
+    memory_gib: float
+    """What drivers report as the GPU's own, rounded down."""
+
+
+_KNOWN = (
+    GPU("NVIDIA B200", 2250e12, 178),
+    GPU("NVIDIA H200", 989.4e12, 139),
+    GPU("NVIDIA H100 80GB HBM3", 989.4e12, 79),
+    GPU("NVIDIA H100 NVL", 835e12, 93),
+    GPU("NVIDIA H100 PCIe", 756e12, 79),
+    GPU("NVIDIA A100-SXM4-40GB", 312e12, 39),
+    GPU("NVIDIA A100-SXM4-80GB", 312e12, 79),
+    GPU("NVIDIA A100-PCIE-40GB", 312e12, 39),
+    GPU("NVIDIA A100 80GB PCIe", 312e12, 79),
+    GPU("NVIDIA L40S", 362e12, 44),
+    GPU("NVIDIA L4", 121e12, 22),
+    GPU("NVIDIA A10G", 70e12, 22),
+    GPU("NVIDIA A10", 125e12, 22),
+    GPU("NVIDIA GeForce RTX 4090", 165.2e12, 23),
+    GPU("NVIDIA GeForce RTX 3090", 71e12, 23),
+    GPU("AMD Instinct MI300X", 1307.4e12, 191),
+)
+GPUS = {gpu.name: gpu for gpu in _KNOWN}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -34,7 +46,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     a guess."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    return PEAK_BF16_FLOPS.get(torch.cuda.get_device_name(device))
+    gpu = GPUS.get(torch.cuda.get_device_name(device))
+    return gpu.flops if gpu else None
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:

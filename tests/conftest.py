@@ -30,7 +30,7 @@ SLOW = (
     "test_parallel",
     "test_end_to_end",
     "test_sharded",
-    "test_budget",
+    "test_memory_plan",
     "test_eval_ppl",
 )
 

@@ -1,4 +1,4 @@
-"""config.py: files, overrides, and errors that name the key, the file and the nearest valid name."""
+"""config.py: files, overrides, and errors that name key, file and nearest valid name."""
 
 import dataclasses
 import math
@@ -220,7 +220,7 @@ def test_a_missing_file_is_an_error_that_names_the_nearest_and_a_folder_the_file
         configuration.load_toml(ROOT / "configs")
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
@@ -293,7 +293,7 @@ def test_help_shows_every_key_and_exits_0(capsys):
         assert "--" + key.replace("_", "-") in shown, key
 
 
-# ---- differences -----------------------------------------------------------------------------------------------------
+# ---- differences ---------------------------------------------------------------------------------
 
 
 def test_differences_are_the_dotted_keys_that_changed_with_both_values():

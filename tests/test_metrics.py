@@ -1,5 +1,5 @@
-"""metrics.py and plots.py: what an evaluation line holds, curves by step of the order, and runs drawn
-against each other."""
+"""metrics.py and plots.py: what an evaluation line holds, curves by step of the order, and runs
+drawn against each other."""
 
 import json
 import math
