@@ -37,18 +37,17 @@ from orders import OrderConfig, orders_at
 from runtime.randomness import philox_bits, to_uniform
 
 MAX_DRAWS, MAX_MEMBERS = 2**24, 2**16  # what the fields of a RandomStream hold
-ORDERS, CONTEXTS = 0, 1  # uses of random numbers
+CONTEXTS = 1  # the use of random numbers by ensembles; the orders of `token_nll` are use 0
 
 
 class RandomStream(NamedTuple):
-    """Which random numbers of a seed: none are used twice.
-
-    `objectives.token_nll` takes the bare number of a draw: the index of (draw, ORDERS)."""
+    """Which random numbers of a seed: a stream for every use, so that none are used twice."""
 
     draw: int
     """Of the Monte Carlo estimate, below MAX_DRAWS."""
     use: int
-    """ORDERS or CONTEXTS, below 2**24."""
+    """CONTEXTS, below 2**24. Use 0 is taken: `objectives.token_nll` has the bare number of the draw
+    as its index."""
     member: int = 0
     """Of the ensemble, below MAX_MEMBERS; 0 is the one with the original order."""
 

@@ -80,8 +80,8 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
         if published:
             cells.append(f"{r['published'] or ''}")
         rows.append(cells)
-    for text, table in entropies.items():
-        for name, nats in table.items():
+    for text, values in entropies.items():
+        for name, nats in values.items():
             cells = [text, name, "", f"{nats:.4f}", "", ""]
             cells += [f"{nats / math.log(2):.4f}", f"{math.exp(nats):.3f}"]
             rows.append(cells + [""] * (len(head) - len(cells)))
@@ -95,26 +95,23 @@ def _number(value: float, digits: int) -> str:
 def notes(results: list[dict], target_se: float | None) -> list[str]:
     """What the table does not tell: how much text, whether the target was reached, how far bfloat16
     is from float32."""
-    sizes = {
-        r["dataset"]: f"{r['dataset']} ({r['data']['split']}): "
-        f"{r['sequences']:,} sequences, {r['tokens']:,} tokens"
-        for r in results
-    }
-    targets, gaps = [], {}
+    texts, targets, gaps = {}, [], {}
     for r in results:
-        task = f"{r['dataset']} {r['orders']}"
+        name, task = r["dataset"], f"{r['dataset']} {r['orders']}"
+        size = f"{r['sequences']:,} sequences, {r['tokens']:,} tokens"
+        texts[name] = f"{name} ({r['data']['split']}): {size}"
         if target_se and r["stopped"] != "exact":
             reached = "reached" if r["stopped"] == "target" else "NOT reached"
             targets.append(
                 f"{task}, M = {r['ensemble']}: --target-se {target_se} {reached} "
                 f"after {r['draws']} draws"
             )
-        if gap := r.get("bfloat16_minus_float32"):  # the same for all sizes
+        if gap := r.get("bfloat16_minus_float32"):  # the same for all ensemble sizes
             gaps[task] = (
                 f"{task}: bfloat16 - float32 on {gap['sequences']} blocks: "
                 f"{gap['mean']:+.5f} nats/token on average, {gap['largest']:.5f} at most"
             )
-    lines = [*sizes.values(), *targets, *gaps.values()]
+    lines = [*texts.values(), *targets, *gaps.values()]
     if any(r["published"] for r in results):
         lines.append(
             "published: of the model whose layout and size this is; the others are measured here"
