@@ -82,14 +82,11 @@ class PyDocs(Dataset):
 
 class Text(Dataset):
     def corpora(self, files: Files) -> dict[str, Corpus]:
-        if files.split:
-            return {files.split: LocalFiles(files.source, TEXT_FILES, files.field)}
         paths = {"train": files.source, "val": files.val, "test": files.test}
-        return {
-            split: LocalFiles(given, TEXT_FILES, files.field)
-            for split, given in paths.items()
-            if given
-        }
+        if files.split:
+            paths = {files.split: files.source}
+        given = {split: some for split, some in paths.items() if some}
+        return {split: LocalFiles(given[split], TEXT_FILES, files.field) for split in given}
 
 
 class OpenWebText(Dataset):
@@ -100,17 +97,9 @@ class OpenWebText(Dataset):
         split = files.split or "train"
         if files.source:
             return {split: LocalFiles(files.source, ROW_FILES, files.field)}
-        return {
-            split: HubRows(
-                self.name,
-                self.REPOSITORY,
-                None,
-                "train",
-                files.field,
-                streaming=False,  # 24 GB: a second run should not download them again
-                expected=self.DOCUMENTS,
-            )
-        }
+        # not streaming: 24 GB, which a second run should not download again
+        whole = {"streaming": False, "expected": self.DOCUMENTS}
+        return {split: HubRows(self.name, self.REPOSITORY, None, "train", files.field, **whole)}
 
 
 # ---- to evaluate on ------------------------------------------------------------------------------

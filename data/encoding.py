@@ -1,8 +1,8 @@
 """Tokenising on all cores, in order, with a bounded number of batches under way.
 
-On threads, not processes: tiktoken leaves Python's lock while it encodes, which is 96% of the work
-for documents of some thousand characters. Threads start at once, share the tokenizer, and an
-interrupt finds one process to end.
+On threads, not processes: tiktoken lets go of Python's lock while it encodes, which is 96% of the
+work for documents of some thousand characters. Threads start at once and share the tokenizer, and
+an interrupt has one process to end.
 """
 
 import collections
@@ -67,7 +67,8 @@ def encode_all(
     detokenise: Callable[[str], str] | None,
     workers: int,
 ) -> Iterator[Encoded]:
-    """`encode_batch` of all pieces, in order, on `workers` threads. Close the iterator to stop."""
+    """`encode_batch` of all pieces, in order, on `workers` threads. Close the iterator to end them
+    early."""
     encode = partial(encode_batch, tokenizer, detokenise)
     if workers == 1:
         yield from map(encode, batches(pieces))

@@ -76,20 +76,23 @@ ValFraction = Annotated[float, Interval(gt=0, le=0.5)]
 
 @dataclass(frozen=True)
 class Prepare:
-    """The command line of this script."""
+    """The command line of this script. Its help keeps the line breaks of these texts."""
 
     name: str
-    """pydocs: the English that comes with Python, its help topics and docstrings; 2 MB, no
-    download. text: your own files, given with --source. openwebtext: OpenWebText from the Hugging
-    Face hub (24 GB), or local copies given with --source. wikitext2, wikitext103, ptb, lambada,
-    lm1b: the evaluation sets of the published zero-shot perplexities, one split each, downloaded or
-    given with --source, detokenised."""
+    """pydocs: the English that comes with Python, 2 MB, no download.
+    text: your own files, given with --source.
+    openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
+    wikitext2, wikitext103, ptb, lambada, lm1b: the evaluation sets of the
+    published zero-shot perplexities, one split each, detokenised;
+    downloaded, or local copies given with --source."""
     out: Annotated[Path | None, _option("DIR", "data/NAME in the project")] = None
     """Folder to write."""
     source: Annotated[tuple[Path, ...], _option("FILE ...", "none")] = ()
-    """.jsonl and .parquet files, a document a row. text: also .txt and .md files, one document
-    each. Evaluation sets: also text files with a row a line, .txt for ptb, .txt .tokens .raw for
-    wikitext, .txt or the published news.en files for lm1b. All but .parquet also as .gz or .xz."""
+    """.jsonl and .parquet files, a document a row;
+    text: also .txt and .md files, one document each;
+    wikitext: also .txt .tokens .raw files, a row a line; ptb, lm1b: .txt;
+    lm1b: also the published news.en files.
+    All but .parquet can end in .gz or .xz, too."""
     val: Annotated[tuple[Path, ...], _option("FILE ...", "a share of the documents")] = ()
     """text: files of the validation split."""
     test: Annotated[tuple[Path, ...], _option("FILE ...", "no test split")] = ()
@@ -103,21 +106,23 @@ class Prepare:
     split: Annotated[
         str | None, _option("train|val|test", "wikitext2: train, other evaluation sets: test")
     ] = None
-    """Evaluation sets: the split to download, or which --source is. Others: write all documents to
-    this split."""
+    """Evaluation sets: the split to download, or which --source is.
+    Others: write all documents to this split."""
     protocol: Annotated[
         Literal["sedd", "full"] | None,
         _option("sedd|full", "sedd for the evaluation sets, full for the others"),
     ] = None
-    """sedd: rows in 8 shards and groups of 1,000, cut into blocks, the rest of every group dropped;
-    as published. full: documents end to end, nothing dropped."""
+    """sedd: rows in 8 shards and groups of 1,000, cut into blocks,
+    the rest of every group dropped; as published.
+    full: documents end to end, nothing dropped."""
     block_size: Annotated[Count | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
-    """sedd: tokens of a block; a model of another block size needs the dataset prepared again."""
+    """sedd: tokens of a block. A model of another needs the dataset prepared again."""
     val_fraction: Annotated[
         ValFraction | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for text and pydocs")
     ] = None
-    """Share of the documents that becomes the validation split. One out of every 1/SHARE in a row,
-    drawn from the seed; of a single document, its end."""
+    """Share of the documents that becomes the validation split:
+    one out of every 1/SHARE in a row, drawn from the seed;
+    of a single document, its end."""
     seed: Annotated[Seed, _option("N", "0")] = 0
     """Seed of that draw."""
     limit: Annotated[Count | None, _option("N", "all")] = None
@@ -125,7 +130,7 @@ class Prepare:
     workers: Annotated[Count | None, _option("N", "one per core, for bytes one")] = None
     """Threads that tokenise. The result does not depend on it."""
     overwrite: bool = False
-    """Replace the dataset in the output folder; the old one stays until the new one is complete."""
+    """Replace the dataset in the output folder; it stays until the new one is complete."""
 
 
 def main() -> None:

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
+import gzip
 import io
+import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -26,7 +31,8 @@ MAX_WORD_BYTES = 64 << 20
 COMPRESSIONS = (".gz", ".xz")
 
 Piece = tuple[str, bool]
-Reader = Callable[[BinaryIO, str, str], Iterator[Piece]]  # of (stream, name for messages, field)
+# (stream, its name for messages, the field of a row that holds the text) -> pieces
+Reader = Callable[[BinaryIO, str, str], Iterator[Piece]]
 Result = TypeVar("Result")
 
 
@@ -121,7 +127,7 @@ class LocalFiles(Corpus):
     def _pieces_of(self, path: Path, reader: Reader) -> Iterator[Piece]:
         before = self.position
         with _opened(path) as (raw, unpacked):
-            for piece in reader(unpacked, str(path), self.field):
+            for piece in not_empty(reader(unpacked, str(path), self.field), str(path)):
                 self.position = before + raw.tell()  # in bytes of the compressed file
                 yield piece
         self.position = before + path.stat().st_size
@@ -148,10 +154,6 @@ def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(raw, unpacked) streams of a file; errors of the compression are ValueErrors that name it."""
-    import gzip
-    import lzma
-    import zlib
-
     decompress = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
     try:
         with open(path, "rb") as raw:
@@ -171,6 +173,15 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 # ---- readers of files ----------------------------------------------------------------------------
 
 
+def not_empty(pieces: Iterable[Piece], name: str) -> Iterator[Piece]:
+    """The same pieces; ValueError at their end if there were none."""
+    piece = None
+    for piece in pieces:
+        yield piece
+    if piece is None:
+        raise ValueError(f"{name} holds no documents; leave it out")
+
+
 def read_whole(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
     """The stream as one document, in pieces of about PIECE_BYTES that have the ids of the whole."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -187,9 +198,8 @@ def read_whole(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
                 "followed by a space or a newline); this is not text as tokenizers know it"
             )
     held += _decoded(decoder, b"", name, offset, final=True)
-    if offset == 0:
-        raise ValueError(f"{name} is empty; leave it out")
-    yield held, True
+    if offset > 0:
+        yield held, True
 
 
 def _decoded(decoder, chunk: bytes, name: str, offset: int, final: bool = False) -> str:
@@ -240,14 +250,11 @@ def read_lines(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
         raise ValueError(
             f"{name}: not UTF-8 ({error.reason}, not far after line {number}); is it text?"
         ) from error
-    if number == 0:
-        raise ValueError(f"{name} is empty; leave it out")
 
 
 def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
     """A document a row of JSON, in its `field`. Holds one line at a time, unlike
     `runtime.files.read_lines`: the file may be far larger than memory."""
-    found = False
     for number, line in enumerate(stream, 1):
         place = f"{name} line {number}"
         try:
@@ -255,10 +262,7 @@ def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
         if text.strip():
-            found = True
             yield text_of(json_object(text, place), field, place), True
-    if not found:
-        raise ValueError(f"{name} holds no documents; leave it out")
 
 
 def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
@@ -274,7 +278,7 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
     try:
         file = ParquetFile(stream)
         if field not in file.schema_arrow.names:
-            text_of(dict.fromkeys(file.schema_arrow.names), field, name)
+            text_of(dict.fromkeys(file.schema_arrow.names), field, name)  # says so
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             for text in batch.column(0).to_pylist():
                 number += 1
@@ -283,8 +287,6 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
         raise ValueError(
             f"{name}: damaged, or not a .parquet file ({cause(error)} after row {number})"
         ) from error
-    if number == 0:
-        raise ValueError(f"{name} holds no documents; leave it out")
 
 
 def text_of(row: dict, field: str, place: str) -> str:
@@ -309,77 +311,65 @@ TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole, **ROW_FI
 # ---- from the network ----------------------------------------------------------------------------
 
 
+@dataclass
 class DownloadedFile(Corpus):
-    """The file at an address, small enough to be held in memory. `name` is the dataset's."""
+    """The file at an address, small enough to be held in memory."""
 
+    name: str  # the dataset's, for messages
+    url: str
+    readers: dict[str, Reader]
+    field: str
     unit = "B"
-
-    def __init__(self, name: str, url: str, readers: dict[str, Reader], field: str):
-        self.name, self.url, self.field = name, url, field
-        self.reader = find_reader(url.rpartition("/")[2], readers, url)
 
     def describe(self) -> list[dict]:
         return [{"url": self.url}]
 
     def pieces(self) -> Iterator[Piece]:
-        stream = io.BytesIO(_from_network(self.name, lambda: _get(self.url)))
-        self.total = len(stream.getvalue())
-        for piece in self.reader(stream, self.url, self.field):
+        read = find_reader(self.url.rpartition("/")[2], self.readers, self.url)
+        content = _from_network(self.name, self._get)
+        self.total, stream = len(content), io.BytesIO(content)
+        for piece in not_empty(read(stream, self.url, self.field), self.url):
             self.position = stream.tell()
             yield piece
 
+    def _get(self) -> bytes:
+        import urllib.request
 
-def _get(url: str) -> bytes:
-    import urllib.request
-
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read()
+        with urllib.request.urlopen(self.url, timeout=60) as response:
+            return response.read()
 
 
+@dataclass
 class HubRows(Corpus):
-    """A split of a dataset on the Hugging Face hub, a document a row.
+    """A split of a dataset on the Hugging Face hub, a document a row."""
 
-    Args:
-        name: the dataset's here, for messages.
-        repository, config, split: the dataset's on the hub.
-        field: of a row, with the text.
-        streaming: read rows as they are downloaded; else the split is downloaded first, and kept.
-        expected: fewer rows than these are an error, where they can be counted beforehand.
-    """
-
+    name: str  # the dataset's here, for messages
+    repository: str
+    config: str | None
+    split: str
+    field: str  # of a row, with the text
+    streaming: bool = True  # else the split is downloaded as a whole first, and kept
+    expected: int | None = None  # fewer rows are an error, where they can be counted beforehand
     packages = ("datasets",)
-
-    def __init__(
-        self,
-        name: str,
-        repository: str,
-        config: str | None,
-        split: str,
-        field: str,
-        streaming: bool = True,
-        expected: int | None = None,
-    ):
-        self.name, self.repository, self.config, self.split = name, repository, config, split
-        self.field, self.streaming, self.expected = field, streaming, expected
-        self._rows: Iterable[dict] | None = None
 
     def describe(self) -> list[dict]:
         config = {} if self.config is None else {"config": self.config}
         return [{"dataset": self.repository} | config]
 
     def pieces(self) -> Iterator[Piece]:
-        if self._rows is None:
-            self._rows = _from_network(self.name, self._load)
-            self.total = len(self._rows) if hasattr(self._rows, "__len__") else None
-            if self.total is not None and self.expected is not None:
-                check_complete(self.name, self.total, self.expected)
         self.position = 0
         rows = iter(self._rows)
         while (row := self._next(rows)) is not None:
             self.position += 1
             yield text_of(row, self.field, f"{self.repository} row {self.position}"), True
-        if self.position == 0:
-            raise ValueError(f"{self.repository} holds no documents")
+
+    @functools.cached_property
+    def _rows(self) -> Iterable[dict]:
+        rows = _from_network(self.name, self._load)
+        if hasattr(rows, "__len__"):
+            self.total = len(rows)
+            check_complete(self.name, self.total, self.expected or 0)
+        return rows
 
     def _next(self, rows: Iterator[dict]) -> dict | None:
         try:

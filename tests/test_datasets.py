@@ -517,7 +517,7 @@ FILES = {
     ("name", "file", "options", "says"),
     [
         # files that cannot be read
-        ("text", "empty.txt", {}, "empty.txt is empty"),
+        ("text", "empty.txt", {}, "empty.txt holds no documents"),
         ("text", "empty.jsonl", {}, "empty.jsonl holds no documents"),
         ("text", "one.txt", {}, "has 1 characters.*add documents"),
         ("text", "latin.txt", {}, "latin.txt: not UTF-8 .* at byte 3.*iconv"),
@@ -537,7 +537,7 @@ FILES = {
         ("text", ".", {}, r"is a folder.*\*.txt"),
         ("openwebtext", "missing.jsonl", {}, "missing.jsonl: no such file"),
         ("openwebtext", "good.txt", {}, "unknown kind of file; known here are .jsonl, .parquet"),
-        ("ptb", "empty.txt", {}, "empty.txt is empty"),
+        ("ptb", "empty.txt", {}, "empty.txt holds no documents"),
         ("ptb", "good.jsonl", {}, "line 1: no field 'sentence'; its fields are 'text'"),
         ("ptb", "page.html", {}, "known here are .jsonl, .parquet, .txt"),
         ("ptb", "binary.txt", {}, "binary.txt line 1: this is not text"),
