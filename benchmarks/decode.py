@@ -20,22 +20,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from benchmarks import common
 from benchmarks.baselines import decode_cached, decode_uncached
-from benchmarks.common import (
-    SIZES,
-    BenchOptions,
-    Rates,
-    describe,
-    machine_line,
-    measure_rates,
-    paragraphs,
-    publish,
-    random_model,
-    ratios_only,
-    seeded,
-    short,
-    with_range,
-)
+from benchmarks.common import SIZES, BenchOptions, Rates
 from checkpoints import load as checkpoint
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
@@ -91,9 +78,9 @@ def bench_decode(options: DecodeOptions) -> None:
     device = pick_device(options.device)
     bench = DecodeBench(options, device, pick_dtype(options.dtype, device))
     items = options.batch_size * options.length
-    rates = measure_rates(bench.model.config, items, bench.dtype, device)
+    rates = common.measure_rates(bench.model.config, items, bench.dtype, device)
     rows = [row for steps in dict.fromkeys(options.steps) for row in bench.rows(steps, rates)]
-    result = describe(
+    result = common.describe(
         options,
         bench.dtype,
         device,
@@ -103,7 +90,7 @@ def bench_decode(options: DecodeOptions) -> None:
     )
     title = f"{result['machine']['name']}, {options.batch_size} samples of {options.length} tokens"
     plot = functools.partial(plot_seconds, rows, title)
-    publish(options, "Decoding speed", result, report(result), plot)
+    common.publish(options, "Decoding speed", result, report(result), plot)
 
 
 class DecodeBench:
@@ -123,7 +110,7 @@ class DecodeBench:
         self.models = {"ours": self.prepare(self.model, scale=1.0 if options.run else None)}
         if "encoder" in options.systems:
             config = encoder_config(self.model.config, self.vocab_size)
-            self.encoder = random_model(config, options.seed, device).to(dtype)
+            self.encoder = common.random_model(config, options.seed, device).to(dtype)
             self.models["encoder"] = self.prepare(self.encoder, scale=None)
 
     def prepare(self, model: Transformer, scale: float | None) -> dict:
@@ -136,7 +123,7 @@ class DecodeBench:
     def rows(self, steps: int, rates: Rates) -> list[dict]:
         """Time every system under one plan, in turn; a row of the table for each."""
         o, systems = self.options, list(dict.fromkeys(self.options.systems))
-        plan = mdm_plan(o.batch_size, o.length, steps, seeded(o.seed), even=o.plan == "even")
+        plan = mdm_plan(o.batch_size, o.length, steps, common.seeded(o.seed), even=o.plan == "even")
         for system in systems:  # warm up; the slow systems in a few calls only
             self.time(system, plan, timed_calls(system, plan, most=2))
         timings: dict[System, list[Timing]] = {system: [] for system in systems}
@@ -181,13 +168,16 @@ class DecodeBench:
 
     def decode(self, system: System, plan: Plan, calls: Collection[int] | None) -> Generation:
         """Decode a plan with one system; of the slow systems only `calls`, if they are given."""
-        common = {"choice": self.choice, "vocab_size": self.vocab_size}
-        on_device, generator = seeded(self.options.seed, self.device), seeded(self.options.seed)
+        sampler = {"choice": self.choice, "vocab_size": self.vocab_size}
+        generator = common.seeded(self.options.seed)
+        on_device = common.seeded(self.options.seed, self.device)
         match system:
             case "baseline":
-                return decode_cached(self.model, plan, generator=on_device, **common)
+                return decode_cached(self.model, plan, generator=on_device, **sampler)
             case "no-cache":
-                return decode_uncached(self.model, plan, generator=on_device, calls=calls, **common)
+                return decode_uncached(
+                    self.model, plan, generator=on_device, calls=calls, **sampler
+                )
             case "ours":
                 return self.engine(self.model).generate(plan, generator=generator)
             case "encoder":
@@ -278,7 +268,7 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
     tokens."""
     if options.run is None:
         config, vocab_size = SIZES[options.size]
-        return random_model(config, options.seed, device), vocab_size
+        return common.random_model(config, options.seed, device), vocab_size
     loaded = checkpoint.load(options.run, device=device)
     c = loaded.model.config
     if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
@@ -328,7 +318,7 @@ def scale_logits(
 def hidden_sample(model: Transformer, vocab_size: int, length: int, seed: int) -> Tensor:
     """Final hidden states (2 x length, D) for random tokens: of a decoder in a random order, of an
     encoder in a half-masked sequence."""
-    generator, device = seeded(seed), model.wte.weight.device
+    generator, device = common.seeded(seed), model.wte.weight.device
     tokens = torch.randint(vocab_size, (2, length), generator=generator).to(device)
     order = torch.rand(2, length, generator=generator).argsort(dim=1).to(device)
     if model.config.is_encoder:
@@ -389,7 +379,7 @@ def report(result: dict) -> str:
         f"{', compiled' if s['compile'] else ''}; median of {s['repeats']}."
     )
     speed = (
-        f"{machine_line(result)}: {rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, "
+        f"{common.machine_line(result)}: {rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, "
         f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory."
     )
     models = [
@@ -399,11 +389,11 @@ def report(result: dict) -> str:
         for name, model in result["models"].items()
     ]
     floors = ", ".join(
-        f"{short(row['floor_seconds'])} s at {row['steps']} steps"
+        f"{common.short(row['floor_seconds'])} s at {row['steps']} steps"
         for row in rows
         if row["system"] == "ours"
     )
-    return paragraphs(
+    return common.paragraphs(
         setting,
         speed,
         *models,
@@ -415,7 +405,7 @@ def report(result: dict) -> str:
         "all."
         if any(row["extrapolated"] for row in rows)
         else "",
-        ratios_only(result),
+        common.ratios_only(result),
     )
 
 
@@ -434,9 +424,9 @@ def table(rows: list[dict]) -> str:
                 f"{r['times_floor']:.2f}" if "times_floor" in r else "",
                 f"{r['model_calls']:,}",
                 f"{r['token_forwards']:,}",
-                short(r["ms_per_call"]),
-                short(r["tokens_per_second"]),
-                with_range(r["seconds"], r["seconds_min"], r["seconds_max"]),
+                common.short(r["ms_per_call"]),
+                common.short(r["tokens_per_second"]),
+                common.with_range(r["seconds"], r["seconds_min"], r["seconds_max"]),
                 measured,
             ]
         )

@@ -23,21 +23,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from benchmarks import common
 from benchmarks.baselines import PerToken
-from benchmarks.common import (
-    SIZES,
-    BenchOptions,
-    describe,
-    machine_line,
-    measure_rates,
-    paragraphs,
-    publish,
-    random_model,
-    ratios_only,
-    seeded,
-    short,
-    with_range,
-)
+from benchmarks.common import SIZES, BenchOptions
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
@@ -96,7 +84,7 @@ def bench_train(options: TrainOptions) -> None:
         torch.cuda.set_device(device)  # events and streams are those of the current device
     dtype, length = pick_dtype(options.dtype, device), options.tokens_in_sequence
     tokens = options.batch_size * length
-    rates = measure_rates(SIZES[options.size][0], tokens, dtype, device)
+    rates = common.measure_rates(SIZES[options.size][0], tokens, dtype, device)
     # Names of compiled kernels in a profile of the CPU; it must be set before they are compiled.
     with torch._inductor.config.patch("cpp.enable_kernel_profile", options.profile is not None):
         names = dict.fromkeys(options.systems)
@@ -106,7 +94,7 @@ def bench_train(options: TrainOptions) -> None:
             for system in systems:
                 profile(system, options.profile, options.warmup + options.repeats)
     peak = peak_flops(device, dtype)
-    result = describe(
+    result = common.describe(
         dataclasses.replace(options, length=length),
         dtype,
         device,
@@ -115,7 +103,7 @@ def bench_train(options: TrainOptions) -> None:
         rows=summaries(systems, steps, tokens, peak, rates.flops),
     )
     plot = functools.partial(plot_parts, result)
-    publish(options, "Training speed", result, report(result), plot)
+    common.publish(options, "Training speed", result, report(result), plot)
 
 
 def check_settings(options: TrainOptions) -> None:
@@ -156,7 +144,7 @@ class Trainee:
         shape, self.vocab_size = SIZES[options.size]
         config = train_config(name, shape, options.optimizer)
         self.orders = config.order
-        self.model = random_model(config.model, options.seed, device).train()
+        self.model = common.random_model(config.model, options.seed, device).train()
         self.ema = EMA(self.model, config.optim.ema_decay)
         self.optimizer = make_optimizer(self.model, config)
         self.grad_clip = config.optim.grad_clip
@@ -169,7 +157,9 @@ class Trainee:
         """Tokens and orders (B, T) of a step; the same tokens in every system, and the same orders
         in all of one kind."""
         B, seed = self.options.batch_size, self.options.seed
-        tokens = torch.randint(self.vocab_size, (B, self.length), generator=seeded(seed + step))
+        tokens = torch.randint(
+            self.vocab_size, (B, self.length), generator=common.seeded(seed + step)
+        )
         order = orders_at(self.orders, seed, step, range(B), self.length)
         return tokens.to(self.device), order.to(self.device)
 
@@ -384,12 +374,12 @@ def profile(system: Trainee, folder: Path, step: int) -> None:
 def report(result: dict) -> str:
     """What was measured on what, the table, and how to read it."""
     s = result["settings"]
-    return paragraphs(
+    return common.paragraphs(
         f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
         f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps, after {s['warmup']} to "
         "warm up.",
-        f"{machine_line(result)}: {result['matrix_product_flops'] / 1e9:,.0f} GFLOP/s in a matrix "
-        "product.",
+        f"{common.machine_line(result)}: {result['matrix_product_flops'] / 1e9:,.0f} GFLOP/s in a "
+        "matrix product.",
         table(result["rows"]),
         "x gpt, x per-token: median step relative to theirs; least and largest ratio of two steps "
         "in the same turn.",
@@ -398,7 +388,7 @@ def report(result: dict) -> str:
         "the peak in the device's data sheet and to the matrix product above.",
         "state: weights, their average and the optimizer's moments. peak: the most that tensors "
         "take in a step.",
-        ratios_only(result),
+        common.ratios_only(result),
     )
 
 
@@ -419,8 +409,10 @@ def table(rows: list[dict]) -> str:
                 r["system"],
                 *ratios,
                 *shares,
-                with_range(*(1000 * r[key] for key in ("seconds", "seconds_min", "seconds_max"))),
-                short(r["tokens_per_second"]),
+                common.with_range(
+                    *(1000 * r[key] for key in ("seconds", "seconds_min", "seconds_max"))
+                ),
+                common.short(r["tokens_per_second"]),
                 "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}",
                 f"{r['share_of_matrix_product']:.1%}",
                 f"{r['state_bytes'] / 1e6:,.0f}",

@@ -22,6 +22,7 @@ from reference import (
 )
 
 import train
+from benchmarks import common
 from benchmarks import decode as bench
 from benchmarks.baselines import decode_cached, decode_uncached, draw
 from benchmarks.common import Rates
@@ -181,7 +182,7 @@ def test_groups_of_a_row_are_its_own_non_empty_steps():
 
 def test_logits_are_scaled_to_the_entropy_of_a_language_model():
     for config in (bench.SIZES["tiny"][0], bench.encoder_config(*bench.SIZES["tiny"])):
-        model = bench.random_model(config, 0, torch.device("cpu"))
+        model = common.random_model(config, 0, torch.device("cpu"))
         _, flat = bench.scale_logits(model, 1.0, 500, 16, seed=0)
         assert math.log(500) - 0.1 < flat < math.log(500)
         scale, entropy = bench.scale_logits(model, None, 500, 16, seed=0)

@@ -1,4 +1,5 @@
-"""bench.py train: its baseline is AO-GPT, its figures agree, nothing is compiled again, bad arguments."""
+"""bench.py train: its baseline is AO-GPT, its figures agree, nothing is compiled again, bad
+arguments."""
 
 import dataclasses
 import json
@@ -36,7 +37,7 @@ def tiny(**settings):
     )
 
 
-# ---- the per-token baseline ------------------------------------------------------------------------------------------
+# ---- the per-token baseline ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [16, 7, 1])
@@ -72,7 +73,7 @@ def test_the_per_token_baseline_refuses_what_it_does_not_cover():
             PerToken(AOGPT(tiny(**settings)))
 
 
-# ---- the systems -----------------------------------------------------------------------------------------------------
+# ---- the systems ---------------------------------------------------------------------------------
 
 
 def trainee(name, **settings):
@@ -99,8 +100,9 @@ def test_systems_differ_in_what_they_are_named_after_only():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_trains_and_the_baseline_trains_alike(optimizer):
-    """Over ten steps of about 6e-4 the weights move by 1e-3 and more; float32 gradients differ in the seventh digit,
-    which AdamW may turn into a whole step where a gradient is nearly 0: hence the mean."""
+    """Over ten steps of about 6e-4 the weights move by 1e-3 and more; float32 gradients differ in
+    the seventh digit, which AdamW may turn into a whole step where a gradient is nearly 0: hence
+    the mean."""
     ours, per_token = (trainee(name, optimizer=optimizer) for name in ("aogpt-eager", "per-token"))
     start = [p.detach().clone() for p in ours.model.parameters()]
     losses = [(ours.timed_step(step).loss, per_token.timed_step(step).loss) for step in range(10)]
@@ -157,7 +159,7 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
         bench.measure([ours], ours.options)
 
 
-# ---- the script ------------------------------------------------------------------------------------------------------
+# ---- the script ----------------------------------------------------------------------------------
 
 TINY = ["train", "--size", "tiny", "--batch-size", 3, "--length", 64, "--device", "cpu"]
 
