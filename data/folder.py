@@ -122,9 +122,9 @@ def _is_alive(run: str) -> bool:
     if int(pid) == os.getpid():
         return False
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(pid), 0)  # sends nothing, but says whether it could
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user's
-        return True
+    except PermissionError:
+        pass  # it runs, and is another user's
     return True

@@ -19,7 +19,7 @@ GROUP_ROWS = 1000
 COPY_BYTES = 4 << 20
 
 
-def describe(block_size: int | None) -> str:
+def in_words(block_size: int | None) -> str:
     """The packing in words, for meta.json; `block_size` None is the protocol full."""
     if block_size is None:
         return "documents end to end, nothing dropped"

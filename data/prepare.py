@@ -146,9 +146,12 @@ def main() -> None:
     def stop(number: int, frame: Any) -> None:
         """Clean up and end here. Python would rather raise an exception wherever the main thread
         is; in a destructor it shows that one with a traceback, and goes on."""
-        clear_leftovers(output_folder(args))
-        os.write(2, b"\ninterrupted: no part of a dataset is left behind\n")  # print may be at work
-        os._exit(130)
+        try:
+            clear_leftovers(output_folder(args))
+        finally:
+            # not print, which may be what was interrupted
+            os.write(2, b"\ninterrupted: no unfinished dataset is left behind\n")
+            os._exit(130)
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)  # a scheduler's way to say stop is as good as Ctrl-C
@@ -175,7 +178,7 @@ def prepare(args: Prepare) -> Path:
     corpora = dataset.corpora(
         Files(args.source, args.val, args.test, settings["field"], settings["split"])
     )
-    meta = describe(target.name, settings, tokenizer, dataset, corpora)
+    meta = metadata(target.name, settings, tokenizer, dataset, corpora)
 
     clear_leftovers(target)
     if is_finished(target, meta, args.overwrite):
@@ -267,7 +270,7 @@ def default_workers(tokenizer: Tokenizer) -> int:
 # ---- what is written -----------------------------------------------------------------------------
 
 
-def describe(
+def metadata(
     name: str, settings: dict, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
 ) -> dict:
     """The contents of meta.json; splits and notes are known at the end."""
@@ -285,7 +288,7 @@ def describe(
         "eot": tokenizer.eot,
         "dtype": dtype_name(tokenizer.vocab_size),
         "protocol": settings["protocol"],
-        "packing": packing.describe(settings["block_size"]),
+        "packing": packing.in_words(settings["block_size"]),
         "block_size": settings["block_size"],
         "detokeniser": dataset.detokeniser,
         "split": settings["split"],
