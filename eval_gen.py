@@ -66,6 +66,7 @@ LEGEND = (
     "another; repeated, the share of 4-grams that occurred before. NFE: model calls that a sample "
     "took part in, mean. Seconds: generation, all samples of a row."
 )
+SAMPLER_WIDTH = len("speculative 128")
 WARM_UP_TOKENS = 8
 
 
@@ -144,7 +145,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])
     result["versions"] |= judge.libraries
     longest = max(len(name) for name in [*a.runs, *(samples.name for samples in read)])
-    widths = [max(3, longest), 15, *(width for _, _, width, _ in COLUMNS)]
+    widths = [max(3, longest), SAMPLER_WIDTH, *(width for _, _, width, _ in COLUMNS)]
     if procs.main:
         print(describe_judge(result["judge"]), "", sep="\n")
         print(*markdown_table(HEAD, [], NAMES, widths), sep="\n", flush=True)
@@ -187,15 +188,17 @@ def check(a: Arguments) -> None:
 
 def samplers_of(a: Arguments) -> list[Sampler]:
     """A sampler for every run, setting and size of steps."""
-    shared = {field.name: getattr(a, field.name) for field in dataclasses.fields(a)}
-    shared = {name: shared[name] for name in shared if name in Sampler.__dataclass_fields__}
-    choices = [parse_setting(text) for text in a.settings]
-    sizes = itertools.product(a.steps or [None], a.group_size or [None], a.draft or [None])
+    names = {field.name for field in dataclasses.fields(Sampler)}
+    shared = {f.name: getattr(a, f.name) for f in dataclasses.fields(a) if f.name in names}
+    settings = [parse_setting(text) for text in a.settings]
+    # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
+    sizes = list(itertools.product(a.steps or [None], a.group_size or [None], a.draft or [None]))
     samplers = []
-    for run, (temperature, top_p), size in itertools.product(a.runs, choices, list(sizes)):
-        swept = dict(zip(("steps", "group_size", "draft"), size, strict=True))
-        options = shared | swept | {"run": run, "temperature": temperature, "top_p": top_p}
-        samplers.append(modes.with_mode_defaults(Sampler(**options)))
+    for run, (temperature, top_p), size in itertools.product(a.runs, settings, sizes):
+        steps, group_size, draft = size
+        swept = {"run": run, "temperature": temperature, "top_p": top_p}
+        swept |= {"steps": steps, "group_size": group_size, "draft": draft}
+        samplers.append(modes.with_mode_defaults(Sampler(**shared | swept)))
     return samplers
 
 

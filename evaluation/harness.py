@@ -241,23 +241,24 @@ class HarnessModel(TemplateLM):
             context = context or [self.prefix_token_id]
             pairs.append((context[len(continuation) - self.block_size :], continuation))
         draws = 1 if self.settings.order == "l2r" else self.settings.num_orders
+        passes = []
+        for i, (context, continuation) in enumerate(pairs):
+            if continuation:  # one of no tokens has no pass: its log-likelihood is 0
+                length = len(context) + len(continuation)
+                passes += [(-length, i, draw) for draw in range(draws)]
         # The longest first: rows of a batch are then of similar length, and if memory does not
         # suffice, it shows at once.
-        passes = [(i, draw) for i, pair in enumerate(pairs) if pair[1] for draw in range(draws)]
-        passes.sort(key=lambda item: (-len(pairs[item[0]][0]) - len(pairs[item[0]][1]), *item))
-
+        passes.sort()
         values, greedy = [[] for _ in pairs], [True] * len(pairs)
         with self._progress(len(passes), self.settings.order, "pass", disable_tqdm) as bar:
             for start in range(0, len(passes), self.settings.batch_size):
                 batch = passes[start : start + self.settings.batch_size]
-                scores = self.score([self.scoring_pass(*pairs[i], draw) for i, draw in batch])
-                for (i, _), (value, is_greedy) in zip(batch, scores, strict=True):
+                scores = self.score([self.scoring_pass(*pairs[i], draw) for _, i, draw in batch])
+                for (_, i, _), (value, is_greedy) in zip(batch, scores, strict=True):
                     values[i].append(value)
                     greedy[i] &= is_greedy
                 bar.update(len(batch))
-        # A continuation of no tokens has no pass: its log-likelihood is 0.
-        means = [math.fsum(v) / draws for v in values]
-        return list(zip(means, greedy, strict=True))
+        return [(math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context; gen_kwargs: until, max_gen_toks, do_sample,
@@ -274,7 +275,7 @@ class HarnessModel(TemplateLM):
             groups[settings].append((tokens, copies[id(request)], number))
             longest = max(longest, len(tokens) + settings.max_tokens)
         if longest and not self.is_encoder:
-            self._engine_for(longest)
+            self._engine_for(longest)  # the first and only one
         texts = [""] * len(requests)
         with self._progress(len(requests), self.settings.mode, "text", disable_tqdm) as bar:
             for settings, group in groups.items():
@@ -462,10 +463,11 @@ class HarnessModel(TemplateLM):
         if self.is_encoder:
             length = min(self.block_size, 1 << (length - 1).bit_length())
         kept = self._engine
-        if kept is None or kept.T < length or (self.is_encoder and kept.T > length):
-            self._engine = None  # its memory is free before the next one takes some
-            size, vocab_size = self.settings.batch_size, self.loaded.vocab_size
-            self._engine = Engine(self._generator, size, length, TokenChoice(), vocab_size)
+        if kept is not None and (kept.T == length or kept.T > length and not self.is_encoder):
+            return kept
+        self._engine = kept = None  # its memory is free before the next one takes some
+        size, vocab_size = self.settings.batch_size, self.loaded.vocab_size
+        self._engine = Engine(self._generator, size, length, TokenChoice(), vocab_size)
         return self._engine
 
     @functools.cached_property

@@ -22,7 +22,9 @@ from runtime.processes import Processes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-BIGRAM = [  # p(column | row) of the symbols a, b, c and end-of-text: powers of two, so that perplexities are known
+# p(column | row) of the symbols a, b, c and end-of-text: powers of two, so that perplexities are
+# known
+BIGRAM = [
     [1 / 2, 1 / 4, 1 / 8, 1 / 8],
     [1 / 4, 1 / 4, 1 / 4, 1 / 4],
     [1 / 8, 1 / 8, 1 / 4, 1 / 2],
@@ -45,7 +47,8 @@ def byte_symbols():
 
 
 def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
-    """A byte-level tokenizer without merges; the id of a symbol is its place. start: it puts end-of-text in front."""
+    """A byte-level tokenizer without merges; the id of a symbol is its place. start: it puts end-
+    of-text in front."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -65,9 +68,11 @@ def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
 
 
 def save_bigram(folder, bigram=None, context=64, start=False):
-    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's distribution from the last one.
+    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's distribution from the
+    last one.
 
-    LayerNorm makes high on the hot unit and low elsewhere of a one-hot embedding; its bias takes low off again.
+    LayerNorm makes high on the hot unit and low elsewhere of a one-hot embedding; its bias takes
+    low off again.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -161,7 +166,7 @@ def assert_same(a, b, rtol=1e-6):
         assert a == b
 
 
-# ---- judges of transformers ------------------------------------------------------------------------------------------
+# ---- judges of transformers ----------------------------------------------------------------------
 
 
 def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report, write, bigram):
@@ -195,14 +200,16 @@ def test_a_uniform_judge_gives_its_number_of_tokens(tmp_path):
 
 
 def test_a_sample_longer_than_the_context_is_cut_into_windows(tmp_path):
-    """Windows of 4 of abaa|ccab|c: 2 + 2 + 1, then 2 + 3 + 2, and the last window has nothing to score."""
+    """Windows of 4 of abaa|ccab|c: 2 + 2 + 1, then 2 + 3 + 2, and the last window has nothing to
+    score."""
     judge = load(save_bigram(tmp_path, context=4))
     ((nll, count),) = judge.score([judge.encode("abaaccabc")], 8)
     assert count == 6 and nll / math.log(2) == pytest.approx(12, rel=1e-6)
 
 
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
-    """a after end-of-text costs 3 bits. It takes a place of the context: windows of 4 of abaa|cc, c after it 2 bits."""
+    """a after end-of-text costs 3 bits. It takes a place of the context: windows of 4 of abaa|cc, c
+    after it 2 bits."""
     judge = load(save_bigram(tmp_path, context=5, start=True))
     assert judge.start and judge.context == 4
     (short, long) = judge.score([judge.encode("ab"), judge.encode(TEXT)], 8)
@@ -237,7 +244,8 @@ def test_scores_do_not_depend_on_the_batches(byte_judge):
 def test_the_same_ids_are_scored_directly_and_others_through_text(
     report, run, tmp_path, byte_judge
 ):
-    """A copy of the judge with our bytes in our order, and its table in the same order: the same scores, from ids."""
+    """A copy of the judge with our bytes in our order, and its table in the same order: the same
+    scores, from ids."""
     from transformers import GPT2LMHeadModel
 
     ours, common = tmp_path / "ours", [run, "--num-samples", 5, "--settings", "0.3,1"]
@@ -263,7 +271,8 @@ def test_the_same_ids_are_scored_directly_and_others_through_text(
 
 
 def test_gpt2s_ids_are_known_to_a_judge_that_has_them(tmp_path):
-    """A tokenizer of transformers with GPT-2's vocabulary (its merges do not matter for ids that are there already)."""
+    """A tokenizer of transformers with GPT-2's vocabulary (its merges do not matter for ids that
+    are there already)."""
     import tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -298,7 +307,7 @@ def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_score
     assert math.isnan(row["per_sample"][0]["perplexity"]) and row["distinct_1"] == (1 + 1 / 2) / 2
 
 
-# ---- judges of this project ------------------------------------------------------------------------------------------
+# ---- judges of this project ----------------------------------------------------------------------
 
 
 def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, plain):
@@ -308,10 +317,10 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
     for name in (run, plain):
         result = report("--samples", path, "--judge", name)
         model, row = checkpoint.load_model(name).double(), result["rows"][0]
-        expected = [
-            -float(model.token_log_probs(torch.tensor([x]), torch.arange(len(x))[None]).sum())
-            for x in tokens
-        ]
+        expected = []
+        for ids in tokens:
+            order = torch.arange(len(ids))[None]
+            expected.append(-float(model.token_log_probs(torch.tensor([ids]), order).sum()))
         # float32 against float64: log-probabilities of about 3 nats, 16 of them
         np.testing.assert_allclose([s["nll"] for s in row["per_sample"]], expected, rtol=1e-5)
         assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
@@ -336,113 +345,62 @@ def test_text_reaches_our_own_judge_with_its_end_of_text(run):
     assert load(run).encode("a<|endoftext|>é") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
-# ---- samples: made, and read -----------------------------------------------------------------------------------------
+# ---- samples: made, and read ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     script, report, run, tmp_path, mode
 ):
-    common, path = (
-        [*MODES[mode], "--num-samples", 3, "--seed", 4, "--batch-size", 1],
-        tmp_path / "samples.jsonl",
-    )
+    path, saved = tmp_path / "samples.jsonl", tmp_path / "saved.jsonl"
+    common = [*MODES[mode], *"--num-samples 3 --seed 4 --batch-size 1".split()]
     assert script(sample, run, *common, "--top-p", 0.9, "--jsonl", path)[0] == 0
-    direct = report(
-        run,
-        "--judge",
-        run,
-        *common,
-        "--settings",
-        "1,0.9",
-        "--save-samples",
-        tmp_path / "saved.jsonl",
-    )
-    # a sample alone in its batch takes part in all calls
+    common += ["--settings", "1,0.9", "--save-samples", saved]
+    direct = report(run, "--judge", run, *common)
     (row,) = direct["rows"]
+    # a sample alone in its batch takes part in all calls
     assert sum(s["nfe"] for s in row["per_sample"]) == row["model_calls"]
-    for file in (path, tmp_path / "saved.jsonl"):
+    for file in (path, saved):
         read = report("--samples", file, "--judge", run)
         assert_same(scores_of(read), scores_of(direct))
-        assert (
-            read["rows"][0]["run"] == str(run)
-            and read["rows"][0]["model_calls"] == row["model_calls"]
-        )
-    for ours, theirs in zip(read_lines(tmp_path / "saved.jsonl"), read_lines(path), strict=True):
-        assert {"scores"} == ours.keys() - theirs.keys() and theirs.keys() <= ours.keys()
-        assert (ours["tokens"], ours["step"], ours["text"]) == (
-            theirs["tokens"],
-            theirs["step"],
-            theirs["text"],
-        )
-        shared = ours["settings"].keys() & theirs["settings"].keys() - {
-            "length"
-        }  # known here where it was left out
-        assert {k: ours["settings"][k] for k in shared} == {
-            k: theirs["settings"][k] for k in shared
-        }
+        assert read["rows"][0]["run"] == str(run)
+        assert read["rows"][0]["model_calls"] == row["model_calls"]
+    for ours, theirs in zip(read_lines(saved), read_lines(path), strict=True):
+        assert ours.keys() - theirs.keys() == {"scores"} and theirs.keys() <= ours.keys()
+        assert all(ours[key] == theirs[key] for key in ("tokens", "step", "text"))
+        # the length is known here where it was left out
+        for key in ours["settings"].keys() & theirs["settings"].keys() - {"length", "num_samples"}:
+            assert ours["settings"][key] == theirs["settings"][key], key
 
 
 def test_batches_change_no_number(report, run, byte_judge):
-    common = [
-        run,
-        "--judge",
-        byte_judge,
-        "--num-samples",
-        7,
-        "--steps",
-        4,
-        16,
-        "--settings",
-        "1,1",
-        "0.7,0.95",
-    ]
-    expected = report(*common, "--batch-size", 1)
+    common = [run, "--judge", byte_judge, *"--num-samples 7 --steps 4 16".split()]
+    common += ["--settings", "1,1", "0.7,0.95", "--batch-size"]
+    expected = report(*common, 1)
     for size in (3, 20):
-        again = report(*common, "--batch-size", size)
+        again = report(*common, size)
         for row in range(4):
             assert_same(scores_of(again, row), scores_of(expected, row))
             assert again["rows"][row]["token_forwards"] == expected["rows"][row]["token_forwards"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5])
 def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
     """Also with fewer samples than processes, and for samples of a file."""
     path = write(*({"text": f"any order {i}"} for i in range(3)))
-    common = [
-        run,
-        "--samples",
-        path,
-        "--judge",
-        run,
-        "--num-samples",
-        count,
-        "--steps",
-        4,
-        "--seed",
-        3,
-    ]
-    torchrun(
-        2,
-        "eval_gen.py",
-        *common,
-        "--json",
-        tmp_path / "two.json",
-        "--save-samples",
-        tmp_path / "two.jsonl",
-    )
-    two, one = (
-        json.loads((tmp_path / "two.json").read_text()),
-        report(*common, "--save-samples", tmp_path / "one.jsonl"),
-    )
+    common = [run, "--samples", path, "--judge", run, "--num-samples", count]
+    common += ["--steps", 4, "--seed", 3]
+    files = ["--json", tmp_path / "two.json", "--save-samples", tmp_path / "two.jsonl"]
+    torchrun(2, "eval_gen.py", *common, *files)
+    two = json.loads((tmp_path / "two.json").read_text())
+    one = report(*common, "--save-samples", tmp_path / "one.jsonl")
     assert two["processes"] == 2
     for row in range(2):
         assert_same(scores_of(two, row), scores_of(one, row))
-    tokens = [
-        [line.get("tokens") for line in read_lines(tmp_path / name)]
-        for name in ("one.jsonl", "two.jsonl")
-    ]
-    assert tokens[0] == tokens[1] and len(tokens[0]) == count + 3
+    lines = [read_lines(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
+    assert [x.get("tokens") for x in lines[0]] == [x.get("tokens") for x in lines[1]]
+    assert len(lines[0]) == count + 3
 
 
 def test_rows_of_a_file_are_grouped_by_their_settings(report, run, tmp_path):
@@ -467,7 +425,7 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     assert "8 tokens were given, not generated" in out
 
 
-# ---- the sweep -------------------------------------------------------------------------------------------------------
+# ---- the sweep -----------------------------------------------------------------------------------
 
 
 def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
@@ -475,58 +433,30 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
 ):
     files = {name: tmp_path / f"result.{name}" for name in ("json", "markdown", "plot")}
     options = [part for name, path in files.items() for part in (f"--{name}", path)]
-    sizes = [
-        "--num-samples",
-        4,
-        "--steps",
-        2,
-        8,
-        "--settings",
-        "1,1",
-        "0.9,0.95",
-        "0.7,0.95",
-        "--noise",
-        "float32",
-    ]
-    status, out, err = script(
-        eval_gen, run, encoder, "--judge", run, *sizes, "--top-k", 50, *options
-    )
+    options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.7,0.95".split()
+    options += "--noise float32 --top-k 50".split()
+    status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
-    result = json.loads(files["json"].read_text())
-    samplers = [row["sampler"] for row in result["rows"]]
+    result, text = json.loads(files["json"].read_text()), files["markdown"].read_text()
+    rows, samplers = result["rows"], [row["sampler"] for row in result["rows"]]
     keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
     settings = ((1, 1), (0.9, 0.95), (0.7, 0.95))
     assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]
+    expected = {"noise": "float32", "dtype": "float32", "top_k": 50, "seed": 0, "length": LENGTH}
     for s in samplers:
-        assert (s["noise"], s["dtype"], s["top_k"], s["seed"], s["length"]) == (
-            "float32",
-            "float32",
-            50,
-            0,
-            LENGTH,
-        )
+        assert expected.items() <= s.items()
         assert "(step" in s["checkpoint"] and s["versions"]["torch"] == torch.__version__
-    for row in result["rows"]:
+    for row in rows:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
         assert row["tokens_per_second"] == pytest.approx(4 * LENGTH / row["seconds"])
-    cold = [row["entropy"] for row in result["rows"][4:6]]
-    assert max(cold) < min(row["entropy"] for row in result["rows"][:2]), (
+    assert max(row["entropy"] for row in rows[4:6]) < min(row["entropy"] for row in rows[:2]), (
         "a low temperature repeats itself"
     )
-    table, text = (
-        [line for line in out.splitlines() if line.startswith("|")],
-        files["markdown"].read_text(),
-    )
-    assert (
-        len(table) == 2 + 12
-        and all(line in text for line in table)
-        and "python eval_gen.py" in text
-    )
-    assert (
-        len({len(line) for line in table}) == 1
-        and f"{result['rows'][3]['perplexity']:.2f}" in table[2 + 3]
-    )
+    table = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 12 and len({len(line) for line in table}) == 1
+    assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]
+    assert all(line in text for line in table) and "python eval_gen.py" in text
     assert "noise of float32" in out and "noise of float32" in text
     assert files["plot"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -585,15 +515,15 @@ def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_pat
     assert (tmp_path / "plot.png").stat().st_size > 5000 and "the judge's tokens" in out
 
 
-def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run):
-    for mode, name, sizes in (("l2r", "group_size", [1, 4]), ("speculative", "draft", [2, 5])):
-        rows = report(
-            run, "--judge", run, "--mode", mode, eval_gen.flag(name), *sizes, "--num-samples", 2
-        )["rows"]
-        assert [row["sampler"][name] for row in rows] == sizes
-        assert (
-            all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
-        )
+@pytest.mark.parametrize(
+    "mode, option, sizes", [("l2r", "--group-size", [1, 4]), ("speculative", "--draft", [2, 5])]
+)
+def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run, mode, option, sizes):
+    common = [run, "--judge", run, "--mode", mode, "--num-samples", 2]
+    rows = report(*common, option, *sizes)["rows"]
+    key = option[2:].replace("-", "_")
+    assert [row["sampler"][key] for row in rows] == sizes
+    assert all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
 
 
 def test_help_exits_0_and_names_every_option(script):
@@ -603,7 +533,7 @@ def test_help_exits_0_and_names_every_option(script):
         assert (eval_gen.flag(field.name) if field.name != "runs" else "RUN") in out
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 def fails(script, *arguments):

@@ -1,6 +1,8 @@
-"""evaluation/harness.py and eval_tasks.py: log-likelihoods against the model's own, estimates against
+"""evaluation/harness.py and eval_tasks.py: log-likelihoods against the model's own, estimates
+against
 enumeration, generation, and whole tasks through lm-evaluation-harness without network."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_user_error, run_script, torchrun
+from helpers import assert_user_error, read_lines, run_script, torchrun
 from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks
@@ -17,6 +19,7 @@ from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from evaluation import harness
 from runtime.processes import Processes
+from runtime.ranges import flag
 from sampling.engine import Engine, generate
 from sampling.plans import l2r_plan
 from sampling.token_choice import TokenChoice
@@ -63,7 +66,8 @@ def requests_of(texts, ends):
 
 
 def tokens_of(context, end):
-    """Context and continuation as tokens, by the harness's conventions: the context's last spaces go to the
+    """Context and continuation as tokens, by the harness's conventions: the context's last spaces
+    go to the
     continuation; an empty context is end-of-text; what is too long loses its beginning."""
     stripped = context.rstrip()
     known, new = BYTES.encode(stripped), BYTES.encode(context[len(stripped) :] + end)
@@ -80,7 +84,8 @@ def left_to_right(model, known, new):
 
 
 def any_order(model, known, new):
-    """The mean over all orders of the continuation of its log-probability along the order after the context."""
+    """The mean over all orders of the continuation of its log-probability along the order after the
+    context."""
     c, n = len(known), len(new)
     tokens, rest = torch.tensor([known + new]), range(c, c + n)
     if model.config.attention == "causal":
@@ -100,12 +105,13 @@ def any_order(model, known, new):
     return statistics.fmean(sums)
 
 
-# ---- log-likelihoods left to right -----------------------------------------------------------------------------------
+# ---- log-likelihoods left to right ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", DECODERS)
 def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(adapter, system):
-    """Contexts that are empty, short, and longer than the model takes, in batches of mixed lengths."""
+    """Contexts that are empty, short, and longer than the model takes, in batches of mixed
+    lengths."""
     lm = adapter(system, batch_size=7)
     asked = requests_of(TEXTS, ENDS)
     got = lm.loglikelihood(asked)
@@ -194,12 +200,13 @@ def test_greedy_looks_at_the_tokenizer_s_ids_only(adapter):
     assert max(ranked)[1] and max(ranked)[0] < -10
 
 
-# ---- any order: exact values by enumeration --------------------------------------------------------------------------
+# ---- any order: exact values by enumeration ------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "GPT-2"])
 def test_any_order_estimates_are_unbiased_given_the_context(adapter, system):
-    """300 independent estimates of each request lie around the mean over all 24 orders within 4 standard errors (6e-5
+    """300 independent estimates of each request lie around the mean over all 24 orders within 4
+    standard errors (6e-5
     of accepting a wrong alarm each; seeds are fixed), and vary."""
     model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
     asked = [request("the ", "abc"), request("", "wxyz")]
@@ -229,14 +236,16 @@ def test_more_draws_come_closer_and_a_single_position_is_exact(adapter, system):
         math.sqrt(statistics.fmean((v - exact) ** 2 for v in estimates(" of", draws)))
         for draws in (1, 64)
     ]
-    # 64 draws: an eighth of the error expected; from 8 repetitions each, the ratio is within a factor of 3
+    # 64 draws: an eighth of the error expected; from 8 repetitions each, the ratio is within a
+    # factor of 3
     assert errors[1] < 3 / 8 * errors[0]
     single = any_order(model, *tokens_of("order", "s"))
     assert list(estimates("s", 1)) == pytest.approx([single] * 8, abs=EXACT)
 
 
 def test_the_masks_of_a_request_are_stratified_over_their_sizes(adapter):
-    """As many masks as positions: one of each size, each weighing n / k, all within the continuation."""
+    """As many masks as positions: one of each size, each weighing n / k, all within the
+    continuation."""
     lm = adapter("RADD", num_orders=6)
     for seed in range(5):
         lm = adapter(lm.model, num_orders=6, seed=seed)
@@ -251,7 +260,8 @@ def test_the_masks_of_a_request_are_stratified_over_their_sizes(adapter):
 
 
 def test_sizes_and_sets_of_masks_are_uniform_and_independent(adapter):
-    """Chi-square over (size, which of 3 positions is masked first) for 2,000 requests: 9 cells of equal probability."""
+    """Chi-square over (size, which of 3 positions is masked first) for 2,000 requests: 9 cells of
+    equal probability."""
     lm = adapter("RADD", num_orders=1)
     counts = torch.zeros(9)
     for i in range(2000):
@@ -296,7 +306,7 @@ def test_a_loaded_model_s_padded_masks_agree_with_masked_log_probs(adapter):
             assert value == pytest.approx(expected, abs=EXACT * row.weight)
 
 
-# ---- rolling ---------------------------------------------------------------------------------------------------------
+# ---- rolling -------------------------------------------------------------------------------------
 
 
 def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
@@ -321,7 +331,7 @@ def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
         assert value == pytest.approx(expected, abs=EXACT), text
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------
+# ---- generation ----------------------------------------------------------------------------------
 
 
 def by_hand(lm, context, length):
@@ -434,39 +444,40 @@ def test_samples_are_a_function_of_seed_and_request_in_every_mode(adapter, syste
     assert repeated[0] == got[2] and len(set(repeated)) == 3
 
 
-def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
-    lm = adapter(ascii_model())
-    block = BLOCK // 2
+@pytest.mark.parametrize(
+    "given, choice, max_tokens, until",
+    [
+        ({}, TokenChoice(0.0), BLOCK // 2, ()),
+        ({"max_new_tokens": 5, "until": "a"}, TokenChoice(0.0), 5, ("a",)),
+        ({"temperature": 0.5, "until": ["", "b"]}, TokenChoice(0.5), BLOCK // 2, ("b",)),
+        ({"do_sample": True, "top_k": 3}, TokenChoice(1.0, top_k=3), BLOCK // 2, ()),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 0}, TokenChoice(0.0), BLOCK // 2, ()),
+        ({**SAMPLED, "top_k": -1}, TokenChoice(0.8, 0.95), 9, ()),
+    ],
+)
+def test_settings_of_generation_are_taken_as_the_harness_means_them(
+    adapter, given, choice, max_tokens, until
+):
+    got = adapter(ascii_model()).generation_settings(given)
+    assert got == harness.GenerationSettings(choice, max_tokens, until)
 
-    def wanted(**settings):
-        return lm.generation_settings(settings)
 
-    assert wanted() == harness.GenerationSettings(TokenChoice(0.0), block, ())
-    assert wanted(max_new_tokens=5, until="a") == harness.GenerationSettings(
-        TokenChoice(0.0), 5, ("a",)
-    )
-    assert wanted(temperature=0.5, until=["", "b"]) == harness.GenerationSettings(
-        TokenChoice(0.5), block, ("b",)
-    )
-    assert wanted(do_sample=True, top_k=3) == harness.GenerationSettings(
-        TokenChoice(1.0, top_k=3), block, ()
-    )
-    assert wanted(do_sample=False, temperature=0.7, top_k=0).choice == TokenChoice(0.0)
-    assert wanted(do_sample=True, temperature=0.7, top_p=0.9, top_k=-1).choice == TokenChoice(
-        0.7, 0.9
-    )
-    for settings, words in (
+@pytest.mark.parametrize(
+    "given, words",
+    [
         ({"num_beams": 4}, "num_beams is not supported"),
         ({"max_gen_toks": BLOCK}, "give gen_kwargs max_gen_toks=N, N from 1 to 23"),
         ({"max_gen_toks": 0}, "max_gen_toks is 0"),
         ({"temperature": -1.0, "do_sample": True}, "temperature is -1.0"),
         ({"do_sample": True, "top_p": 2.0}, "top_p is 2.0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            wanted(**settings)
+    ],
+)
+def test_settings_of_generation_that_a_model_cannot_follow_are_refused(adapter, given, words):
+    with pytest.raises(ValueError, match=words):
+        adapter(ascii_model()).generation_settings(given)
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 def test_what_a_model_cannot_do_is_refused_by_name(adapter):
@@ -513,40 +524,29 @@ def test_a_continuation_that_does_not_fit_is_an_error_before_anything_is_scored(
         ValueError, match="2 of 3 requests have no room: the model takes 24 tokens, one of"
     ) as refused:
         lm.loglikelihood(requests)
-    message = f"request 3 has a continuation of 120 tokens, which begins '{('order' * 7)[:32]}' after a context that "
-    assert message + "ends in 'see this'. Leave its task or its row out" in str(refused.value)
+    for words in (
+        f"request 3 has a continuation of 120 tokens, which begins '{('order' * 7)[:32]}'",
+        "after a context that ends in 'see this'. Leave its task or its row out",
+    ):
+        assert words in str(refused.value)
 
 
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
-    start = "import sys; sys.modules['lm_eval'] = None; from evaluation import harness; import eval_tasks"
-    done = run_script("-c", f"{start}; harness.HarnessModel('nowhere')", check=False)
-    assert (
-        "ValueError: this needs the package lm_eval: pip install -r requirements-harness.txt"
-        in done.stderr
-    )
-    main = "from runtime.command_line import run_script; run_script(eval_tasks.main)"
-    done = run_script("-c", f"{start}; {main}", "nowhere", "--tasks", "a", check=False)
-    assert_user_error(done, "pip install -r requirements-harness.txt")
-    assert "--num-orders" in run_script("-c", f"{start}; {main}", "--help").stdout
+    missing = "import sys; sys.modules['lm_eval'] = None; import eval_tasks; "
+    main = missing + "from runtime.command_line import run_script; run_script(eval_tasks.main)"
+    done = run_script("-c", main, "nowhere", "--tasks", "a", check=False)
+    assert_user_error(done, "this needs the package lm_eval: pip install -r requirements-harness")
+    assert "--num-orders" in run_script("-c", main, "--help").stdout
 
 
 def test_help_shows_an_example_and_every_option(script):
     status, out, _ = script(eval_tasks, "--help")
     assert status == 0 and "python eval_tasks.py" in out
-    for name in (
-        "tasks",
-        "include-path",
-        "order",
-        "num-orders",
-        "limit",
-        "json",
-        "gen-kwargs",
-        "samples",
-    ):
-        assert f"--{name}" in out
+    for field in dataclasses.fields(eval_tasks.Arguments):
+        assert ("RUN" if field.name == "run" else flag(field.name)) in out
 
 
-# ---- whole tasks -----------------------------------------------------------------------------------------------------
+# ---- whole tasks ---------------------------------------------------------------------------------
 
 ROWS = [
     {"text": "the mo", "choices": ["del", "xyz", "de"], "gold": 0},
@@ -561,7 +561,8 @@ test_split: test
 output_type: {kind}
 doc_to_text: "{text}"
 """
-CHOICE = 'doc_to_choice: "{{choices}}"\ndoc_to_target: gold\ntarget_delimiter: ""\nmetric_list: [{metric: acc}]\n'
+CHOICE = 'doc_to_choice: "{{choices}}"\ndoc_to_target: gold\ntarget_delimiter: ""\n'
+CHOICE += "metric_list: [{metric: acc}]\n"
 ANSWER = 'doc_to_target: "{{target}}"\ngeneration_kwargs: {until: [" "], max_gen_toks: 8}\n'
 ANSWER += "metric_list: [{metric: exact_match}]\n"
 ROLLING = (
@@ -571,7 +572,8 @@ ROLLING = (
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch, adapter, run):
-    """A folder of three tasks, one of each kind, and a harness that finds no others: looking through its own takes
+    """A folder of three tasks, one of each kind, and a harness that finds no others: looking
+    through its own takes
     seconds. Two of the four answers that generation should give are right."""
     import lm_eval.tasks
 
@@ -606,88 +608,50 @@ def expected_results(lm):
     """Accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
     right = 0
     for row in ROWS:
-        values = [
-            value
-            for value, _ in lm.loglikelihood(
-                [request(row["text"], choice) for choice in row["choices"]]
-            )
-        ]
+        got = lm.loglikelihood([request(row["text"], choice) for choice in row["choices"]])
+        values = [value for value, _ in got]
         right += values.index(max(values)) == row["gold"]
     nats = sum(lm.loglikelihood_rolling([request(row["text"]) for row in ROWS]))
     return right / len(ROWS), -nats / math.log(2) / sum(len(row["text"]) for row in ROWS)
+
+
+def flat(resps):
+    """The answers to a row of a task, one of each request."""
+    return [resp[0] if isinstance(resp[0], list) else resp for resp in resps]
 
 
 @pytest.mark.parametrize("order", [[], ["--order", "random", "--num-orders", 3]])
 def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, order):
     names = ["tiny_choose", "tiny_answer", "tiny_roll"]
     files = ["--json", tmp_path / "results.json", "--samples", tmp_path / "samples.jsonl"]
-    status, out, err = script(
-        eval_tasks,
-        run,
-        "--tasks",
-        *names,
-        "--include-path",
-        tasks,
-        "--device",
-        "cpu",
-        *order,
-        *files,
-    )
+    options = ["--tasks", *names, "--include-path", tasks, "--device", "cpu", *order, *files]
+    status, out, err = script(eval_tasks, run, *options)
     assert status == 0, err
     report = json.loads((tmp_path / "results.json").read_text())
+    results, settings = report["results"], report["settings"]
     kind = "random" if order else "l2r"
-    accuracy, bits = expected_results(
-        harness.HarnessModel(run, device="cpu", order=kind, num_orders=3)
-    )
-    assert report["results"]["tiny_choose"]["acc,none"] == accuracy
-    assert report["results"]["tiny_answer"]["exact_match,none"] == 0.5
+    lm = harness.HarnessModel(run, device="cpu", order=kind, num_orders=3)
+    accuracy, bits = expected_results(lm)
+    assert results["tiny_choose"]["acc,none"] == accuracy
+    assert results["tiny_answer"]["exact_match,none"] == 0.5
     # float32, in other batches
-    assert report["results"]["tiny_roll"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
-    for name in names:
-        assert name in out
+    assert results["tiny_roll"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    assert all(name in out for name in names)
     assert f"log-likelihoods: {kind}, generation: l2r" in out
-    settings = report["settings"]
-    assert (settings["order"], settings["mode"], settings["seed"], settings["dtype"]) == (
-        kind,
-        "l2r",
-        0,
-        "float32",
-    )
-    assert (
-        report["checkpoint"]["step"] == 40
-        and report["versions"]["lm_eval"]
-        and report["processes"] == 1
-    )
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    expected = {"order": kind, "mode": "l2r", "seed": 0, "dtype": "float32"}
+    assert expected.items() <= settings.items()
+    assert report["checkpoint"]["step"] == 40 and report["processes"] == 1
+    assert report["versions"]["lm_eval"] and report["command"].startswith("python eval_tasks.py")
+    samples = read_lines(tmp_path / "samples.jsonl")
     assert [line["task"] for line in samples] == [name for name in names for _ in ROWS]
 
 
 def test_limit_shots_patterns_and_generation_settings_reach_the_harness(
     script, run, tasks, tmp_path
 ):
-    pattern = [
-        "--tasks",
-        "tiny_[ca]*",
-        "--include-path",
-        tasks,
-        "--json",
-        tmp_path / "r.json",
-        "--device",
-        "cpu",
-    ]
-    options = [
-        "--limit",
-        2,
-        "--num-fewshot",
-        0,
-        "--gen-kwargs",
-        "max_gen_toks=1",
-        "--mode",
-        "mdm",
-        "--steps",
-        1,
-    ]
-    status, _, err = script(eval_tasks, run, *pattern, *options)
+    options = ["--tasks", "tiny_[ca]*", "--include-path", tasks, "--json", tmp_path / "r.json"]
+    options += "--device cpu --limit 2 --num-fewshot 0 --mode mdm --steps 1".split()
+    status, _, err = script(eval_tasks, run, *options, "--gen-kwargs", "max_gen_toks=1")
     assert status == 0, err
     report = json.loads((tmp_path / "r.json").read_text())
     assert set(report["results"]) == {"tiny_choose", "tiny_answer"}
@@ -707,79 +671,57 @@ def test_the_model_is_registered_under_its_name(run, tasks):
         batch_size=4,
         task_manager=TaskManager(include_path=str(tasks)),
     )
-    accuracy, _ = expected_results(
-        harness.HarnessModel(run, device="cpu", order="random", num_orders=2)
-    )
-    assert results["results"]["tiny_choose"]["acc,none"] == accuracy
+    lm = harness.HarnessModel(run, device="cpu", order="random", num_orders=2)
+    assert results["results"]["tiny_choose"]["acc,none"] == expected_results(lm)[0]
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("RUN --tasks tiny_chose --include-path TASKS", "did you mean tiny_choose"),
+        ("RUN --tasks tiny_roll", "no task 'tiny_roll': Tasks of your own are found with --inc"),
+        ("RUN --tasks a --include-path TASKS/no", "there is no such folder"),
+        ("RUN --tasks a --limit 0", "--limit is 0; give a number at least 1"),
+        ("RUN --tasks a --num-orders 0", "--num-orders is 0"),
+        ("RUN --tasks a --json TASKS/no/r.json", "there is no folder"),
+        ("RUN --tasks", "--tasks names no task"),
+        ("PLAIN --tasks a --order random", "take order l2r"),
+        ("TASKS/no --tasks a", "give a run folder"),
+        ("RUN --tasks tiny_answer --include-path TASKS --gen-kwargs max_gen_toks=99", "1 to 15"),
+    ],
+)
 def test_mistakes_at_the_command_line_are_errors_without_a_traceback(
-    script, run, plain, tasks, tmp_path
+    script, run, plain, tasks, arguments, message
 ):
-    for path, options, words in (
-        (
-            run,
-            ["--tasks", "tiny_chose", "--include-path", tasks],
-            "no task 'tiny_chose': did you mean tiny_choose",
-        ),
-        (
-            run,
-            ["--tasks", "tiny_roll"],
-            "no task 'tiny_roll': Tasks of your own are found with --include-path",
-        ),
-        (run, ["--tasks", "a", "--include-path", tmp_path / "no"], "there is no such folder"),
-        (run, ["--tasks", "a", "--limit", 0], "--limit is 0; give a number at least 1"),
-        (run, ["--tasks", "a", "--num-orders", 0], "--num-orders is 0"),
-        (run, ["--tasks", "a", "--json", tmp_path / "no" / "r.json"], "there is no folder"),
-        (run, ["--tasks"], "--tasks names no task"),
-        (plain, ["--tasks", "a", "--order", "random"], "take order l2r"),
-        (tmp_path / "no", ["--tasks", "a"], "give a run folder"),
-        (
-            run,
-            ["--tasks", "tiny_answer", "--include-path", tasks, "--gen-kwargs", "max_gen_toks=99"],
-            "from 1 to 15",
-        ),
-    ):
-        status, _, err = script(eval_tasks, path, "--device", "cpu", *options)
-        assert status == 2 and "Traceback" not in err
-        assert words in " ".join(err.split()), err
+    for name, path in (("RUN", run), ("PLAIN", plain), ("TASKS", tasks)):
+        arguments = arguments.replace(name, str(path))
+    status, _, err = script(eval_tasks, *arguments.split(), "--device", "cpu")
+    assert status == 2 and "Traceback" not in err
+    assert message in " ".join(err.split()), err
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one(script, run, tasks, tmp_path):
     """Under torchrun, as a user runs it."""
-    common = [
-        run,
-        "--tasks",
-        tasks / "choose.yaml",
-        tasks / "answer.yaml",
-        "--device",
-        "cpu",
-        "--order",
-        "random",
-    ]
-    common += ["--gen-kwargs", "temperature=1.0,do_sample=True"]
-    assert script(eval_tasks, *common, "--samples", tmp_path / "one.jsonl")[0] == 0
-    torchrun(
-        2,
-        "eval_tasks.py",
-        *common,
-        "--samples",
-        tmp_path / "two.jsonl",
-        "--json",
-        tmp_path / "two.json",
-    )
-    one, two = (
-        [json.loads(line) for line in open(tmp_path / f"{name}.jsonl")] for name in ("one", "two")
-    )
-    key = lambda line: (line["task"], line["doc_id"])  # noqa: E731
-    assert len(one) == len(two) == 8
-    for a, b in zip(sorted(one, key=key), sorted(two, key=key), strict=True):
-        assert key(a) == key(b)
-        flat = [resps[0] if isinstance(resps[0], list) else resps for resps in a["resps"]]
-        other = [resps[0] if isinstance(resps[0], list) else resps for resps in b["resps"]]
-        for x, y in zip(flat, other, strict=True):
-            assert x == y if isinstance(x[0], str) else x[0] == pytest.approx(y[0], abs=1e-4)
+    common = [run, "--tasks", tasks / "choose.yaml", tasks / "answer.yaml", "--device", "cpu"]
+    common += "--order random --gen-kwargs temperature=1.0,do_sample=True --samples".split()
+    assert script(eval_tasks, *common, tmp_path / "one.jsonl")[0] == 0
+    json_file = ["--json", tmp_path / "two.json"]
+    torchrun(2, "eval_tasks.py", *common, tmp_path / "two.jsonl", *json_file)
     assert json.loads((tmp_path / "two.json").read_text())["processes"] == 2
+    one, two = (
+        {(line["task"], line["doc_id"]): line["resps"] for line in read_lines(path)}
+        for path in (tmp_path / "one.jsonl", tmp_path / "two.jsonl")
+    )
+    assert len(one) == 8 and one.keys() == two.keys()
+    for key in one:
+        for x, y in zip(flat(one[key]), flat(two[key]), strict=True):
+            # an answer, or a log-likelihood and whether it is greedy
+            assert (
+                x == y
+                if isinstance(x, str)
+                else float(x[0]) == pytest.approx(float(y[0]), abs=1e-4)
+            )
 
 
 def test_requests_are_shared_as_the_harness_expects(adapter):

@@ -1,4 +1,5 @@
-"""evaluation/text_measures.py: measures of samples by hand; errors and intervals of corpus perplexity."""
+"""evaluation/text_measures.py: measures of samples by hand; errors and intervals of corpus
+perplexity."""
 
 import math
 
