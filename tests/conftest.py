@@ -1,23 +1,20 @@
-"""Shared by all tests: one way to run a script, small models, and the folder of real text."""
+"""Shared by all tests: one way to run a script, small runs, and the folder of real text."""
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from helpers import ALONE, make_data, tiny_config
+from helpers import ALONE, encoder_config, make_data, tiny_config
 
 import train
-from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.command_line import run_script as run_main
 
-torch.set_num_threads(
-    1
-)  # tiny tensors: one thread is faster, and the processes that tests start share two cores
+# Tiny tensors: one thread is faster, and the processes that tests start share two cores.
+torch.set_num_threads(1)
 
 
 # no test may depend on how busy the machine is
@@ -36,11 +33,11 @@ SLOW = (
 
 
 def pytest_collection_modifyitems(items):
-    """Two workers take file after file: the slow ones first, so that neither is left alone with one at the end."""
+    """Two workers take file after file: the slow ones first, so that neither is left alone with one
+    at the end."""
     places = {name: place for place, name in enumerate(SLOW)}
-    items.sort(
-        key=lambda item: places.get(item.path.stem, len(places))
-    )  # stable: the order within files stays
+    # A stable sort: the order within files stays.
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="session")
@@ -78,21 +75,15 @@ def plain(run, data):
 @pytest.fixture(scope="module")
 def encoder(run, data):
     """A run of a model with full attention."""
-    config = tiny_config(data, run.parent, "encoder", steps=6)
-    model = replace(config.model, attention="full", target="none", mask_token=257)
-    config = replace(
-        config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random")
-    )
+    config = encoder_config(tiny_config(data, run.parent, "encoder", steps=6))
     train.train(config, ALONE)
     return config.run_folder
 
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    """Run a script's main with these arguments, as its last lines do, in this process: (exit status, stdout, stderr).
-
-    An exception that the script would show as a traceback fails the test.
-    """
+    """Run a script's main with these arguments, as its last lines do, in this process: (exit
+    status, stdout, stderr). An exception that it would show as a traceback fails the test."""
 
     def call(module, *arguments):
         monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *map(str, arguments)])

@@ -1,4 +1,5 @@
-"""What several test files use: scripts run as processes, runs of a second, and comparisons of what they leave."""
+"""What several test files use: scripts run as processes, tiny runs, and comparisons of what they
+leave."""
 
 import contextlib
 import html.parser
@@ -13,12 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from data.loader import load_meta, read_tokens
 from data.prepare import Prepare, prepare
-from data.tokenizers import get_tokenizer
 from model import ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
@@ -34,27 +32,81 @@ from training.config import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-
 ALONE = Processes(0, 1, torch.device("cpu"))
-
 LENGTH = 16  # the block size of tiny_config
 
-MODES = {
-    "mdm": ["--mode", "mdm", "--steps", 5],
-    "mdm cosine": ["--mode", "mdm", "--steps", 5, "--schedule", "cosine"],
-    "even": ["--mode", "even", "--steps", 5],
-    "l2r": ["--mode", "l2r"],
-    "l2r in groups": ["--mode", "l2r", "--group-size", 3],
-    "random": ["--mode", "random", "--group-size", 2],
-    "confidence": ["--mode", "adaptive"],
-    "entropy": ["--mode", "adaptive", "--unmask-by", "entropy", "--group-size", 2],
-    "speculative": ["--mode", "speculative", "--draft", 4],
-    "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
-}
+# ---- data and runs -------------------------------------------------------------------------------
 
 
-def run_script(*arguments, check=True, timeout=300, **environment):
-    """Run a script of the project as a user would, from its root; returns the finished process with its text."""
+def make_data(folder, words=4000, seed=0):
+    """A prepared dataset of bytes: random English words, so that a small model has something to
+    learn."""
+    rng = random.Random(seed)
+    vocabulary = "any order model token mask block step learn the of predict".split()
+    text = folder / "text.txt"
+    text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
+    out = folder / "data"
+    return prepare(Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=out))
+
+
+def tiny_config(data, out, name="run", steps=40, **changes):
+    """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
+    config = Config(
+        name=name,
+        out=str(out),
+        seed=7,
+        model=ModelConfig(
+            vocab_size=320,
+            block_size=LENGTH,
+            n_layer=2,
+            n_head=2,
+            n_embd=32,
+            cond_dim=8,
+            dropout=0.1,
+        ),
+        order=OrderConfig("mixture", 0.25),
+        data=DataConfig(str(data)),
+        optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
+        train=TrainConfig(
+            steps, batch_size=8, micro_batch_size=4, device="cpu", compile=False, log_interval=1
+        ),
+        eval=EvalConfig(interval=5, sequences=7),
+        checkpoint=CheckpointConfig(interval=4, keep=2),
+    )
+    return change(config, **changes)
+
+
+def change(config, **changes):
+    """change(config, optim__lr=1.0) sets optim.lr."""
+    for key, value in changes.items():
+        table, _, name = key.rpartition("__")
+        if table:
+            name, value = table, replace(getattr(config, table), **{name: value})
+        config = replace(config, **{name: value})
+    return config
+
+
+def encoder_config(config):
+    """The same run of a model with full attention, trained on random masks."""
+    model = replace(config.model, attention="full", target="none", mask_token=257)
+    objective, order = ObjectiveConfig("lambda_dce"), OrderConfig("random")
+    return replace(config, model=model, objective=objective, order=order)
+
+
+def write_config(config):
+    """Write the config file of a run beside its folder; returns its path."""
+    path = Path(config.out) / f"{config.name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(configuration.to_toml(config))
+    return path
+
+
+# ---- scripts as processes ------------------------------------------------------------------------
+
+
+def run_script(*arguments, check=True, timeout=600, **environment):
+    """Run a script of the project as a user would, from its root; returns the finished process with
+    its text. check: it is to succeed."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
@@ -74,12 +126,41 @@ def torchrun(processes, *arguments, **keywords):
 
 
 def assert_user_error(done, *words):
-    """The script ended as for a user's mistake: status 2, a message with these words, no traceback."""
+    """The script ended as for a user's mistake: status 2, these words, no traceback."""
     assert done.returncode == 2, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     message = " ".join(done.stderr.split())
     for word in words:
         assert word in message, f"{word!r} is not in: {message}"
+
+
+def wait_for(condition, process=None):
+    """Poll until the condition holds; fails when the process has ended, or after ten minutes, the
+    last resort of a test that hangs."""
+    end = time.monotonic() + 600
+    while not condition():
+        ended = process and process.poll() is not None
+        assert not ended, f"it ended: {process.returncode}, {process.communicate()}"
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+# ---- what a run leaves ---------------------------------------------------------------------------
+
+
+def read_lines(path):
+    """The objects of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(config, key=None):
+    """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value}
+    of those with it."""
+    lines = read_lines(config.run_folder / "metrics.jsonl")
+    if key:
+        return {line["step"]: line[key] for line in lines if key in line}
+    varying = ("tokens_per_second", "memory_bytes")
+    return [{k: v for k, v in line.items() if k not in varying} for line in lines]
 
 
 def assert_same(a, b, where=""):
@@ -99,7 +180,23 @@ def assert_same(a, b, where=""):
         assert a == b, where
 
 
+def assert_same_losses(config, reference, tolerance):
+    """Two runs have the same training and validation losses, and curves of these."""
+    for key in ("loss", "val_loss_l2r", "val_loss_random"):
+        ours, expected = metrics(config, key), metrics(reference, key)
+        assert ours.keys() == expected.keys() and len(ours) > 1
+        assert max(abs(ours[step] - expected[step]) for step in ours) < tolerance, key
+    for key in ("val_curve_l2r", "val_curve_random"):
+        np.testing.assert_allclose(
+            list(metrics(config, key).values()), list(metrics(reference, key).values()), atol=1e-4
+        )
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
 def flip_byte(path, at, mask=0xFF):
+    """Change one byte of a file."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -128,57 +225,20 @@ class Hostile:
         return open, (str(self.target), "w")
 
 
-def write_config(config):
-    path = Path(config.out) / f"{config.name}.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(configuration.to_toml(config))
-    return path
+# ---- samples -------------------------------------------------------------------------------------
 
-
-def metrics(config, key=None):
-    """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value} of those with it."""
-    lines = [
-        json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    if key:
-        return {line["step"]: line[key] for line in lines if key in line}
-    return [
-        {k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_bytes")}
-        for line in lines
-    ]
-
-
-def encoder_config(config):
-    model = replace(config.model, attention="full", target="none", mask_token=257)
-    return replace(
-        config, model=model, objective=ObjectiveConfig("lambda_dce"), order=OrderConfig("random")
-    )
-
-
-def wait_for(condition, process=None, seconds=120):
-    """Poll until the condition holds; fails when time is up or the process has ended."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert not process or process.poll() is None, (
-            f"it ended: {process.returncode}, {process.communicate()}"
-        )
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
-
-
-def assert_same_losses(config, reference, tolerance):
-    for key in ("loss", "val_loss_l2r", "val_loss_random"):
-        ours, expected = metrics(config, key), metrics(reference, key)
-        assert ours.keys() == expected.keys() and len(ours) > 1
-        assert max(abs(ours[step] - expected[step]) for step in ours) < tolerance, key
-    for key in ("val_curve_l2r", "val_curve_random"):
-        np.testing.assert_allclose(
-            list(metrics(config, key).values()), list(metrics(reference, key).values()), atol=1e-4
-        )
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+MODES = {
+    "mdm": ["--mode", "mdm", "--steps", 5],
+    "mdm cosine": ["--mode", "mdm", "--steps", 5, "--schedule", "cosine"],
+    "even": ["--mode", "even", "--steps", 5],
+    "l2r": ["--mode", "l2r"],
+    "l2r in groups": ["--mode", "l2r", "--group-size", 3],
+    "random": ["--mode", "random", "--group-size", 2],
+    "confidence": ["--mode", "adaptive"],
+    "entropy": ["--mode", "adaptive", "--reveal-by", "entropy", "--group-size", 2],
+    "speculative": ["--mode", "speculative", "--draft", 4],
+    "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
+}
 
 
 def column(samples, key):
@@ -201,83 +261,3 @@ def data_of(document: str) -> dict:
     parser.close()
     assert tags.count("script") == len(scripts) == 2 and "img" not in tags
     return json.loads(scripts[0])
-
-
-def make_data(folder, words=4000, seed=0):
-    """A prepared dataset of bytes: random English words, so that a small model has something to learn."""
-    rng = random.Random(seed)
-    vocabulary = [
-        "any",
-        "order",
-        "model",
-        "token",
-        "mask",
-        "block",
-        "step",
-        "learn",
-        "the",
-        "of",
-        "predict",
-    ]
-    text = folder / "text.txt"
-    text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
-    return prepare(
-        Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=folder / "data")
-    )
-
-
-# the file of GPT-2's tokenizer lies beside the real text
-if "AOGPT_DATA" in os.environ and (Path(os.environ["AOGPT_DATA"]) / "tiktoken").is_dir():
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(os.environ["AOGPT_DATA"]) / "tiktoken"))
-needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken"
-)
-
-
-def prepared(name, out, *source, **options):
-    """prepare.py in this process, with bytes as tokens unless told otherwise; returns the folder."""
-    return prepare(Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options))
-
-
-def documents(folder, split="test"):
-    """The text of every document of a prepared split, whose checksum is right."""
-    tokens = read_tokens(folder, split, verify=True)
-    text = get_tokenizer(load_meta(folder)["tokenizer"]).decode(tokens)
-    return text.split("<|endoftext|>")[:-1]
-
-
-def write_jsonl(path, texts, field="text"):
-    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
-    return path
-
-
-def tiny_config(data, out, name="run", steps=40, **changes):
-    """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
-    config = Config(
-        name=name,
-        out=str(out),
-        seed=7,
-        model=ModelConfig(
-            vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8, dropout=0.1
-        ),
-        order=OrderConfig("mixture", 0.25),
-        data=DataConfig(str(data)),
-        optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
-        train=TrainConfig(
-            steps, batch_size=8, micro_batch_size=4, device="cpu", compile=False, log_interval=1
-        ),
-        eval=EvalConfig(interval=5, sequences=7),
-        checkpoint=CheckpointConfig(interval=4, keep=2),
-    )
-    return change(config, **changes)
-
-
-def change(config, **changes):
-    """change(config, optim__lr=1.0) sets optim.lr."""
-    for key, value in changes.items():
-        table, _, name = key.rpartition("__")
-        config = replace(
-            config,
-            **{table: replace(getattr(config, table), **{name: value})} if table else {name: value},
-        )
-    return config

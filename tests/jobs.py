@@ -19,27 +19,30 @@ from training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
 
+# ---- jobs ----------------------------------------------------------------------------------------
+
 
 class Job:
-    """torchrun with train.py, in the background; its output goes to a file. `end` leaves no process of it behind."""
+    """torchrun with train.py, or another script, in the background; its output goes to a file.
+    `end` leaves no process of it behind."""
 
-    def __init__(self, config, *options, launcher=("--standalone", "--nproc_per_node=2")):
-        self.config, self.path = config, write_config(config)
-        self.mark = f"AOGPT_JOB={secrets.token_hex(8)}"
-        name, value = self.mark.split("=")
-        env = os.environ | {"OMP_NUM_THREADS": "1", name: value}
-        self.output = self.path.with_name(f"{self.path.stem}.{value}.txt")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *launcher,
-            *options,
-            "train.py",
-            str(self.path),
-        ]
+    def __init__(
+        self,
+        config,
+        *options,
+        launcher=("--standalone", "--nproc_per_node=2"),
+        script=("train.py",),
+    ):
+        self.config, path = config, write_config(config)
+        name, value = "AOGPT_JOB", secrets.token_hex(8)
+        self.mark = f"{name}={value}"  # in the environment of all its processes
+        self.output = path.with_name(f"{path.stem}.{value}.txt")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *launcher, *options)
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
         with open(self.output, "w") as file:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+            self.process = subprocess.Popen(
+                [*torchrun, *script, str(path)], cwd=ROOT, env=env, stdout=file, stderr=file
+            )
 
     @property
     def said(self):
@@ -52,9 +55,8 @@ class Job:
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
                 environment = (path / "environ").read_text(errors="replace").split("\0")
                 if self.mark in environment:
-                    found[int(path.name)] = dict(
-                        entry.split("=", 1) for entry in environment if "=" in entry
-                    )
+                    pairs = [entry.split("=", 1) for entry in environment if "=" in entry]
+                    found[int(path.name)] = dict(pairs)
         return found
 
     def workers(self):
@@ -63,15 +65,19 @@ class Job:
 
     def starts(self):
         """For every time that the run was started: the step that it went on from."""
-        begun = re.findall(r"resumed from \S*step_(\d+)|parameters: \d", self.said)
-        return [
-            int(before or 0) for before, now in zip(["", *begun], begun, strict=False) if not now
-        ]
+        steps, resumed = [], 0
+        for step in re.findall(r"resumed from \S*step_(\d+)|parameters: \d", self.said):
+            if step:
+                resumed = int(step)
+            else:
+                steps.append(resumed)
+                resumed = 0
+        return steps
 
-    def wait(self, seconds=300):
+    def wait(self):
         """torchrun's exit status, once all its processes have ended."""
-        status = self.process.wait(seconds)
-        wait_for(lambda: not self.processes(), seconds=10)
+        status = self.process.wait(600)
+        wait_for(lambda: not self.processes())
         return status
 
     def end(self):
@@ -82,7 +88,8 @@ class Job:
 
 
 class TwoNodes(tuple):
-    """Options of two torchruns on this machine that stand for two nodes of one process each; `port` of their store."""
+    """Options of two torchruns on this machine that stand for two nodes of one process each;
+    `port` of their store."""
 
     port: int
 
@@ -93,9 +100,8 @@ def two_nodes(number, settings="last_call_timeout=30"):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     place = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}")
-    options = TwoNodes(
-        (f"--nnodes={number}", "--nproc_per_node=1", *place, f"--rdzv_conf={settings}")
-    )
+    nodes = (f"--nnodes={number}", "--nproc_per_node=1")
+    options = TwoNodes((*nodes, *place, f"--rdzv_conf={settings}"))
     options.port = port
     return options
 
@@ -105,6 +111,18 @@ def is_open(port):
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+# ---- moments -------------------------------------------------------------------------------------
+
+
+def random_moments(seed, count):
+    """A generator seeded with `seed`, and `count` kinds of moments: each as often as the others, in
+    random order."""
+    rng = random.Random(seed)
+    moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
+    rng.shuffle(moments)
+    return rng, moments
+
+
 def last_step(config):
     """The last step whose loss is written."""
     lines = read_metrics(config.run_folder / "metrics.jsonl")
@@ -112,40 +130,42 @@ def last_step(config):
 
 
 def wait_for_moment(job, start, moment, rng):
-    """Wait for a random moment of that kind after the job's start number `start` (from 0). Returns the step before."""
+    """Wait for a random moment of that kind after the job's start number `start` (from 0). Returns
+    the step that it started from."""
     wait_for(lambda: len(job.starts()) > start, job.process)
     config, base = job.config, job.starts()[start]
-    folder, step = config.run_folder / "checkpoints", base + rng.randint(1, 9)
-    if moment == "checkpoint":
-        wait_for(lambda: list(folder.glob(".step_*.tmp")), job.process)
-    else:
-        every = config.eval.interval
-        step = (
-            step if moment == "step" else (step // every + 1) * every
-        )  # its line is written before its evaluation
-        wait_for(lambda: last_step(config) >= step, job.process)
-        time.sleep(rng.uniform(0, 0.03))
+    step = base + rng.randint(1, 9)
+    if moment == "evaluation":  # the line of a step is written before its evaluation
+        step = (step // config.eval.interval + 1) * config.eval.interval
+    unfinished = config.run_folder / "checkpoints"
+
+    def reached():
+        # A small checkpoint is written so quickly that one may miss every one of them.
+        if moment == "checkpoint" and last_step(config) < base + 9:
+            return any(unfinished.glob(".step_*.tmp"))
+        return last_step(config) >= step
+
+    wait_for(reached, job.process)
+    if moment != "checkpoint":
+        time.sleep(rng.uniform(0, 0.03))  # any moment of a step
     return base
 
 
 def kill(job, start, moment, rng):
-    """Kill a random worker of two at a random moment. Returns what soak.py writes down of it."""
+    """Kill a random worker of two at a random moment, and wait until the job has come back. Returns
+    what soak.py writes down of it."""
     base = wait_for_moment(job, start, moment, rng)
     rank = rng.randrange(2)
     wait_for(lambda: rank in job.workers(), job.process)
     os.kill(job.workers()[rank], signal.SIGKILL)
     killed, reached = time.monotonic(), last_step(job.config)
     wait_for(lambda: len(job.starts()) > start + 1, job.process)
-    back = time.monotonic() - killed
-    again = job.starts()[start + 1]
-    return {
-        "moment": moment,
-        "rank": rank,
-        "from": base,
-        "reached": reached,
-        "again": again,
-        "seconds": back,
-    }
+    seconds, again = time.monotonic() - killed, job.starts()[start + 1]
+    where = {"moment": moment, "rank": rank, "from": base}
+    return where | {"reached": reached, "again": again, "seconds": seconds}
+
+
+# ---- what is left --------------------------------------------------------------------------------
 
 
 def whole(path):
@@ -165,11 +185,3 @@ def assert_same_state(config, reference):
     )
     assert ours == expected
     return step
-
-
-def random_moments(seed, count):
-    """A generator seeded with `seed`, and `count` kinds of moments: each as often as the others, in random order."""
-    rng = random.Random(seed)
-    moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
-    rng.shuffle(moments)
-    return rng, moments

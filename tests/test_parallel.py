@@ -66,7 +66,7 @@ STEPS, MOVED = 20, 15
 
 
 @pytest.fixture(scope="module")
-def everywhere(data, tmp_path_factory, pairs, short):
+def everywhere(data, tmp_path_factory, pairs):
     """Undisturbed runs, {place: configuration}, and what became of them after a move, {(from, to): configuration}.
 
     Two processes, once they have been launched, also do the other jobs of this file. Seven validation sequences are no
@@ -94,11 +94,7 @@ def everywhere(data, tmp_path_factory, pairs, short):
 
     for world in (1, 2, 4):
         own = [("run", config) for (_, processes), config in runs.items() if processes == world]
-        more = (
-            [("steps", shards) for _, shards in pairs.values()] + compiled_pair(short)
-            if world == 2
-            else []
-        )
+        more = [("steps", shards) for _, shards in pairs.values()] if world == 2 else []
         do(world, *own, *jobs(world, range(world + 1)), *more)
     do(1, *jobs(1, (2, 4)))
     return runs, moves
@@ -212,6 +208,7 @@ def pairs(short, run):
     checkpointing = itertools.cycle(("none", "selective", "block"))  # which changes nothing
     alone = {name: system(short, name, checkpoint__interval=99) for name in SYSTEMS}
     alone["muon"] = change(short, name="muon", optim__kind="muon")
+    alone["random lengths"] = change(short, name="lengths", data__random_length_prob=0.7)
     alone["started"] = change(short, name="started", train__init_from=str(run))
     shards = {
         name: change(
@@ -234,18 +231,7 @@ def pairs(short, run):
     return {name: (alone[name], shards[name]) for name in alone}
 
 
-def compiled_pair(short):
-    """Jobs of two runs in shards, eager and compiled; none without a compiler."""
-    base = change(short, train__parallel="fsdp", train__activation_checkpointing="selective")
-    found = any(map(shutil.which, ("c++", "g++", "clang++")))
-    jobs = [
-        ("run", change(base, name="eager")),
-        ("compiled", change(base, name="compiled", train__compile=True)),
-    ]
-    return jobs if found else []
-
-
-@pytest.mark.parametrize("name", [*SYSTEMS, "muon", "started"])
+@pytest.mark.parametrize("name", [*SYSTEMS, "muon", "random lengths", "started"])
 def test_every_system_takes_the_same_steps_in_shards_on_two_processes_as_alone(
     pairs, everywhere, name
 ):
@@ -282,17 +268,23 @@ def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_bat
         torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler",
+)
 def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(
-    everywhere, short
+    short,
 ):
-    if not compiled_pair(short):
-        pytest.skip("torch.compile needs a C++ compiler")
-    (_, eager), (_, compiled) = compiled_pair(short)
+    base = change(short, train__parallel="fsdp", train__activation_checkpointing="selective")
+    eager = change(base, name="eager")
+    compiled = change(base, name="compiled", train__compile=True)
+    do(2, ("run", eager), ("compiled", compiled))
     frames = result("compiled", compiled)
     assert frames[0] > 0 and frames == [frames[0]] * 4
     ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")
-    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend on the gradient's
-    # size, amplify it
+    # Fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend
+    # on the gradient's size, amplify it.
     assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 4
 
 
