@@ -7,11 +7,11 @@
         [--plan-json FILE]
 
 The first argument is a config file; every key of it can be overridden. The run lives in OUT/NAME.
-Started again with the same command, it goes on from its newest checkpoint and gives the same weights
-as if it had never stopped. SIGTERM and Ctrl-C finish the step, save and exit. --plot trains nothing:
-it draws runs (folders OUT/NAME) against each other into one picture, out/compare.png unless
---plot-out says otherwise. --plan trains nothing, either: it prints the memory, time and traffic that
-the run would need on so many GPUs (--plan --help for its options).
+Started again with the same command, it goes on from its newest checkpoint and gives the same
+weights as if it had never stopped. SIGTERM and Ctrl-C finish the step, save and exit. --plot trains
+nothing: it draws runs (folders OUT/NAME) against each other into one picture, out/compare.png
+unless --plot-out says otherwise. --plan trains nothing, either: it prints the memory, time and
+traffic that the run would need on so many GPUs (--plan --help for its options).
 """
 
 from __future__ import annotations
@@ -268,9 +268,9 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
         )
     if model.mask_token is not None and model.mask_token < data_vocab:
         raise ValueError(
-            f"model.mask_token is {model.mask_token}, a token of the data in {config.data.folder}; "
-            f"set it to {data_vocab}, the first id after its vocabulary, and model.vocab_size above "
-            "that"
+            f"model.mask_token is {model.mask_token}, a token of the data in "
+            f"{config.data.folder}; set it to {data_vocab}, the first id after its vocabulary, and "
+            "model.vocab_size above that"
         )
 
 
@@ -314,7 +314,8 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
         )
     if progress.step < config.train.steps:
         procs.print0(
-            f"stopped at step {progress.step} and saved {saved}; the same command goes on from there"
+            f"stopped at step {progress.step} and saved {saved}; the same command goes on from "
+            "there"
         )
     else:
         procs.print0(f"finished {progress.step} steps; next: python sample.py {config.run_folder}")

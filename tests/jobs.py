@@ -14,7 +14,8 @@ from pathlib import Path
 
 from helpers import ROOT, assert_same, metrics, wait_for, write_config
 
-from checkpoints import sharded, store
+from checkpoints import sharded
+from checkpoints import store as checkpoint
 from training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
@@ -169,14 +170,16 @@ def kill(job, start, moment, rng):
 
 
 def whole(path):
-    """A checkpoint of either form with all its tensors, without what may differ between equal runs."""
+    """A checkpoint of either form with all its tensors, without what may differ between equal
+    runs."""
     state = store.read(path, verify=path.is_file())
     state["tensors"] = sharded.read_all(path, "") if path.is_dir() else {}
     return state | {"config": None}
 
 
 def assert_same_state(config, reference):
-    """The newest checkpoint is what the undisturbed run had at that step, bit for bit, and so are the losses to it."""
+    """The newest checkpoint is what the undisturbed run had at that step, bit for bit, and so are
+    the losses to it."""
     newest = store.find(config.run_folder)[-1]
     assert_same(whole(newest), whole(reference.run_folder / "checkpoints" / newest.name))
     step = store.step_of(newest)

@@ -1,7 +1,8 @@
-"""What test_parallel.py lets several processes do: many small jobs in one launch, since launching takes seconds.
+"""What test_parallel.py lets several processes do: many small jobs in one launch, since launching
+takes seconds.
 
-torchrun ... tests/parallel_jobs.py JOB [JOB ...], where JOB is NAME=CONFIG: a function below and the configuration of
-a run, in whose folder the results are left.
+torchrun ... tests/parallel_jobs.py JOB [JOB ...], where JOB is NAME=CONFIG: a function below and
+the configuration of a run, in whose folder the results are left.
 """
 
 import errno
@@ -51,7 +52,8 @@ def run(config, procs):
 
 
 def moved(config, procs):
-    """Go on with the run before "_to_" in the name, from its checkpoints up to the first; what was restored."""
+    """Go on with the run before "_to_" in the name, from its checkpoints up to the first; what was
+    restored."""
     source = configuration.load_toml(Path(config.out) / f"{config.name.partition('_to_')[0]}.toml")
     folder = config.run_folder / "checkpoints"
     if procs.main:
@@ -131,8 +133,8 @@ def killed(config, procs):
 
 
 def faulty(config, procs):
-    """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is full, at step 6 the
-    first process may not rename, and at step 8 it may not make a folder."""
+    """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is
+    full, at step 6 the first process may not rename, and at step 8 it may not make a folder."""
     start, rename, mkdir = sharded.Writer.start, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -44,7 +44,8 @@ interval = {steps}
 def train_evaluate_sample(
     folder, data, environment=None, sampling=(), orders=("l2r", "random"), **values
 ):
-    """Run train.py, eval_ppl.py and sample.py; returns (run folder, evaluation report, lines of the samples)."""
+    """Run train.py, eval_ppl.py and sample.py; returns (run folder, evaluation report, lines of the
+    samples)."""
     environment = environment or {}
     config = folder / "config.toml"
     config.write_text(CONFIG.format(out=folder / "out", data=data, **values))
@@ -68,7 +69,8 @@ LETTERS = "abcdefghijklmnop"
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    """Bytes of long runs of one letter: by itself a letter is one of 16 (2.8 nats), beside any other nearly certain."""
+    """Bytes of long runs of one letter: by itself a letter is one of 16 (2.8 nats), beside any
+    other nearly certain."""
     folder = tmp_path_factory.mktemp("letters")
     rng = random.Random(0)
     text = "".join(rng.choice(LETTERS) * rng.randrange(100, 300) for _ in range(400))

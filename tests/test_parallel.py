@@ -1,4 +1,5 @@
-"""parallel.py and the runs of several processes: the numbers of one process, whatever the processes and the shards."""
+"""parallel.py and the runs of several processes: the numbers of one process, whatever the processes
+and the shards."""
 
 import itertools
 import math
@@ -37,7 +38,8 @@ from training.config import Config
 
 
 def do(world, *jobs):
-    """Let this many processes do jobs of parallel_jobs.py, (function, configuration), one after the other."""
+    """Let this many processes do jobs of parallel_jobs.py, (function, configuration), one after the
+    other."""
     words = [f"{name}={write_config(config)}" for name, config in jobs]
     if world == 1:
         parallel_jobs.do(*words)
@@ -49,7 +51,7 @@ def result(name, config):
     return torch.load(config.run_folder / f"{name}.pt", weights_only=True)
 
 
-# ---- 1, 2 and 4 processes, replicas and shards -----------------------------------------------------------------------
+# ---- 1, 2 and 4 processes, replicas and shards ---------------------------------------------------
 
 PLACES = [(kind, world) for world in (1, 2, 4) for kind in ("ddp", "fsdp")]
 MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and to more
@@ -67,10 +69,11 @@ STEPS, MOVED = 20, 15
 
 @pytest.fixture(scope="module")
 def everywhere(data, tmp_path_factory, pairs):
-    """Undisturbed runs, {place: configuration}, and what became of them after a move, {(from, to): configuration}.
+    """Undisturbed runs, {place: configuration}, and what became of them after a move, {(from, to):
+    configuration}.
 
-    Two processes, once they have been launched, also do the other jobs of this file. Seven validation sequences are no
-    multiple of the processes: some of these evaluate fewer than others.
+    Two processes, once they have been launched, also do the other jobs of this file. Seven
+    validation sequences are no multiple of the processes: some of these evaluate fewer than others.
     """
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, train__micro_batch_size=2)
@@ -122,9 +125,9 @@ def test_a_checkpoint_gives_its_state_bit_for_bit_to_any_number_of_processes_und
 
 
 def test_the_next_losses_after_a_move_are_those_of_the_undisturbed_run(everywhere):
-    """The weights are the same, so the first loss differs only by the order in which the means over sequences are
-    taken: roundings of float32, 6e-8 of a loss of about 5.6, once or twice in each of a few sums. AdamW then amplifies
-    them as it does in an undisturbed run."""
+    """The weights are the same, so the first loss differs only by the order in which the means over
+    sequences are taken: roundings of float32, 6e-8 of a loss of about 5.6, once or twice in each of
+    a few sums. AdamW then amplifies them as it does in an undisturbed run."""
     runs, moves = everywhere
     for (source, _), config in moves.items():
         ours, expected = metrics(config, "loss"), metrics(runs[source], "loss")
@@ -147,7 +150,7 @@ def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywh
     assert (config.run_folder / "best").resolve() == store.find(config.run_folder)[-1].resolve()
 
 
-# ---- every system, sharded -------------------------------------------------------------------------------------------
+# ---- every system, sharded -----------------------------------------------------------------------
 
 SYSTEMS = {  # changes of the model, objective, order
     "left to right": ({"target": "none"}, ObjectiveConfig("ar"), OrderConfig("l2r")),
@@ -237,8 +240,8 @@ def test_every_system_takes_the_same_steps_in_shards_on_two_processes_as_alone(
 ):
     """Four losses, hence three updates, and gradient norms; with activation checkpointing, too.
 
-    Muon iterates in bfloat16: where the other order of the sums of a gradient, of a relative 1e-7, crosses a boundary
-    of it, an entry of an update of 0.2 * 3e-3 moves by 2^-8 of itself.
+    Muon iterates in bfloat16: where the other order of the sums of a gradient, of a relative 1e-7,
+    crosses a boundary of it, an entry of an update of 0.2 * 3e-3 moves by 2^-8 of itself.
     """
     alone, shards = pairs[name]
     expected, ours = (
@@ -258,7 +261,8 @@ def test_every_system_takes_the_same_steps_in_shards_on_two_processes_as_alone(
 def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(
     pairs, everywhere, kind, groups
 ):
-    """ddp has one bucket for such a small model, fsdp a group of weights for each of two blocks and for the rest."""
+    """ddp has one bucket for such a small model, fsdp a group of weights for each of two blocks and
+    for the rest."""
     once, every = (
         torch.tensor(result("steps", pairs[f"{kind} {often}"][1])) for often in (False, True)
     )
@@ -288,7 +292,7 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 4
 
 
-# ---- activation checkpointing ----------------------------------------------------------------------------------------
+# ---- activation checkpointing --------------------------------------------------------------------
 
 
 class Kept(TorchDispatchMode):
@@ -345,8 +349,9 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_less(short, name
 
 
 def test_selective_checkpointing_keeps_nothing_random():
-    """Attention with dropout that is kept, and so not run again, would leave the dropout after it other random numbers
-    than it had. (PyTorch's attention for CPUs has no dropout of its own, so that no gradient here could tell.)"""
+    """Attention with dropout that is kept, and so not run again, would leave the dropout after it
+    other random numbers than it had. (PyTorch's attention for CPUs has no dropout of its own, so
+    that no gradient here could tell.)"""
 
     def kept(dropout):
         block, config = torch.nn.Module(), Config()
@@ -362,7 +367,7 @@ def test_selective_checkpointing_keeps_nothing_random():
     assert torch.ops.aten.mm.default in kept(0.0) & kept(0.1)
 
 
-# ---- steps that are skipped on the device ----------------------------------------------------------------------------
+# ---- steps that are skipped on the device --------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -396,7 +401,7 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
         assert not torch.equal(after[name], before[name])
 
 
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -425,7 +430,8 @@ def test_nothing_in_a_step_waits_for_the_gpu(short, kind):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_shards_in_bfloat16_on_a_gpu_give_the_loss_of_replicas_within_its_rounding(short):
-    """The first loss: weights of norms and adaLN's tables are rounded to 8 bits at another place."""
+    """The first loss: weights of norms and adaLN's tables are rounded to 8 bits at another
+    place."""
     losses = []
     for kind in ("ddp", "fsdp"):
         config = change(
@@ -442,7 +448,8 @@ def test_shards_in_bfloat16_on_a_gpu_give_the_loss_of_replicas_within_its_roundi
 
 @pytest.mark.parametrize("kind", ["none", "block"])
 def test_compiled_replicas_whose_gradients_go_in_several_buckets_have_eager_gradients(kind):
-    """torch.compile cuts the model where a bucket of gradients ends, also around what the backward pass makes again."""
+    """torch.compile cuts the model where a bucket of gradients ends, also around what the backward
+    pass makes again."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = tiny_config(

@@ -1,4 +1,5 @@
-"""train.py: one step, exact resume after any kind of end, processes, skipped steps, and what the run folder holds."""
+"""train.py: one step, exact resume after any kind of end, processes, skipped steps, and what the
+run folder holds."""
 
 import json
 import math
@@ -81,7 +82,7 @@ def copy_of(reference, out, **changes):
     return change(reference, out=str(out), **changes)
 
 
-# ---- one step --------------------------------------------------------------------------------------------------------
+# ---- one step ------------------------------------------------------------------------------------
 
 
 def one_step(config, dataset, procs=ALONE, step=3):
@@ -105,7 +106,8 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(dat
     norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).double().norm().item()
     assert norm > 0.5, "clipping must have something to do here"
     model, loss, reported = one_step(config, dataset)
-    # two micro-batches are summed in another order than one batch: float32 rounding, relative 1e-7 an operation
+    # two micro-batches are summed in another order than one batch: float32 rounding, relative 1e-7
+    # an operation
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert reported == pytest.approx(norm, rel=1e-5)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -115,7 +117,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(dat
     assert total == pytest.approx(norm, rel=1e-5) and reported == pytest.approx(norm, rel=1e-5)
 
 
-# ---- random lengths --------------------------------------------------------------------------------------------------
+# ---- random lengths ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 4, 8, 20, 1024])
@@ -265,7 +267,7 @@ def test_every_length_is_compiled_once_and_none_falls_back_to_eager(data, tmp_pa
     assert set(graphs) == expected and len(graphs) == len(expected)
 
 
-# ---- what a finished run leaves --------------------------------------------------------------------------------------
+# ---- what a finished run leaves ------------------------------------------------------------------
 
 
 def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(reference):
@@ -384,7 +386,7 @@ def test_one_seed_gives_one_run_and_another_seed_another(data, tmp_path, referen
     assert metrics(other, "loss")[1] != metrics(reference, "loss")[1]
 
 
-# ---- going on --------------------------------------------------------------------------------------------------------
+# ---- going on ------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_started_again_says_so_and_changes_nothing(reference, tmp_path, capsys):
@@ -447,11 +449,12 @@ def test_a_run_can_go_on_from_the_config_in_its_own_folder(reference, tmp_path):
     assert resumed == config
 
 
-# ---- killed anywhere, resumed, the same bit for bit ------------------------------------------------------------------
+# ---- killed anywhere, resumed, the same bit for bit ----------------------------------------------
 
 DRIVER = """
-# Imports everything once, then forks a run of train.py whenever it is asked to, so that a run can be killed and started
-# again dozens of times. A run can be told to die before its n-th file operation, or when a file grows past a size.
+# Imports everything once, then forks a run of train.py whenever it is asked to, so that a run can
+# be killed and started again dozens of times. A run can be told to die before its n-th file
+# operation, or when a file grows past a size.
 import json, os, resource, signal, sys
 import matplotlib.pyplot, torch, torch._dynamo, tyro
 import train
@@ -481,12 +484,13 @@ while line := sys.stdin.readline():
         if order["operation"]:
             die_before(order["operation"])
         if order["file_size"]:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process in the middle of its write
+            # the kernel then ends the process in the middle of its write
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"],) * 2)
         try:
             run_script(train.main)
         except SystemExit as stop:
-            os._exit(stop.code)  # without taking the interpreter down, which takes longer than the run
+            os._exit(stop.code)  # taking the interpreter down would take longer than the run
     print(child, flush=True)
     sys.stdin.readline()  # until it is asked for the status, the process id stays the child's
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -500,7 +504,8 @@ def has_reached(config, step):
 
 
 class Driver:
-    """Starts runs of train.py, one at a time, as children of a process that has imported everything already."""
+    """Starts runs of train.py, one at a time, as children of a process that has imported everything
+    already."""
 
     def __init__(self, log):
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -511,7 +516,8 @@ class Driver:
             )
 
     def start(self, path, operation=None, file_size=None):
-        """Start a run and return its process id; it is to die before that file operation or past that file size."""
+        """Start a run and return its process id; it is to die before that file operation or past
+        that file size."""
         order = {"arguments": [str(path)], "operation": operation, "file_size": file_size}
         print(json.dumps(order), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
@@ -580,7 +586,8 @@ def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_fo
 
 @pytest.fixture(scope="module")
 def killed_before_every_operation(data, tmp_path_factory, driver):
-    """(reference, runs): a short run killed before its n-th fsync, replace, link or unlink and resumed, for every n."""
+    """(reference, runs): a short run killed before its n-th fsync, replace, link or unlink and
+    resumed, for every n."""
     out = tmp_path_factory.mktemp("operations")
     schedule = {"checkpoint__interval": 3, "checkpoint__keep": 1, "eval__interval": 4}
     reference = tiny_config(data, out, "reference", steps=8, **schedule)
@@ -614,7 +621,7 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(
         assert store.read(config.run_folder / "best.pt")["step"] == best, config.name
 
 
-# ---- stopped by a signal ---------------------------------------------------------------------------------------------
+# ---- stopped by a signal -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -669,11 +676,12 @@ def test_a_batch_that_does_not_divide_among_the_processes_is_an_error_with_the_n
     train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
 
 
-# ---- steps that are not finite ---------------------------------------------------------------------------------------
+# ---- steps that are not finite -------------------------------------------------------------------
 
 
 def spoil(monkeypatch, bad_steps, what):
-    """Make the loss, or only its gradient, non-finite at some steps (of two micro-batches), as a bad batch would."""
+    """Make the loss, or only its gradient, non-finite at some steps (of two micro-batches), as a
+    bad batch would."""
     calls, plain = [0], train.ao_ar_loss
 
     def loss(model, tokens, order):
@@ -754,7 +762,7 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
     assert list(skipped.values())[-5:] == [0, 1, 2, 3, 4] and max(skipped) < 30
 
 
-# ---- full disks and damaged checkpoints ------------------------------------------------------------------------------
+# ---- full disks and damaged checkpoints ----------------------------------------------------------
 
 
 def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
@@ -823,7 +831,7 @@ def test_when_all_checkpoints_are_broken_the_run_does_not_start_anew_over_them(r
     assert files(config.run_folder) == before
 
 
-# ---- what a user can get wrong ---------------------------------------------------------------------------------------
+# ---- what a user can get wrong -------------------------------------------------------------------
 
 
 def test_data_that_are_missing_or_do_not_fit_are_clear_errors(data, tmp_path):
@@ -845,7 +853,7 @@ def test_data_that_are_missing_or_do_not_fit_are_clear_errors(data, tmp_path):
     assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
 
 
-# ---- Weights & Biases ------------------------------------------------------------------------------------------------
+# ---- Weights & Biases ----------------------------------------------------------------------------
 
 
 def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
@@ -866,7 +874,7 @@ def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypat
     assert_user_error(run_script("train.py", write_config(config), check=False, **nowhere), "wandb")
 
 
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# ---- torch.compile -------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(
@@ -884,8 +892,8 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, t
     train.train(eager, ALONE)
     done = run_script("train.py", write_config(compiled), TORCH_LOGS="recompiles,graph_code")
     ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")
-    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend on the gradient's
-    # size, amplify it
+    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend
+    # on the gradient's size, amplify it
     assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 6
     log = done.stdout + done.stderr
     assert "TRACED GRAPH" in log, "nothing was compiled"

@@ -68,8 +68,8 @@ def accumulation_steps(config: Config, procs: Processes) -> int:
 def micro_batches(
     data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Iterator[Batch]:
-    """Yield this process's micro-batches on its device, those of `first_step` and of all steps after
-    it, in order. Close it to end its thread.
+    """Yield this process's micro-batches on its device, those of `first_step` and of all steps
+    after it, in order. Close it to end its thread.
 
     A thread makes the next one while the device is at work on the one before, in pinned memory,
     from where a copy to the GPU needs no wait either.

@@ -28,8 +28,8 @@ from runtime.devices import pick_dtype
 from runtime.processes import Processes
 from training.config import Config
 
-# What selective activation checkpointing keeps. Which attention PyTorch calls depends on the device;
-# a build has only those that it can run.
+# What selective activation checkpointing keeps. Which attention PyTorch calls depends on the
+# device; a build has only those that it can run.
 MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = tuple(
     getattr(torch.ops.aten, name).default

@@ -78,10 +78,11 @@ def validation_loss(
     config: Config,
     procs: Processes,
 ) -> tuple[float, list]:
-    """Mean nats per token of the first eval.sequences blocks, and its curve by step (see `by_step`).
+    """Mean nats per token of the first eval.sequences blocks, and its curve by step (see
+    `by_step`).
 
-    Every block is scored under one order, or one set of masked positions, which is the same in every
-    evaluation of the run, so that the loss changes with the weights alone.
+    Every block is scored under one order, or one set of masked positions, which is the same in
+    every evaluation of the run, so that the loss changes with the weights alone.
     """
     count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
     points = min(CURVE_POINTS, config.model.block_size)
