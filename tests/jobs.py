@@ -14,8 +14,7 @@ from pathlib import Path
 
 from helpers import ROOT, assert_same, metrics, wait_for, write_config
 
-from checkpoints import sharded
-from checkpoints import store as checkpoint
+from checkpoints import sharded, store
 from training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")

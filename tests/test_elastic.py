@@ -26,7 +26,7 @@ from jobs import (
 )
 
 import train
-from checkpoints import store as checkpoint
+from checkpoints import store
 from runtime.processes import processes
 
 needs_proc = pytest.mark.skipif(
@@ -109,9 +109,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
     os.kill(receiving, signal.SIGTERM)
     job.wait()  # with a process one step ahead, the other would wait for it in vain
     step = int(re.search(r"stopped at step (\d+) and saved", job.said)[1])
-    assert (
-        last_step(config) == checkpoint.step_of(checkpoint.find(config.run_folder)[-1]) == step >= 3
-    )
+    assert last_step(config) == store.step_of(store.find(config.run_folder)[-1]) == step >= 3
     assert "error (rank" not in job.said and 'train.py", line' not in job.said
 
 
@@ -143,7 +141,6 @@ while os.environ["WORLD_SIZE"] == "1" and not lost.exists():
     time.sleep(0.05)
 
 import train
-from checkpoints import store as checkpoint
 from runtime.command_line import run_script
 run_script(train.main)
 """
