@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import ROOT, make_data
+from helpers import ROOT, read_lines
 
 import eval_ppl
 import sample
@@ -17,21 +17,10 @@ from training import config as configuration
 SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("corpus"))
-
-
 def short(steps):
     """Options that cut a debug config down to a few steps."""
-    settings = {
-        "train.steps": steps,
-        "optim.warmup-steps": 2,
-        "eval.interval": 4,
-        "eval.sequences": 8,
-    }
-    settings |= {"checkpoint.interval": 4, "train.log-interval": 1}
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    options = f"--train.steps {steps} --optim.warmup-steps 2 --eval.interval 4 --eval.sequences 8"
+    return [*options.split(), "--checkpoint.interval", "4", "--train.log-interval", "1"]
 
 
 @pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.stem)
@@ -42,7 +31,7 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
     assert status == 0 and "resumed from" in out, err
     run = tmp_path / configuration.load_toml(path).name
     assert [int(p.stem[5:]) for p in store.find(run)] == [4, 8]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
     report = tmp_path / "report.json"
@@ -65,15 +54,8 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path)
     options = ["--data.folder", data, "--out", tmp_path]
     assert script(train, gpt2, *options, *short(4))[0] == 0
     source = tmp_path / "debug_gpt2"
-    learning_nothing = [
-        "--name",
-        "any_order",
-        "--model.target",
-        "adaln",
-        "--objective.kind",
-        "ao_ar",
-    ]
-    learning_nothing += ["--order.kind", "mixture", "--optim.lr", "0", "--train.init-from", source]
+    changes = "--name any_order --model.target adaln --objective.kind ao_ar --order.kind mixture"
+    learning_nothing = [*changes.split(), "--optim.lr", "0", "--train.init-from", source]
     status, out, err = script(train, gpt2, *options, *short(2), *learning_nothing)
     assert status == 0 and "started from the weights of" in out, err
 

@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from helpers import run_script
+from helpers import read_lines, run_script
 
 CONFIG = """
 name = "{name}"
@@ -58,7 +58,7 @@ def train_evaluate_sample(
     drawn = run_script(
         "sample.py", run, "--num-samples", 3, "--jsonl", samples, *sampling, **environment
     )
-    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    lines = read_lines(samples)
     assert len(lines) == 3 and all(line["text"] in drawn.stdout for line in lines)
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     return run, json.loads(report.read_text()), lines
@@ -81,20 +81,19 @@ def letters(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "target, order", [("adaln", "mixture"), ("input", "random"), ("none", "l2r")]
+    "target, order",
+    [
+        ("adaln", "mixture"),
+        pytest.param("input", "random", marks=pytest.mark.slow),
+        pytest.param("none", "l2r", marks=pytest.mark.slow),
+    ],
 )
 def test_from_a_text_file_to_samples_with_bytes(letters, tmp_path, target, order):
     orders, sampling = ["l2r", "random"], ["--steps", 16]
     if target == "none":
         orders, sampling = ["l2r"], ["--mode", "l2r"]
-    values = {
-        "name": target,
-        "target": target,
-        "order": order,
-        "vocab_size": 320,
-        "block_size": 32,
-        "steps": 120,
-    }
+    values = {"name": target, "target": target, "order": order}
+    values |= {"vocab_size": 320, "block_size": 32, "steps": 120}
     run, report, lines = train_evaluate_sample(
         tmp_path, letters, sampling=[*sampling, "--prompt", "cccccccc"], orders=orders, **values
     )
@@ -105,15 +104,14 @@ def test_from_a_text_file_to_samples_with_bytes(letters, tmp_path, target, order
     own = "l2r" if order == "l2r" else "random"
     # whoever ignores the context cannot do better than the unigram entropy
     assert losses[own] < unigram - 1.0, losses
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {key for key in last if key.startswith("val_curve_")} == {
-        f"val_curve_{kind}" for kind in losses
-    }
+    curves = {key for key in read_lines(run / "metrics.jsonl")[-1] if key.startswith("val_curve_")}
+    assert curves == {f"val_curve_{kind}" for kind in losses}
     text = "".join(line["text"][8:] for line in lines)
     assert all(line["text"].startswith("cccccccc") for line in lines)
     assert text.count("c") / len(text) > 0.5, "the samples do not follow their prompt"
 
 
+@pytest.mark.slow
 def test_from_real_books_to_samples_with_gpt2_tokens(real_data, tmp_path):
     environment = {}
     if "TIKTOKEN_CACHE_DIR" not in os.environ and (real_data / "tiktoken").is_dir():
@@ -123,14 +121,8 @@ def test_from_real_books_to_samples_with_gpt2_tokens(real_data, tmp_path):
     run_script("data/prepare.py", "text", *source, "--out", data, **environment)
     meta = json.loads((data / "meta.json").read_text())
     assert meta["tokenizer"] == "gpt2" and meta["splits"]["train"]["documents"] == 5
-    values = {
-        "name": "books",
-        "target": "adaln",
-        "order": "mixture",
-        "vocab_size": 50304,
-        "block_size": 64,
-        "steps": 12,
-    }
+    values = {"name": "books", "target": "adaln", "order": "mixture"}
+    values |= {"vocab_size": 50304, "block_size": 64, "steps": 12}
     prompt = "It was a"
     _, report, lines = train_evaluate_sample(
         tmp_path, data, environment, ["--steps", 8, "--prompt", prompt, "--top-p", 0.9], **values

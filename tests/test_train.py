@@ -29,6 +29,7 @@ from helpers import (
     flip_byte,
     make_data,
     metrics,
+    needs_compiler,
     read_lines,
     run_script,
     tiny_config,
@@ -838,10 +839,7 @@ def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypat
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))),
-    reason="torch.compile needs a C++ compiler",
-)
+@needs_compiler
 def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, tmp_path):
     changes = {
         "model__dropout": 0.0,
