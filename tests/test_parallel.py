@@ -134,6 +134,7 @@ def test_the_next_losses_after_a_move_are_those_of_the_undisturbed_run(everywher
         assert max(abs(ours[step] - expected[step]) for step in ours) < 1e-5, config.name
 
 
+@pytest.mark.slow
 def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywhere):
     runs, _ = everywhere
     source = runs["fsdp", 4]
