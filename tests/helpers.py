@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from data.loader import load_meta, read_tokens
 from data.prepare import Prepare, prepare
+from data.tokenizers import get_tokenizer
 from model import ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
@@ -37,6 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = Processes(0, 1, torch.device("cpu"))
 LENGTH = 16  # the block size of tiny_config
 
+# The file of GPT-2's tokenizer lies beside the real text.
+if "AOGPT_DATA" in os.environ and (Path(os.environ["AOGPT_DATA"]) / "tiktoken").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(os.environ["AOGPT_DATA"]) / "tiktoken"))
+
+needs_gpt2 = pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken"
+)
+
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))),
     reason="torch.compile needs a C++ compiler",
@@ -52,8 +62,25 @@ def make_data(folder, words=4000, seed=0):
     vocabulary = "any order model token mask block step learn the of predict".split()
     text = folder / "text.txt"
     text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
-    out = folder / "data"
-    return prepare(Prepare("text", source=(text,), tokenizer="bytes", val_fraction=0.2, out=out))
+    return prepared("text", folder / "data", text, val_fraction=0.2)
+
+
+def prepared(name, out, *source, **options):
+    """prepare.py in this process, with bytes as tokens unless told otherwise; returns the folder."""
+    return prepare(Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options))
+
+
+def documents(folder, split="test"):
+    """The text of every document of a prepared split, whose checksum is right."""
+    tokens = read_tokens(folder, split, verify=True)
+    text = get_tokenizer(load_meta(folder)["tokenizer"]).decode(tokens)
+    return text.split("<|endoftext|>")[:-1]
+
+
+def write_jsonl(path, texts, field="text"):
+    """Write texts as a JSONL file; returns its path."""
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
+    return path
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):
@@ -242,7 +269,7 @@ MODES = {
     "l2r in groups": ["--mode", "l2r", "--group-size", 3],
     "random": ["--mode", "random", "--group-size", 2],
     "confidence": ["--mode", "adaptive"],
-    "entropy": ["--mode", "adaptive", "--reveal-by", "entropy", "--group-size", 2],
+    "entropy": ["--mode", "adaptive", "--unmask-by", "entropy", "--group-size", 2],
     "speculative": ["--mode", "speculative", "--draft", 4],
     "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
 }
