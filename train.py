@@ -20,9 +20,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,51 +37,26 @@ from runtime.files import write_text
 from runtime.processes import Processes, StopRequest, processes
 from runtime.randomness import philox_bits
 from training import config as configuration
-from training import memory_plan
+from training import memory_plan, plots
 from training.batches import Batch, PendingLosses, accumulation_steps, micro_batches
 from training.config import Config
 from training.metrics import Log
 from training.optimizers import learning_rates, move, set_learning_rates
 from training.parallel import compiled, micro_step, replicate
-from training.plots import plot_losses, plot_runs
 from training.state import Progress, Saver, State, start
 from training.validation import best_by, evaluate
-
-
-@dataclass(frozen=True)
-class PlotArguments:
-    plot: tuple[Path, ...]
-    """Run folders to draw against each other."""
-    plot_out: Path = Path("out/compare.png")
-    """The PNG to write."""
-    plot_x: Literal["tokens", "steps"] = "tokens"
-    """What stands on the x axis."""
 
 
 def main() -> int:
     arguments = sys.argv[1:]
     if any(word.startswith("--plot") for word in arguments):
-        return plot(arguments)
+        return plots.plot_command(arguments)
     if "--plan" in arguments:
         return memory_plan.print_plan(arguments, __doc__)
     config = configuration.from_command_line(arguments, __doc__)
     sharded = config.train.parallel == "fsdp"
     with processes(config.train.device, config.train.timeout, group=sharded) as procs:
         return train(config, procs)
-
-
-def plot(arguments: list[str]) -> int:
-    """`--plot RUN [RUN ...]`: draw runs against each other."""
-    import tyro
-
-    a = tyro.cli(
-        PlotArguments, args=arguments, prog="train.py", description="Draw runs against each other."
-    )
-    if not a.plot:
-        raise ValueError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
-    plot_runs(list(a.plot), a.plot_out, a.plot_x)
-    print(f"wrote {a.plot_out}")
-    return 0
 
 
 def train(config: Config, procs: Processes) -> int:
@@ -278,7 +251,7 @@ def already_finished(config: Config, procs: Processes, progress: Progress) -> in
     """Say that there is nothing to do, and draw the curve if the run was killed before that."""
     folder = config.run_folder
     if procs.main and not (folder / "loss.png").exists():
-        plot_losses(folder)
+        plots.plot_losses(folder)
     procs.print0(
         f"{folder} is finished at step {progress.step}; give more --train.steps to go on, "
         "or another --name"
@@ -307,7 +280,7 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
     """Draw the curve and say how the run ended. Raises CheckpointError if its last checkpoint was
     not written."""
     if procs.main:
-        plot_losses(config.run_folder)
+        plots.plot_losses(config.run_folder)
     if saved is None:
         raise CheckpointError(
             "the last checkpoint could not be written (see above); free some space and start again"

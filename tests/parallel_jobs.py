@@ -25,7 +25,7 @@ from checkpoints import sharded, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
-from training import parallel
+from training import parallel, plots
 from training import state as states
 from training.batches import micro_batches
 
@@ -163,7 +163,7 @@ def faulty(config, procs):
 
 
 def do(*jobs):
-    train.plot_losses = lambda folder: None  # which takes longer than the run
+    plots.plot_losses = lambda folder: None  # which takes longer than the run
     with processes("cpu", 120.0, group=True) as procs:
         for job in jobs:
             name, _, path = job.partition("=")

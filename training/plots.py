@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -69,6 +70,29 @@ def plot_losses(folder: Path) -> None:
 
 
 # ---- many runs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlotArguments:
+    plot: tuple[Path, ...]
+    """Run folders to draw against each other."""
+    plot_out: Path = Path("out/compare.png")
+    """The PNG to write."""
+    plot_x: Literal["tokens", "steps"] = "tokens"
+    """What stands on the x axis."""
+
+
+def plot_command(arguments: list[str]) -> int:
+    """`train.py --plot RUN [RUN ...]`: draw runs against each other. Returns the exit status."""
+    import tyro
+
+    what = "Draw runs against each other."
+    a = tyro.cli(PlotArguments, args=arguments, prog="train.py", description=what)
+    if not a.plot:
+        raise ValueError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
+    plot_runs(list(a.plot), a.plot_out, a.plot_x)
+    print(f"wrote {a.plot_out}")
+    return 0
 
 
 def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
