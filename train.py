@@ -54,7 +54,7 @@ def main() -> int:
     if "--plan" in arguments:
         return memory_plan.print_plan(arguments, __doc__)
     config = configuration.from_command_line(arguments, __doc__)
-    sharded = config.train.parallel == "fsdp"
+    sharded = config.train.parallel == "fsdp"  # which needs a group even of one process
     with processes(config.train.device, config.train.timeout, group=sharded) as procs:
         return train(config, procs)
 
