@@ -692,7 +692,7 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
     config = change(config, checkpoint__interval=1, train__max_skipped_steps=4)
     status, _, err = script(train, write_config(config))
     assert status == 2 and "not finite 4 steps in a row" in err and "--optim.lr" in err
-    good = re.search(r"the last good checkpoint is ([^;]+)", err)[1]
+    good = re.search(r"the last good checkpoint is (\S+)\. Lower", err)[1]
     state = store.read(Path(good), verify=True)
     weights = state["model"] | state["ema"]["weights"]
     assert all(bool(p.isfinite().all()) for p in weights.values())
