@@ -69,16 +69,12 @@ class RunPlan:
     """What `plan_run` found. Memory in bytes of the fullest GPU, in the parts that the top of this
     file explains."""
 
-    name: str
-    gpu: str
+    config: Config
     world_size: int
-    parallel: str
+    gpu: GPU
+    utilisation: float
+    """Assumed share of the GPUs' peak, of all operations."""
     dtype: str
-    activation_checkpointing: str
-    compiled: bool
-    micro_batch_size: int
-    micro_steps: int
-    block_size: int
     parameters: dict[str, int]
     """Of the whole model, by part."""
     memory: dict[str, int]
@@ -89,16 +85,14 @@ class RunPlan:
     """Of those that divide a GPU's share of the batch; 0: not even 1 fits."""
     smallest_world_size: int | None
     """Power of two at which the configuration fits as it is; None: none up to LARGEST_WORLD."""
+    micro_steps: int
     tokens_per_step: int
     flops_per_step: float
     """Of the model, forward and backward, as its MFU is counted."""
     flops_again_per_step: float
     """Of what is computed a second time in the backward pass."""
-    utilisation: float
-    """Assumed share of the GPUs' peak, of all operations."""
     seconds_per_step: float | None
     """None in float32, whose peak is not known."""
-    steps: int
     sent_per_step: int
     """Bytes that every GPU sends to others in a step, ring algorithms."""
     checkpoint_bytes: int
@@ -137,28 +131,22 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
     seconds = (flops + again) / (world_size * gpu.flops * utilisation) if bf16 else None
     weights = sum(p.numel() for p in model.parameters())
     return RunPlan(
-        name=config.name,
-        gpu=gpu.name,
-        world_size=world_size,
-        parallel=t.parallel,
+        config,
+        world_size,
+        gpu,
+        utilisation,
         dtype="bfloat16" if bf16 else "float32",
-        activation_checkpointing=t.activation_checkpointing,
-        compiled=t.compile,
-        micro_batch_size=t.micro_batch_size,
-        micro_steps=t.batch_size // (t.micro_batch_size * world_size),
-        block_size=size,
         parameters=model.num_params(),
         memory=memory,
         memory_total=sum(memory.values()),
         memory_usable=usable,
         largest_micro_batch_size=largest_micro_batch(config, model, world_size, usable),
         smallest_world_size=smallest_world(config, model, usable),
+        micro_steps=t.batch_size // (t.micro_batch_size * world_size),
         tokens_per_step=tokens,
         flops_per_step=flops,
         flops_again_per_step=again,
-        utilisation=utilisation,
         seconds_per_step=seconds,
-        steps=t.steps,
         sent_per_step=sent_bytes(config, model, world_size),
         # weights, their average and the optimizer's state
         checkpoint_bytes=2 * FLOAT * weights + state_bytes(config, model, 1)["optimizer"],
@@ -442,8 +430,8 @@ def print_plan(arguments: list[str], description: str) -> int:
     plan = plan_run(config, a.world_size, find_gpu(a.gpu, a.gpu_memory_gib), a.mfu)
     print(plan_text(plan))
     if a.plan_json:
-        numbers = dataclasses.asdict(plan) | {"fits": plan.fits}
-        report = {"plan": numbers, "config": configuration.to_dict(config)}
+        plan_numbers = dataclasses.asdict(plan) | {"fits": plan.fits}
+        report = {"config": plan_numbers.pop("config"), "plan": plan_numbers}
         dtype, no_device = getattr(torch, plan.dtype), torch.device("meta")
         write_json(a.plan_json, report | provenance(a, dtype, no_device))
     return 0
@@ -451,10 +439,11 @@ def print_plan(arguments: list[str], description: str) -> int:
 
 def plan_text(plan: RunPlan) -> str:
     """The plan as lines of text: what it is of, then sections of (label, value, note)."""
-    compiled = "compiled" if plan.compiled else "not compiled"
+    t = plan.config.train
     lines = [
-        f"{plan.name} on {plan.world_size} x {plan.gpu}: {plan.parallel}, {plan.dtype}, "
-        f"activation checkpointing {plan.activation_checkpointing}, {compiled}"
+        f"{plan.config.name} on {plan.world_size} x {plan.gpu.name}: {t.parallel}, {plan.dtype}, "
+        f"activation checkpointing {t.activation_checkpointing}, "
+        f"{'compiled' if t.compile else 'not compiled'}"
     ]
     sections = {
         "parameters, millions": parameter_rows(plan),
@@ -477,7 +466,8 @@ def parameter_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
 
 
 def memory_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
-    sharded = plan.parallel == "fsdp"
+    t, size = plan.config.train, plan.config.model.block_size
+    sharded = t.parallel == "fsdp"
     labels = {
         "weights": "weights, float32",
         "gradients": "gradients, float32",
@@ -485,7 +475,7 @@ def memory_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
         "ema": "averaged weights (EMA)",
         "in_use": "weights in use, gathered" if sharded else "weights, bfloat16 copies",
         "in_reduction": "gradients in reduction",
-        "activations": f"activations, {plan.micro_batch_size} x {plan.block_size} tokens",
+        "activations": f"activations, {t.micro_batch_size} x {size} tokens",
         "working": "working memory of head or block",
     }
     rows = [(label, gib(plan.memory[part]), "") for part, label in labels.items()]
@@ -504,9 +494,10 @@ def memory_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
 
 
 def time_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
+    t, size = plan.config.train, plan.config.model.block_size
     again = plan.flops_again_per_step / plan.flops_per_step
     batch = f"{plan.world_size} GPUs x {plan.micro_steps} x micro-batch "
-    batch += f"{plan.micro_batch_size} x {plan.block_size}"
+    batch += f"{t.micro_batch_size} x {size}"
     rows = [
         ("tokens a step", f"{plan.tokens_per_step:,}", batch),
         ("operations a step", f"{plan.flops_per_step:.2e}", f"and {again:.0%} of them again"),
@@ -517,11 +508,11 @@ def time_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
         mfu, daily = plan.utilisation / (1 + again), 86400 / plan.seconds_per_step
         billions = plan.tokens_per_step / 1e9
         speed = f"at {plan.utilisation:.0%} of the peak (MFU {mfu:.1%})"
-        run = f"{plan.steps:,} steps, {plan.steps * billions:,.0f}e9 tokens"
+        run = f"{t.steps:,} steps, {t.steps * billions:,.0f}e9 tokens"
         rows += [
             ("seconds a step", f"{plan.seconds_per_step:,.2f}", speed),
             ("steps a day", f"{daily:,.0f}", f"{daily * billions:,.1f}e9 tokens"),
-            ("days of the run", f"{plan.steps / daily:,.1f}", run),
+            ("days of the run", f"{t.steps / daily:,.1f}", run),
         ]
     kept = f"{plan.checkpoints} kept at most: {plan.checkpoints * plan.checkpoint_bytes / 1e9:,.1f}"
     return rows + [
