@@ -17,7 +17,7 @@ from reference import (
     randomise,
 )
 
-from model import AOGPT, ModelConfig, ParallelPass
+from model import AOGPT, ModelConfig
 from objectives import ao_ar_loss, evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
 
@@ -101,12 +101,12 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
 
 
 def test_mdm_weights_are_the_integrals_over_time():
-    """(1/t) t^m (1-t)^(n-m) integrated term by term; and the weights of all masks that hide a
-    position sum to 1."""
+    """(1/t) t^m (1-t)^(n-m) integrated term by term, which is 1 / (m C(n, m)); and the weights of
+    all masks that hide a position sum to 1."""
     for masked in mask_sets(N):
         m = len(masked)
         terms = (Fraction((-1) ** k * math.comb(N - m, k), m + k) for k in range(N - m + 1))
-        assert mdm_weight(masked, N) == sum(terms)
+        assert mdm_weight(masked, N) == sum(terms) == Fraction(1, m * math.comb(N, m))
     for position in range(N):
         assert sum(mdm_weight(masked, N) for masked in mask_sets(N) if position in masked) == 1
 
@@ -119,25 +119,13 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
     model = make_model(seed)
     orders = torch.tensor(list(itertools.permutations(range(N))))
     sequences = all_sequences(V, N)[::8]
-    middle = []
-    for x in sequences:
-        ordered, total = x[orders], 0.0
-        for known in range(N):  # l - 1
-            lengths = torch.full((len(orders),), known)
-            with torch.no_grad():
-                feed = ParallelPass(
-                    torch.zeros_like(lengths),
-                    lengths,
-                    torch.full_like(lengths, N),
-                    len(orders) * N,
-                    N,
-                    N,
-                )
-                hidden = model.parallel_hidden(ordered, orders, feed)
-                nll = model.head_nll(hidden.view(len(orders), N, -1), ordered)
-            total += nll[:, known:].sum(dim=1).mean() / (N - known)
-        middle.append(total)  # n * (1/n) * the sum over l
-    assert (torch.stack(middle) - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
+    middle = torch.zeros(len(sequences), dtype=torch.float64)
+    for known in range(N):  # l - 1
+        lengths = torch.full((len(orders),), known)
+        for i, x in enumerate(sequences):
+            logs = model.parallel_log_probs(x.expand(len(orders), N), orders, lengths)
+            middle[i] -= logs.sum(dim=1).mean() / (N - known)  # n * (1/n) * the sum over l
+    assert (middle - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -161,19 +149,10 @@ def test_order_invariant_decoder_is_a_masked_diffusion_model(seed):
     assert (ao_ar_by_enumeration(model, sequences) - integral).abs().max() < 1e-12
 
 
-def test_any_order_loss_is_the_mean_over_steps_and_differentiable():
-    model = make_model(0)
-    tokens, order = random_tokens(V, 5, N, seed=0), random_orders(5, N, seed=1)
-    loss = ao_ar_loss(model, tokens, order)
-    assert loss.shape == () and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
-    loss.backward()
-    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
+    """A distributed or compiled wrapper forwards, and has no other method of the model."""
 
-
-def test_any_order_loss_takes_a_wrapped_model():
-    class Wrapper(
-        torch.nn.Module
-    ):  # as a distributed or compiled wrapper: it forwards, and has no other method
+    class Wrapper(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
             self.inner = inner
@@ -181,12 +160,12 @@ def test_any_order_loss_takes_a_wrapped_model():
         def forward(self, *arguments):
             return self.inner(*arguments)
 
-    model, tokens, order = (
-        make_model(0),
-        random_tokens(V, 2, N, seed=0),
-        random_orders(2, N, seed=1),
-    )
-    assert torch.equal(ao_ar_loss(Wrapper(model), tokens, order), ao_ar_loss(model, tokens, order))
+    model, tokens, order = make_model(0), random_tokens(V, 5, N, 0), random_orders(5, N, 1)
+    loss = ao_ar_loss(model, tokens, order)
+    assert loss.shape == () and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
+    assert torch.equal(ao_ar_loss(Wrapper(model), tokens, order), loss)
+    loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["l2r", "random"])
