@@ -163,11 +163,12 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class PermutationGather(torch.autograd.Function):
-    """Rows of a per-position table in the order of each sequence: (T, D), (B, T) -> (B, T, D).
+    """table[order], the rows of a per-position table in the order of each sequence: (T, D), (B, T)
+    -> (B, T, D), with a deterministic gradient.
 
-    Every row of `order` is a permutation of 0..T-1, so the gradient is a gather by the inverse
-    permutation and a sum over the batch. Plain indexing would add up the gradients with atomics,
-    whose order, and hence rounding, differs from run to run on a GPU; this is deterministic.
+    Plain indexing adds up the gradients of a row with atomics, whose order, and hence rounding,
+    differs from run to run on a GPU. But every row of `order` is a permutation of 0..T-1, so the
+    gradient is a gather, too, by the inverse permutation, and a sum over the batch.
     """
 
     @staticmethod
@@ -240,7 +241,7 @@ class Attention(nn.Module):
         start = None
         if mask.hide_start:
             # Input 0 attends to itself alone, so its output is its value, and the others go on
-            # without it. A mask would do the same, but fused attention kernels know causal best.
+            # without it. A mask would do the same, but the fastest kernels take none but causal.
             start, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
@@ -265,7 +266,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm. It reads its own parameters only, so that it can be sharded,
-    compiled or computed again alone."""
+    compiled or computed again in the backward pass by itself."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -299,8 +300,8 @@ class Block(nn.Module):
         if self.adaln is None:
             x = x + self.drop(self.attn(self.norm1(x), mask, rotary, cache))
             return x + self.drop(self.mlp(self.norm2(x)))
-        # adaLN is computed once per position, not once per token: the whole batch shares the table,
-        # and every token gathers the row of its target.
+        # adaLN depends on the target position alone, so it is computed once per position, not once
+        # per token: the whole batch shares the table, and every token takes the row of its target.
         if modulation is None:
             modulation = self.adaln(condition)
         shift1, scale1, gate1, shift2, scale2, gate2 = at_targets(modulation).chunk(6, dim=-1)
@@ -409,8 +410,8 @@ class Transformer(nn.Module):
         if torch.compiler.is_compiling() or len(x) <= rows:
             return function(x, targets)
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
-        again = {"use_reentrant": False, "preserve_rng_state": False}
-        return torch.cat([checkpoint(function, *chunk, **again) for chunk in chunks])
+        how = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here is random
+        return torch.cat([checkpoint(function, *chunk, **how) for chunk in chunks])
 
     def check_tokens(self, tokens: Tensor, other: Tensor) -> None:
         """Raise ValueError if tokens or what comes with them (orders, masks) do not fit."""
@@ -487,8 +488,8 @@ class AOGPT(Transformer):
 
         Returns: (B, T), nats, in prediction order.
         """
-        # tokens.gather(1, order), but a compiled backward pass keeps this and would do that again
-        # for every logit.
+        # The same as tokens.gather(1, order). Compiled, that gather would be fused into the
+        # backward pass of the head and repeated for every logit; a scatter is done once and kept.
         ordered = torch.empty_like(tokens).scatter_(1, inverse_permutation(order), tokens)
         return self.head_nll(self.hidden(tokens, order, group_start), ordered)
 
@@ -558,13 +559,13 @@ class AOGPT(Transformer):
         return self.final_norm(x, at_targets, condition, modulations[-1] if modulations else None)
 
     def _condition(self) -> Tensor | None:
-        """What adaLN is computed from, (block_size, cond_dim): it depends on the target position
-        only. None without adaLN."""
+        """What adaLN is computed from, (block_size, cond_dim). None without adaLN."""
         return F.silu(self.wtpe.weight) if self.config.target == "adaln" else None
 
     def modulations(self) -> list[Tensor]:
-        """What adaLN gives for every position, computed once for many parallel passes: of every
-        block (block_size, 6 D), and of the final norm (block_size, 2 D). Empty without adaLN."""
+        """What adaLN gives for every target position: of each block (block_size, 6 D), and of the
+        final norm (block_size, 2 D). Generation computes it once for all its passes. Empty without
+        adaLN."""
         condition = self._condition()
         if condition is None:
             return []
