@@ -1,4 +1,4 @@
-"""Generation, under the name that other programs import: `from decode import generate, mdm_plan`."""
+"""Generation, under the name that others import: `from decode import generate, mdm_plan`."""
 
 from sampling.engine import Engine, Generation, generate
 from sampling.plans import (

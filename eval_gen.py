@@ -32,10 +32,11 @@ from runtime.processes import Processes, processes
 from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
 from sampling import modes
-from sampling.engine import Generation, TokenChoice
+from sampling.engine import Generation
 from sampling.modes import BATCH_SIZE, Mode, SamplingOptions
 from sampling.plans import Schedule
 from sampling.records import generation_cost, sample_records
+from sampling.token_choice import TokenChoice
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler,
 # width, and how numbers are written. Rows are printed one by one, each as soon as it is known, so

@@ -1,8 +1,8 @@
 """Generate text with a trained model.
 
 python sample.py out/quickstart --mode mdm --steps 64
-python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl samples.jsonl
-python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:20] of the list." --html order.html
+python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl FILE.jsonl
+python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:20] of it." --html FILE
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def check_files(a: Arguments) -> None:
     """ValueError for files that cannot be written or that contradict each other."""
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise ValueError(
-            "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold both "
-            "kinds"
+            "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold "
+            "both kinds"
         )
     check_output(a.jsonl, "--jsonl")
     check_output(a.html, "--html")

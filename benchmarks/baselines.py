@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AOGPT
-from sampling.engine import Generation, Plan, TokenChoice
+from sampling.engine import Generation
+from sampling.plans import Plan
+from sampling.token_choice import TokenChoice
 
 
 class PerToken(nn.Module):

@@ -1,1 +1,1 @@
-"""From a plan to samples: plans, the cached engine, the choice of tokens, the page that shows them."""
+"""From a plan to samples: plans, the engine, the choice of tokens, the page that shows them."""

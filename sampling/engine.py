@@ -1,33 +1,36 @@
 """The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
 
-A plan is known before the model runs, so the shapes of every step are known on the host: nothing in the loop waits for
-the device, caches are allocated once, the adaLN tables are computed once, and only positions that are being revealed
-reach the output head. Compiled, the sizes of a step are rounded up to few widths, so that no new shapes turn up.
+A plan is known before the model runs, so the shapes of every step are known on the host: nothing in
+the loop waits for the device, the cache is allocated once, adaLN is computed once per position, and
+only positions that are being unmasked reach the output head. Compiled, the sizes of a step are
+rounded up to few shapes, so that no new ones turn up.
 
-Shapes: B samples in flight, T positions, G groups, N items of a step, V vocabulary.
+Shapes: B samples in flight, T positions, G groups (steps), N items of a step, V vocabulary.
+A *slot* is a place in the prediction order; slot T, the last column of a buffer, takes what nobody
+reads.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-import model as model_module
-from model import AOGPT, MLP, KVCache, ParallelPass, log_linear_noise, ragged
+from model import AOGPT, HEAD_CHUNK_ELEMENTS, Encoder, KVCache, ragged
 from runtime.devices import available_memory, out_of_memory, release_memory
-from sampling.plans import (
-    Plan,
-    adaptive_plan,
-    group_sizes,
-    l2r_plan,
-    mdm_plan,
-    random_plan,
-    speculative_plan,
+from sampling.packed import packed
+from sampling.passes import (
+    CompiledShapes,
+    DecoderPasses,
+    EncoderPasses,
+    Step,
+    StepShape,
+    shapes_of,
+    steps_of,
 )
+from sampling.plans import Plan, stack_plans
 from sampling.token_choice import (
     ACCEPTED,
     CORRECTED,
@@ -38,32 +41,15 @@ from sampling.token_choice import (
     probabilities,
 )
 
-__all__ = [
-    "Engine",
-    "Generation",
-    "Plan",
-    "TokenChoice",
-    "adaptive_plan",
-    "choose_tokens",
-    "generate",
-    "group_sizes",
-    "l2r_plan",
-    "mdm_plan",
-    "random_plan",
-    "speculative_plan",
-]
-
-CPU_CHUNK_ELEMENTS = (
-    2**19
-)  # logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache
-
-
+# Of an engine, (B, T + 1) each.
 BUFFERS = {
     "order": torch.long,
     "tokens": torch.long,
     "log_probs": torch.float,
     "uniforms": torch.float64,
 }
+# Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
+CPU_CHUNK_ELEMENTS = 2**19
 
 
 @dataclass
@@ -71,10 +57,11 @@ class Generation:
     """Samples and how they came about.
 
     tokens: LongTensor (B, T) in sequence order; 0 past the end of a shorter sample.
-    step: LongTensor (B, T), the step of the plan (speculative: the round) at which each position was revealed, -1 for
-        given ones and past the end.
-    log_probs: float tensor (B, T), log-probability (nats) of each revealed token under the model, given what was known
-        when it was revealed, among the ids that may be drawn, before temperature and truncation; 0 where step is -1.
+    step: LongTensor (B, T), the step of the plan (speculative: the round) at which each position
+        was unmasked, -1 for given ones and past the end.
+    log_probs: float tensor (B, T), log-probability (nats) of each generated token under the model,
+        given what was known when it was unmasked, among the ids that may be drawn, before
+        temperature and truncation; 0 where step is -1.
     length: LongTensor (B,), positions of each sample.
     model_calls: forward passes of the model, all batches together.
     token_forwards: inputs those passes were fed, padding left out.
@@ -105,14 +92,13 @@ class Generation:
     def rows(self) -> Iterator[tuple[list[int], list[int], list[float]]]:
         """Tokens, steps and log-probabilities of each sample, as long as it is."""
         for b, length in enumerate(self.length.tolist()):
-            yield tuple(
-                values[b, :length].tolist() for values in (self.tokens, self.step, self.log_probs)
-            )
+            values = (self.tokens, self.step, self.log_probs)
+            yield tuple(v[b, :length].tolist() for v in values)
 
 
 @torch.no_grad()
 def generate(
-    model: AOGPT,
+    model: AOGPT | Encoder,
     plan: Plan,
     tokens: Tensor | None = None,
     *,
@@ -121,31 +107,37 @@ def generate(
     choice: TokenChoice | None = None,
     vocab_size: int | None = None,
     batch_size: int | None = None,
+    halve: bool | None = None,
     progress: Callable[[int], None] | None = None,
     compile: bool = False,
-    halve: bool | None = None,
 ) -> Generation:
     """Generate the samples of a plan.
 
     Args:
         model: in eval mode, on any device.
-        plan: B samples of up to T <= block_size positions. A decoder that is not told its target position (GPT) makes
-            sense of plans that continue a text from left to right, one token a step.
-        tokens: LongTensor (B, T) that holds the given tokens at the plan's given positions; the rest is ignored.
+        plan: B samples of up to T <= block_size positions. A decoder that is not told its target
+            position (GPT) makes sense of plans that continue a text from left to right, one token
+            a step.
+        tokens: LongTensor (B, T) that holds the given tokens at the plan's given positions; the
+            rest is ignored.
         generator: CPU generator of one uniform number per position, or
-        uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on row b alone. The same
-            sample in another batch has logits that differ by rounding: in float32 that moves a token once in about a
-            million (where a draft is rejected more often), in bfloat16 often.
+        uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on
+            row b alone. The same sample in another batch has logits that differ by rounding: in
+            float32 that moves a token once in about a million (where a draft is rejected more
+            often), in bfloat16 often.
         choice: temperature, top-p, top-k, noise.
         vocab_size: only ids below it are drawn (the rows that pad the token table are not tokens).
-        batch_size: samples in flight at once; all by default.
-        progress: called after every step with the number of positions it unmasked; with less than 0 where memory ran
-            out and a smaller batch begins again.
-        compile: torch.compile the step, with CUDA graphs on a GPU; worth its minutes for many samples.
-        halve: whether to take smaller batches where memory runs out; by default only if no batch_size is given.
+        batch_size: samples in flight at once; by default all.
+        halve: whether to halve the batch for as long as memory runs out; by default only where no
+            batch_size is given.
+        progress: called after every step with the number of positions it unmasked; and with less
+            than 0 where a smaller batch begins again.
+        compile: torch.compile the step, with CUDA graphs on a GPU; worth its minutes for many
+            samples.
 
-    Raises ValueError for what does not fit together, if memory does not suffice, and after the
-    last step if the model's output was not finite. Whoever generates in a loop should keep an `Engine`.
+    Raises ValueError for what does not fit together; where memory does not suffice and the batch
+    may not be halved; and after the last step if the model's output was not finite. Whoever
+    generates in a loop should keep an `Engine`.
     """
     B, T = plan.order.shape
     for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
@@ -174,18 +166,65 @@ def generate(
                     f"memory ran out with a batch of {size} samples of {T} tokens on "
                     f"{model.wte.weight.device}: {_advice(size // 2)}"
                 ) from error
-        # Begin again with half as many, and give back what the full batch took.
-        size //= 2
-        count(-generated)
+        # Give back what the batch took, and begin again with half as many samples.
         engine = None
         release_memory(model.wte.weight.device)
+        size //= 2
+        count(-generated)
 
 
-def _size_that_fits(model: AOGPT, length: int, batch_size: int, halve: bool) -> int:
+def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
+    """Tokens, 0 where they are not given, and uniforms, both (B, T); ValueError if they do not fit
+    model and plan."""
+    (B, T), config = plan.order.shape, model.config
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+    if B == 0:
+        raise ValueError("the plan holds no samples; plan at least one")
+    if T > config.block_size:
+        raise ValueError(
+            f"samples of {T} tokens, but the model was built for up to {config.block_size}"
+        )
+    if plan.draft and (config.is_encoder or config.target == "none"):
+        raise ValueError(
+            "speculative decoding needs a decoder that is told its target position; use another "
+            "plan"
+        )
+    if tokens is None:
+        if plan.given().any():
+            raise ValueError("the plan has given positions: pass their tokens")
+        tokens = torch.zeros(B, T, dtype=torch.long)
+    if uniforms is None:
+        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
+    for name, value in (("tokens", tokens), ("uniforms", uniforms)):
+        if value.shape != (B, T):
+            raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
+    if not ((uniforms >= 0) & (uniforms < 1)).all():
+        raise ValueError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
+    given = tokens.cpu()[plan.given()]
+    ids = config.vocab_size if config.mask_token is None else config.mask_token
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < ids:
+        raise ValueError(f"a given token is outside the model's vocabulary of {ids}")
+    return tokens.cpu().where(plan.given(), 0), uniforms
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def bytes_per_sample(model: AOGPT | Encoder, length: int) -> int:
+    """Bytes of the cache and the buffers that an engine allocates for each sample in flight."""
+    buffers = sum(dtype.itemsize for dtype in BUFFERS.values()) * (length + 1) + torch.long.itemsize
+    if model.config.is_encoder:
+        return buffers
+    cache = KVCache(model.config, 1, length, "meta", model.wte.weight.dtype)
+    return buffers + cache.keys.nbytes + cache.values.nbytes
+
+
+def _size_that_fits(model, length: int, batch_size: int, halve: bool) -> int:
     """The batch size, halved for as long as its cache and buffers do not fit into memory; where it
-    may not be halved, a ValueError that says which would.
+    may not be halved, a ValueError that says which size would fit.
 
-    What these take is known exactly. The rest, the tensors of a step, is found out by running it.
+    Only what is known exactly is looked at. What a step needs beside it is found out by running it.
     """
     device = model.wte.weight.device
     free, one = available_memory(device), bytes_per_sample(model, length)
@@ -208,237 +247,51 @@ def _advice(batch_size: int) -> str:
     return "not even one sample fits: take shorter samples or more steps"
 
 
-def bytes_per_sample(model: AOGPT, length: int) -> int:
-    """Bytes of the cache and the buffers that an engine allocates for each sample in flight."""
-    numbers = sum(dtype.itemsize for dtype in BUFFERS.values()) * (length + 1)
-    if model.config.is_encoder:
-        return numbers
-    dtype = model.wte.weight.dtype
-    cache = KVCache(model.config, 1, length, device="meta", dtype=dtype)
-    return numbers + cache.keys.nbytes + cache.values.nbytes
-
-
-def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
-    """Tokens, 0 where they are not given, and uniforms, both (B, T); ValueError if they do not fit model and plan."""
-    B, T = plan.order.shape
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
-    if B == 0:
-        raise ValueError("the plan holds no samples; plan at least one")
-    if T > model.config.block_size:
-        raise ValueError(
-            f"samples of {T} tokens, but the model was built for up to {model.config.block_size}"
-        )
-    if plan.draft and (model.config.is_encoder or model.config.target == "none"):
-        raise ValueError(
-            "speculative decoding needs a decoder that is told its target position; use another plan"
-        )
-    if tokens is None:
-        if plan.given().any():
-            raise ValueError("the plan has given positions: pass their tokens")
-        tokens = torch.zeros(B, T, dtype=torch.long)
-    if uniforms is None:
-        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
-    for name, value in (("tokens", tokens), ("uniforms", uniforms)):
-        if value.shape != (B, T):
-            raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
-    if not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise ValueError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
-    given = tokens.cpu()[plan.given()]
-    ids = model.config.vocab_size if model.config.mask_token is None else model.config.mask_token
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < ids:
-        raise ValueError(f"a given token is outside the model's vocabulary of {ids}")
-    return tokens.cpu().where(plan.given(), 0), uniforms
-
-
-# ---- the sizes of every step, known before the first -----------------------------------------------------------------
-
-
-@dataclass
-class Steps:
-    """What each group of a plan feeds and reveals; LongTensors (G, B) on the host.
-
-    cached: inputs in the cache before the step. known: tokens known. count: inputs fed. size: positions revealed.
-    """
-
-    cached: Tensor
-    known: Tensor
-    count: Tensor
-    size: Tensor
-
-    @staticmethod
-    def of(plan: Plan, encoder: bool) -> Steps:
-        size = group_sizes(plan).T
-        given = (plan.valid() & (plan.step < 0)).sum(dim=1)
-        known = given + size.cumsum(dim=0) - size
-        if encoder:
-            cached, count = torch.zeros_like(known), (size > 0) * plan.length
-        elif plan.unmask_by == "order":
-            # The first copy of a step is the true input of its slot and stays.
-            cached = torch.cat([torch.zeros_like(known[:1]), known[:-1] + 1])
-            count = (size > 0) * (known - cached + size)
-        else:
-            # Every position left is a candidate; the copies stand for an order that is yet to be chosen.
-            cached = torch.cat([torch.zeros_like(known[:1]), known[:-1]])
-            count = (size > 0) * (plan.length - cached)
-        return Steps(cached, known, count, size)
-
-    def needs(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Of every step: items, items of the widest row, positions revealed, and positions that could be if the model
-        chooses among all that are left."""
-        candidates = (self.size > 0) * (plan.length - self.known) * (plan.unmask_by != "order")
-        columns = (
-            self.count.sum(dim=1),
-            self.count.amax(dim=1),
-            self.size.sum(dim=1),
-            candidates.sum(dim=1),
-        )
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _head_rows(config) -> int:
-    """Rows whose logits are alive at once."""
-    return max(1, model_module.HEAD_CHUNK_ELEMENTS // config.vocab_size)
-
-
-class Shapes:
-    """The few shapes that compiled steps have. A shape: items, width, reveals and candidates of a step.
-
-    Groups of one plan differ in size, and each new shape costs a compilation: a step takes a shape that is there if it
-    is large enough and not more than four times too large.
-    """
-
-    def __init__(self):
-        self.made: list[tuple[int, ...]] = []
-
-    def prepare(self, needs: list[tuple[int, ...]]) -> None:
-        """Make the shapes that a list of steps will take: one for the largest and all down to a quarter of it, ..."""
-        waiting = sorted(needs, key=max, reverse=True)
-        while waiting := [need for need in waiting if self._find(need) is None]:
-            largest = self._rounded(max(waiting[0]))
-            level = [need for need in waiting if 4 * max(*need, 8) >= largest]
-            self.made.append(tuple(self._rounded(max(sizes)) for sizes in zip(*level, strict=True)))
-
-    def fit(self, need: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that a step takes."""
-        if self._find(need) is None:
-            self.prepare([need])
-        return self._find(need)
-
-    def _find(self, need: tuple[int, ...]) -> tuple[int, ...] | None:
-        for shape in self.made:
-            if all(n <= size for n, size in zip(need, shape, strict=True)) and max(
-                shape
-            ) <= 4 * max(*need, 8):
-                return shape
-        return None
-
-    @staticmethod
-    def _rounded(n: int) -> int:
-        """Up to a multiple of 8, and to three significant bits: 8, 16, ..., 64, 80, 96, 112, 128, 160, ..."""
-        unit = 1 << max(n.bit_length() - 3, 3)
-        return -(-n // unit) * unit
-
-
-class PackedLinear(nn.Module):
-    """A linear layer for inference on a CPU, its weight laid out by oneDNN: for few rows 2 to 4 times as fast."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-
-    def forward(self, x: Tensor, then: str = "none", variant: str = "") -> Tensor:
-        """`then`: an activation that is applied to the output where it is computed."""
-        return torch.ops.mkldnn._linear_pointwise(
-            x.to(self.weight.dtype), self.packed, self.bias, then, [], variant
-        )
-
-
-class PackedMLP(nn.Module):
-    def __init__(self, mlp: MLP):
-        super().__init__()
-        self.approximate, self.fc, self.proj = (
-            mlp.approximate,
-            PackedLinear(mlp.fc),
-            PackedLinear(mlp.proj),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.fc(x, "gelu", self.approximate))
-
-
-def packed(model: AOGPT) -> AOGPT:
-    """The model with packed linear layers, sharing all parameters, where that makes it faster: in float32 on a CPU."""
-    if not _can_pack(model):
-        return model
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            replacement = {nn.Linear: PackedLinear, MLP: PackedMLP}.get(type(child))
-            if replacement:
-                setattr(module, name, replacement(child))
-    return model
-
-
-def _can_pack(model: AOGPT) -> bool:
-    weight = model.wte.weight
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-    )
-
-
-# ---- the engine ------------------------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------------
 
 
 class Engine(nn.Module):
     """The state of B samples in flight, and the steps that advance it.
 
-    One engine serves any number of batches and plans: what is allocated, packed or compiled once stays. The model's
-    weights must stay as they are meanwhile.
+    One engine serves any number of batches and plans: what is allocated, packed or compiled once
+    stays. The model's weights must stay as they are meanwhile.
 
-    Buffers (their addresses stay, as CUDA graphs need): order, tokens, log_probs by prediction step, uniforms by
-    position; a last column takes what nobody reads.
+    Buffers (their addresses stay, as CUDA graphs need): order, tokens and log_probs by slot,
+    uniforms by position, (B, T + 1) each; length (B,).
     """
 
     @torch.no_grad()
     def __init__(
         self,
-        model: AOGPT,
+        model: AOGPT | Encoder,
         batch_size: int,
         length: int,
         choice: TokenChoice,
-        vocab_size=None,
-        compile=False,
+        vocab_size: int | None = None,
+        compile: bool = False,
     ):
         super().__init__()
-        self.model, self.choice, self.vocab_size = (
-            model if compile else packed(model),
-            choice,
-            vocab_size,
-        )
-        self.B, self.T, self.shapes = batch_size, length, Shapes() if compile else None
-        self.encoder = model.config.is_encoder
-        device, dtype = model.wte.weight.device, model.wte.weight.dtype
-        for name, kind in BUFFERS.items():
-            self.register_buffer(
-                name,
-                torch.zeros(batch_size, length + 1, dtype=kind, device=device),
-                persistent=False,
-            )
-        self.register_buffer(
-            "length", torch.zeros(batch_size, dtype=torch.long, device=device), persistent=False
-        )
-        self.cache = None
-        if not self.encoder:
-            self.cache = KVCache(model.config, batch_size, length, device=device, dtype=dtype)
-            self.tables = model.modulations()
+        self.B, self.T = batch_size, length
+        self.choice, self.vocab_size = choice, vocab_size
+        # The compiler lays out weights itself.
+        self.model = model if compile else packed(model)
+        passes = EncoderPasses if model.config.is_encoder else DecoderPasses
+        self.passes = passes(self.model, batch_size, length)
+        # Rows whose logits are alive at once.
+        self.head_rows = max(1, HEAD_CHUNK_ELEMENTS // model.config.vocab_size)
+        device = model.wte.weight.device
+        for name, dtype in BUFFERS.items():
+            zeros = torch.zeros(batch_size, length + 1, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+        lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.register_buffer("length", lengths, persistent=False)
+        self.padded = False  # whether some rows are shorter than T
         self.eval()
-        how = {"dynamic": False, "mode": "reduce-overhead" if device.type == "cuda" else "default"}
-        self._step = torch.compile(self.step, **how) if compile else self.step
-        self._pass = torch.compile(self.parallel_pass, **how) if compile else self.parallel_pass
+        self.shapes = CompiledShapes() if compile else None
+        self._step, self._predict = self.step, self.predict
+        if compile:
+            mode = "reduce-overhead" if device.type == "cuda" else "default"
+            self._step, self._predict = _compiled(self._step, mode), _compiled(self._predict, mode)
 
     @torch.no_grad()
     def generate(
@@ -456,284 +309,272 @@ class Engine(nn.Module):
         """`generate` without its checks."""
         if plan.draft and self.choice.noise != "float64":
             raise ValueError(
-                f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning there"
+                f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning "
+                "there"
             )
         batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
-        if (
-            self.shapes is not None and not plan.draft
-        ):  # of all batches at once: the fewest shapes that serve them
+        if self.shapes is not None and not plan.draft:
+            # Of all batches at once: the fewest shapes that serve them.
+            plans = [plan[rows] for rows in batches]
             self.shapes.prepare(
-                [need for rows in batches for need in self._steps(plan[rows]).needs(plan[rows])]
+                [shape for p in plans for shape in shapes_of(p, steps_of(p, self.passes))]
             )
-        parts = [
-            self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches
-        ]
-        return Generation.joined(parts)
+        return Generation.joined(
+            [self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches]
+        )
 
     def _batch(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress) -> Generation:
-        plan, tokens, uniforms, rows = *self._padded(plan, tokens, uniforms), len(plan)
+        """Generate up to B samples."""
+        # 1. Fill the batch up with samples of length 0, and the buffers with it.
+        rows, missing = len(plan), self.B - len(plan)
+        if missing:
+            nothing = torch.zeros(missing, self.T, dtype=torch.long)
+            order = torch.arange(self.T).expand(missing, -1)
+            empty = Plan(order, nothing, nothing.new_zeros(missing), plan.unmask_by, plan.draft)
+            plan = stack_plans([plan, empty])
+            tokens, uniforms = (torch.cat([v, nothing.to(v)]) for v in (tokens, uniforms))
         self.order[:, : self.T].copy_(plan.order)
         self.tokens[:, : self.T].copy_(tokens.gather(1, plan.order))
         self.uniforms[:, : self.T].copy_(uniforms)
         self.length.copy_(plan.length)
+        self.padded = bool((plan.length < self.T).any())
         self.log_probs.zero_()
+        # 2. Generate.
         step = plan.step.where(plan.generated(), -1)
         if plan.draft:
             calls, forwards, step = self._speculate(plan, step, progress)
         else:
             calls, forwards = self._follow(plan, progress)
+        # 3. Look at the device for the first time, and put the results in sequence order.
         if not self.log_probs[:, : self.T].isfinite().all():
             raise ValueError(
-                "the model's output is not finite (its weights overflowed or hold NaN); nothing was generated"
+                "the model's output is not finite (its weights overflowed or hold NaN); nothing "
+                "was generated"
             )
         order = self.order[:, : self.T].cpu()
-        ordered = (self.tokens[:, : self.T].cpu(), step, self.log_probs[:, : self.T].cpu())
-        in_sequence = (torch.empty_like(v).scatter_(1, order, v)[:rows] for v in ordered)
+        by_slot = (self.tokens[:, : self.T].cpu(), step, self.log_probs[:, : self.T].cpu())
+        in_sequence = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
         return Generation(*in_sequence, plan.length[:rows], calls, forwards)
 
-    def _padded(self, plan: Plan, tokens: Tensor, uniforms: Tensor):
-        """Fill the batch up with empty samples."""
-        missing = self.B - len(plan)
-        if not missing:
-            return plan, tokens, uniforms
-        order = torch.arange(self.T).expand(missing, -1)
-        plan = Plan(
-            torch.cat([plan.order, order]),
-            torch.cat([plan.step, torch.full_like(order, -1)]),
-            torch.cat([plan.length, torch.zeros(missing, dtype=torch.long)]),
-            plan.unmask_by,
-            plan.draft,
-        )
-        return plan, *(torch.cat([v, v.new_zeros(missing, self.T)]) for v in (tokens, uniforms))
-
-    def _steps(self, plan: Plan) -> Steps:
-        return Steps.of(plan, self.encoder)
+    # ---- plans whose steps are known -------------------------------------------------------------
 
     def _follow(self, plan: Plan, progress) -> tuple[int, int]:
-        """Take the steps of a plan whose group sizes are fixed; model calls and token-forwards."""
-        steps = self._steps(plan)
-        active = (
-            (steps.size == 0).to(torch.uint8).argsort(dim=1, stable=True)
-        )  # rows that reveal something first
-        on_device = torch.stack([steps.cached, steps.known, steps.count, steps.size, active], dim=1)
-        on_device = on_device.to(self.order.device)
-        needs, reached = steps.needs(plan), (steps.cached + steps.count).amax(dim=1).tolist()
-        shapes = self._shapes_of(needs)
-        shorter = bool((plan.length < self.T).any())
-        for g, revealed in enumerate(steps.size.sum(dim=1).tolist()):
-            rows = self.B if self.shapes else int((steps.size[g] > 0).sum())
-            host = {
-                "rows": rows,
-                "shorter": shorter,
-                "cache_length": self._cache_length(reached[g]),
-            }
-            self._compiled(self._step, *on_device[g], plan.unmask_by, shapes[g], **host)
+        """Take the steps of a plan; model calls and token-forwards."""
+        steps = steps_of(plan, self.passes)
+        shapes = shapes_of(plan, steps)
+        if self.shapes is not None:
+            self.shapes.prepare(shapes)
+            shapes = [self.shapes.fit(shape) for shape in shapes]
+        reach = self.passes.reach(steps, self.T, compiled=self.shapes is not None)
+        unmasked = steps.size.sum(dim=1).tolist()
+        # All that the loop needs goes to the device in one piece, before it begins.
+        on_device = torch.stack(steps, dim=1).to(self.order.device)
+        for g, shape in enumerate(shapes):
+            self._step(Step(*on_device[g]), plan.unmask_by, shape, reach[g])
             if progress is not None:
-                progress(revealed)
-        return len(needs), int(steps.count.sum())
+                progress(unmasked[g])
+        return len(shapes), int(steps.count.sum())
 
-    def _shapes_of(self, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        if self.shapes is None:
-            return needs
-        self.shapes.prepare(needs)
-        return [self.shapes.fit(need) for need in needs]
+    def step(self, step: Step, unmask_by: str, shape: StepShape, reach: int) -> None:
+        """One step: pure tensor code whose shapes are the host numbers alone."""
+        # 1. Predict.
+        hidden, item = self.predict(step, shape, reach)
+        # 2. Let the model choose which positions come next, unless the plan says so.
+        if unmask_by != "order":
+            item = self._reorder(hidden, item, step, unmask_by, shape.candidates)
+        # 3. Draw the tokens of the next `size` slots of each row.
+        row, slot = self._slots(step.known, step.size, shape.unmasked)
+        for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
+            logits = self._logits(hidden[item[rows, slots]])
+            few = len(logits)
+            if logits.device.type == "cpu":
+                few = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
+            parts = zip(logits.split(few), rows.split(few), slots.split(few), strict=True)
+            for part, r, s in parts:
+                self._write(r, s, choose_tokens(part, self._uniforms(r, s), self.choice), part)
 
-    def _cache_length(self, n: int) -> int:
-        """Cache slots that are read; compiled, a multiple of 256 or all."""
-        return min(self.T, -(-n // 256) * 256) if self.shapes else n
+    def predict(self, step: Step, shape: StepShape, reach: int) -> tuple[Tensor, Tensor]:
+        """Hidden states, and which of them predicts each slot, as the passes' `predict` says."""
+        length = self.length if self.padded else None
+        return self.passes.predict(self.tokens, self.order, length, step, shape, reach)
 
-    def _compiled(self, function, *arguments, **keywords):
-        """Call a compiled function; beyond its default limit of shapes torch.compile would run it uncompiled."""
-        if self.shapes is None:
-            return function(*arguments, **keywords)
-        with torch._dynamo.config.patch(recompile_limit=64):
-            return function(*arguments, **keywords)
+    def _slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T for
+        what `total` has too many."""
+        row, column, valid = ragged(count, total)
+        return row, torch.where(valid, first[row] + column, self.T)
 
-    def step(
-        self, cached, known, count, size, active, reveal, shape, *, rows, shorter, cache_length
-    ) -> None:
-        """One step of the loop: pure tensor code whose shapes are the host numbers alone.
-
-        Args:
-            cached, known, count, size: (B,) as in `Steps`. active: (B,) rows that reveal something first.
-            reveal: as in `Plan`. shape: as in `Shapes`, at least what the step needs.
-            rows: encoder: how many of the active rows are fed. shorter: some rows are shorter than T.
-            cache_length: decoder: cache slots that are read.
-        """
-        items, width, reveals, candidates = shape
-        if self.encoder:
-            x, item = self._full_pass(known, active[:rows], shorter)
-        else:
-            x, item = self.parallel_pass(cached, known, count, items, width, cache_length)
-        if reveal != "order":
-            item = self._reorder(x, item, known, size, reveal, candidates)
-        row, column, valid = ragged(size, reveals)
-        slot = torch.where(valid, known[row] + column, self.T)
-        self._reveal(x, item, row, slot)
-
-    def parallel_pass(self, cached, known, count, items, width, length) -> tuple[Tensor, Tensor]:
-        """Feed a decoder `count` steps of each row from `cached` on; hidden states (N, D) and the item (B, T + 1) that
-        holds the prediction of each step."""
-        steps = ParallelPass(cached, known, count, items, width, length)
-        x = self.model.parallel_hidden(
-            self.tokens, self.order[:, : self.T], steps, self.cache, self.tables
-        )
-        slots = torch.arange(self.T + 1, device=x.device)
-        return x, ((count.cumsum(0) - count - cached)[:, None] + slots).clamp(0, items - 1)
-
-    def _full_pass(self, known, active, shorter) -> tuple[Tensor, Tensor]:
-        """The same for an encoder: full attention over the rows that reveal something, and over no others."""
-        visible = torch.arange(self.T, device=known.device) < known[:, None]
-        ordered = torch.where(visible, self.tokens[:, : self.T], self.model.config.mask_token)
-        order = self.order[:, : self.T]
-        inputs = torch.empty_like(ordered).scatter_(1, order, ordered)[active]
-        sigma, lengths = None, self.length[active]
-        if (
-            self.model.config.noise
-        ):  # float64: bfloat16 would round a share near 1 to an infinite level
-            sigma = log_linear_noise(1 - known[active].double() / lengths.clamp(min=1))
-        x = self.model.hidden(inputs, sigma, lengths if shorter else None)
-        first = torch.zeros_like(known).scatter_(
-            0, active, torch.arange(len(active), device=known.device) * self.T
-        )
-        return x.flatten(0, 1), first[:, None] + self.order
-
-    def _reorder(self, x, item, known, size, reveal, candidates) -> Tensor:
-        """Put the candidates of every row that reveals something in the order in which the model prefers them."""
-        row, column, valid = ragged((size > 0) * (self.length - known), candidates)
-        slot = torch.where(valid, known[row] + column, self.T)
-        wanted = x[item[row, slot]]
+    def _reorder(
+        self, hidden: Tensor, item: Tensor, step: Step, unmask_by: str, candidates: int
+    ) -> Tensor:
+        """Put the candidates of every row that unmasks something in the order in which the model
+        prefers them; `item` in that order."""
+        # 1. The score of every candidate: all that is left in a row, (candidates,).
+        left = (step.size > 0) * (self.length - step.known)
+        row, slot = self._slots(step.known, left, candidates)
         score = torch.cat(
-            [self._score(part, reveal) for part in wanted.split(_head_rows(self.model.config))]
+            [self._score(x, unmask_by) for x in hidden[item[row, slot]].split(self.head_rows)]
         )
+        # 2. Their place by slot. Known slots stay in front (infinity; the sort is stable), slots
+        #    that a row does not have stay behind, and so does slot T.
         scores = torch.full_like(self.log_probs, -torch.inf)
         scores[row, slot] = score.to(scores.dtype)
-        steps = torch.arange(self.T + 1, device=x.device)
-        scores = scores.where(steps >= known[:, None], torch.inf).where(steps < self.T, -torch.inf)
+        slots = torch.arange(self.T + 1, device=scores.device)
+        scores = scores.where(slots >= step.known[:, None], torch.inf)
+        scores = scores.where(slots < self.T, -torch.inf)
+        # 3. Highest score first.
         preferred = scores.argsort(dim=1, descending=True, stable=True)
         self.order.copy_(self.order.gather(1, preferred))
         return item.gather(1, preferred)
 
-    def _score(self, x: Tensor, reveal: str) -> Tensor:
-        log_probs = self._logits(x).float().log_softmax(dim=-1)
-        if reveal == "confidence":
+    def _score(self, hidden: Tensor, unmask_by: str) -> Tensor:
+        """The log-probability of the likeliest token, or minus the entropy, (N,)."""
+        log_probs = self._logits(hidden).float().log_softmax(dim=-1)
+        if unmask_by == "confidence":
             return log_probs.amax(dim=-1)
-        return (log_probs.exp() * log_probs.clamp(min=torch.finfo(torch.float).min)).sum(dim=-1)
+        # 0 times minus infinity is not a number, but 0 times the least number is 0.
+        least = torch.finfo(torch.float).min
+        return (log_probs.exp() * log_probs.clamp(min=least)).sum(dim=-1)
 
-    def _reveal(self, x, item, row, slot) -> None:
-        """Draw the tokens of some steps from the hidden states of their items."""
-        for rows, slots in zip(
-            *(v.split(_head_rows(self.model.config)) for v in (row, slot)), strict=True
-        ):
-            logits = self._logits(x[item[rows, slots]])
-            few = (
-                max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
-                if logits.device.type == "cpu"
-                else len(logits)
-            )
-            for part, r, s in zip(*(v.split(few) for v in (logits, rows, slots)), strict=True):
-                self._write(r, s, choose_tokens(part, self._uniforms(r, s), self.choice), part)
-
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V), those of ids that may not be drawn minus infinity."""
-        logits = self.model.logits(x)
+        logits = self.model.logits(hidden)
         if self.vocab_size is not None:
             logits[:, self.vocab_size :] = -torch.inf
         return logits
 
     def _uniforms(self, row: Tensor, slot: Tensor) -> Tensor:
+        """The uniform number of the position in each slot, (N,)."""
         return self.uniforms[row, self.order[row, slot]]
 
-    def _write(self, row, slot, drawn, logits) -> None:
+    def _write(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
+        """Store tokens (N,) and their log-probabilities."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        self.tokens[row, slot] = drawn
-        self.log_probs[row, slot] = (
-            logits.log_softmax(dim=-1).gather(1, drawn[:, None]).squeeze(1).float()
-        )
+        log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+        self.tokens[row, slot] = tokens
+        self.log_probs[row, slot] = log_probs.float()
 
-    # ---- self-speculative decoding -----------------------------------------------------------------------------------
+    # ---- self-speculative decoding ---------------------------------------------------------------
 
     def _speculate(self, plan: Plan, step: Tensor, progress) -> tuple[int, int, Tensor]:
-        """Draft and verify until every row is complete; model calls, token-forwards and the round of each step.
+        """Draft and verify until every row is complete (Guo & Ermon 2025); model calls,
+        token-forwards, and the round (B, T) of each slot, -1 where it is given.
 
-        How many drafts a row accepts depends on the model, so every round waits once for the device.
+        How many drafts a row accepts depends on the model, so every round waits once for it.
         """
         known = (plan.valid() & (plan.step < 0)).sum(dim=1)
-        cached, rounds, calls, forwards, steps = (
-            torch.zeros_like(known),
-            0,
-            0,
-            0,
-            torch.arange(self.T),
-        )
+        cached, slots = torch.zeros_like(known), torch.arange(self.T)
+        rounds, calls, forwards = 0, 0, 0
         while (left := plan.length - known).any():
+            # 1. Draft up to `draft` slots of each row in parallel.
             size = left.clamp(max=plan.draft)
-            bonus = (
-                left > plan.draft
-            ).long()  # after a full draft the verification predicts one step more
             count = (size > 0) * (known - cached + size)
+            draft_probs = self._draft(Step(cached, known, count, size))
+            calls, forwards = calls + 1, forwards + int(count.sum())
+            # 2. Verify all but the first, which was drawn given all that it depends on. Where
+            #    something is left behind a full draft, the same pass predicts one slot more.
+            bonus = (left > plan.draft).long()
             verified = (size > 0) * (size - 1 + bonus)
-            draft_probs = self._draft(cached, known, count, size)
-            accepted = self._verify(known, size, verified, draft_probs) if verified.any() else size
-            reached = known + accepted
-            newly = (steps >= known[:, None]) & (steps < reached[:, None])
+            settled = size
+            if verified.any():
+                settled = self._verify(known, size, verified, draft_probs)
+                calls, forwards = calls + 1, forwards + int(verified.sum())
+            # 3. What is settled is known, and the verification left it in the cache.
+            reached = known + settled
+            newly = (slots >= known[:, None]) & (slots < reached[:, None])
             step = step.where(~newly, rounds)
             rounds += 1
-            forwards += int(count.sum() + verified.sum())
-            calls += 1 + bool(verified.any())
             known = cached = torch.where(size > 0, reached, known)
             if progress is not None:
                 progress(int(newly.sum()))
         return calls, forwards, step
 
-    def _draft(self, cached: Tensor, known: Tensor, count: Tensor, size: Tensor) -> Tensor:
-        """Draw `size` positions of each row in parallel; the distributions (sum of size, V) they were drawn from."""
-        x, item, row, slot = self._predict(cached, known, count, known, size)
-        logits = self._logits(x[item[row, slot]])
+    def _draft(self, step: Step) -> Tensor:
+        """Draw the next `size` slots of each row in parallel; the distributions (sum of size, V)
+        that they were drawn from."""
+        logits, row, slot = self._predict_slots(step, first=step.known)
         probs = probabilities(logits, self.choice)
         self._write(row, slot, draw(probs, self._uniforms(row, slot)), logits)
         return probs
 
     def _verify(self, known: Tensor, size: Tensor, verified: Tensor, draft_probs: Tensor) -> Tensor:
-        """Compare the drafts after the first of each row with what the model says once the drafts before them are
-        known; (B,) how many steps of each row are settled.
+        """Settle the drafts of a round; how many slots of each row are settled, (B,).
 
-        A draft x is kept with probability min(1, q(x) / p(x)), q the distribution in the order's joint, p that of the
-        draft. The first that is not is drawn again from (q - p)+, and those after it are dropped.
+        A draft x is kept with probability min(1, q(x) / p(x)), where p is the distribution that it
+        was drawn from and q that of the order's joint, in which the drafts before it are known.
+        The first that is not kept is drawn again from (q - p)+, and those after it are dropped:
+        what is settled then follows q (Leviathan et al. 2023).
+
+        Args, (B,) each and on the host:
+            known: tokens known before the round. size: slots drafted, from slot `known` on.
+            verified: slots from `known` + 1 on to verify: the drafts after the first, and the
+                bonus slot after them where there is one.
+            draft_probs: as `_draft` gives them.
         """
-        x, item, row, slot = self._predict(known + 1, known + size, verified, known + 1, verified)
-        logits = self._logits(x[item[row, slot]])
-        q = probabilities(logits, self.choice)
-        known, size, verified = (v.to(x.device) for v in (known, size, verified))
+        # 1. Predict all drafts in one causal pass, as if they were known. N = sum of verified:
+        #    entry n is verified slot number `column[n]`, counted from 0, of row `row[n]`.
+        step = Step(known + 1, known + size, verified, verified)
+        logits, row, slot = self._predict_slots(step, first=known + 1)
+        q = probabilities(logits, self.choice)  # (N, V)
+        known, size, verified = (v.to(q.device) for v in (known, size, verified))
         column = slot - known[row] - 1
-        drafted = column < (size - 1)[row]
-        p = draft_probs[((size.cumsum(0) - size)[row] + column + 1).clamp(max=len(draft_probs) - 1)]
-        p = p * drafted[:, None]  # a step that was not drafted is drawn from q itself
+        is_draft = column < (size - 1)[row]  # the others are bonus slots
+        # Drafts stand in draft_probs row after row; the first of each row, which needs no
+        # verification, is skipped. A bonus slot was not drafted: with p = 0 it is drawn from q.
+        first_draft = (size.cumsum(0) - size)[row]
+        p = draft_probs[(first_draft + 1 + column).clamp(max=len(draft_probs) - 1)]
+        p = p * is_draft[:, None]
+        # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.
         token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
-        accept = fresh_uniforms(uniforms, ACCEPTED) * p.gather(1, token).squeeze(1) < q.gather(
-            1, token
-        ).squeeze(1)
-        stop = verified.scatter_reduce(
-            0, row, torch.where(accept & drafted, self.T, column), "amin"
-        )
+        coin = fresh_uniforms(uniforms, ACCEPTED)
+        accept = coin * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
+        # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it a
+        #    rejected draft or the bonus slot; `verified`, one past the last, where there is none.
+        not_kept = torch.where(accept & is_draft, self.T, column)
+        stop = verified.scatter_reduce(0, row, not_kept, "amin")
         self._write(row, slot, token.squeeze(1), logits)
+        # 4. Draw that slot again: a rejected draft from (q - p)+, with a fresh uniform number,
+        #    since its own decided the draft;
+        # 5. or the bonus token from q, whose number has not been used yet.
+        #    `last` (B,): the entry, of N, of column `stop` of each row; some other entry in rows
+        #    without such a slot, which draw into slot T.
         last = (verified.cumsum(0) - verified + stop).clamp(max=len(q) - 1)
-        rest = (q[last] - p[last]).clamp(min=0)
-        rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, q[last])  # p = q up to rounding
-        uniforms = torch.where(
-            drafted[last], fresh_uniforms(uniforms[last], CORRECTED), uniforms[last]
-        )
-        slot = torch.where(stop < verified, known + 1 + stop, self.T)
-        self._write(torch.arange(self.B, device=x.device), slot, draw(rest, uniforms), logits[last])
-        return (size.clamp(max=1) + stop + (stop < verified)).cpu()
+        weights = (q[last] - p[last]).clamp(min=0)
+        # p = q up to rounding leaves nothing to draw from, and q is right then.
+        weights = torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, q[last])
+        corrected = fresh_uniforms(uniforms[last], CORRECTED)
+        uniforms = torch.where(is_draft[last], corrected, uniforms[last])
+        stopped = stop < verified
+        slot = torch.where(stopped, known + 1 + stop, self.T)
+        row = torch.arange(self.B, device=q.device)
+        self._write(row, slot, draw(weights, uniforms), logits[last])
+        # Settled: the first draft (if the row drafted at all), those accepted, and the one drawn.
+        return (size.clamp(max=1) + stop + stopped).cpu()
 
-    def _predict(self, cached, known, count, start, size):
-        """One pass on host numbers; and the row and slot of the `size` steps of each row from `start` on."""
-        ((items, width, _, _),) = self._shapes_of([(int(count.sum()), int(count.max()), 0, 0)])
-        reached = self._cache_length(int((cached + count).max()))
-        cached, known, count, start, size = torch.stack([cached, known, count, start, size]).to(
-            self.order.device
-        )
-        x, item = self._compiled(self._pass, cached, known, count, items, width, reached)
-        row, column, _ = ragged(size, int(size.sum()))
-        return x, item, row, start[row] + column
+    def _predict_slots(self, step: Step, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (N, V) of `size` slots of each row from `first` on, their rows and slots (N,).
+
+        step, first: on the host, since how far a round gets is not known before it.
+        """
+        compiled = self.shapes is not None
+        total = int(step.size.sum())
+        shape = StepShape(int(step.count.sum()), int(step.count.max()), 0, 0)
+        if compiled:
+            shape = self.shapes.fit(shape)
+        (reach,) = self.passes.reach(Step(*(v[None] for v in step)), self.T, compiled)
+        *step, first = torch.stack([*step, first]).to(self.order.device)
+        step = Step(*step)
+        hidden, item = self._predict(step, shape, reach)
+        row, slot = self._slots(first, step.size, total)
+        return self._logits(hidden[item[row, slot]]), row, slot
+
+
+def _compiled(function: Callable, mode: str) -> Callable:
+    compiled = torch.compile(function, dynamic=False, mode=mode)
+
+    def call(*arguments):
+        # Beyond its default limit of shapes torch.compile would run the function uncompiled.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return compiled(*arguments)
+
+    return call

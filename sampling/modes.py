@@ -56,7 +56,7 @@ class SamplingOptions:
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
     adaptive: the positions that the model is surest of first.
-    speculative: guessed in parallel, verified in one causal pass; distributed as one token a step."""
+    speculative: guessed in parallel, verified in one causal pass; exact as one token a step."""
     steps: Count | None = None
     """Steps of mdm and even; by default one per token to generate."""
     schedule: Schedule | None = None
@@ -165,7 +165,7 @@ def mode_plan(
     """The plan of a mode.
 
     Rows that each have a generator of their own, as in evaluation/harness.py, are planned one by
-    one and put together: ``stack_plans([mode_plan(options, length[b : b + 1], ...) for b in ...])``.
+    one and put together: ``stack_plans([mode_plan(options, length[b : b + 1], ...), ...])``.
 
     Args:
         options: with the mode's defaults. Without steps, mdm and even take one per token of the row

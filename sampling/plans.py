@@ -7,10 +7,10 @@ runs, and every way of generating is a plan:
 
     autoregressive        l2r_plan            identity order, one position a step
     group-wise (A3)       l2r_plan, random_plan with group=s
-    masked diffusion      mdm_plan            exact: every position at its own time; even: equal groups
+    masked diffusion      mdm_plan            exact: every position at its own time; even: in groups
     adaptive              adaptive_plan       where the model is most confident, or least uncertain
-    speculative           speculative_plan    drafted in groups, verified one by one: the exact joint
-    infilling, prompting  any of them, with given positions; rows may differ in length and in context
+    speculative           speculative_plan    drafted in groups, verified one by one: an exact joint
+    infilling, prompting  any of them, with given positions; rows may differ in length and context
 
 Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
 """

@@ -28,8 +28,9 @@ GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could ove
 # What a token's uniform number is used for beyond its first use: salts of `fresh_uniforms`.
 ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3
 
-# splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the factors of the
-# two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap all the same.
+# splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the factors of
+# the two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap
+# around, as they are to.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 SECOND_FACTOR = 0x94D049BB133111EB - 2**64
@@ -87,8 +88,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     # 2. Which of the tokens drawn are outside of the nucleus?
     wanted = choice.top_p * total
     outside = _outside_nucleus(probs, drawn, wanted)
-    # 3. Draw those again, from the nucleus: on a GPU for all rows, since to look which need it would
-    #    be to wait; on a CPU only for the few that do.
+    # 3. Draw those again, from the nucleus: on a GPU for all rows, since to look which need it
+    #    would be to wait; on a CPU only for the few that do.
     again = fresh_uniforms(uniforms, REDRAWN)
     if not _may_branch(probs):
         return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)

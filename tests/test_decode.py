@@ -33,9 +33,7 @@ from reference import (
     with_choice,
 )
 
-from model import AOGPT, log_linear_noise
-from sampling import engine
-from sampling.engine import (
+from decode import (
     Engine,
     Plan,
     TokenChoice,
@@ -45,6 +43,9 @@ from sampling.engine import (
     mdm_plan,
     speculative_plan,
 )
+from model import AOGPT, log_linear_noise
+from sampling import engine
+from sampling.passes import CompiledShapes, DecoderPasses, shapes_of, steps_of
 
 N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
 SAMPLES = 6000
@@ -720,9 +721,9 @@ def test_what_a_sample_takes_is_counted_to_the_byte(system, dtype):
     counts = []
     for size in (3, 4):
         made = Engine(model, size, LENGTH, TokenChoice())
-        tensors = [getattr(made, name) for name in engine.BUFFERS]
+        tensors = [getattr(made, name) for name in (*engine.BUFFERS, "length")]
         if system != "RADD":
-            tensors += [made.cache.keys, made.cache.values]
+            tensors += [made.passes.cache.keys, made.passes.cache.values]
         counts.append(sum(tensor.nbytes for tensor in tensors))
     assert engine.bytes_per_sample(model, LENGTH) == counts[1] - counts[0] == counts[0] // 3
 
@@ -848,15 +849,19 @@ def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
     counted_graphs, monkeypatch
 ):
     """One graph per distinct need and no step left to the interpreter."""
-    monkeypatch.setattr(engine.Shapes, "fit", lambda self, need: need)
+    monkeypatch.setattr(CompiledShapes, "fit", lambda self, need: need)
     model, plan = (
         make_system("sigma-GPT", 0, n_layer=1, block_size=32),
         mdm_plan(2, 32, 40, seeded(0)),
     )
-    needs = set(engine.Steps.of(plan, encoder=False).needs(plan))
+    needs = set(needs_of(plan))
     assert 8 < len(needs) < len(group_sizes(plan).T)
     generate(model, plan, generator=seeded(1), compile=True)
     assert counted_graphs.frame_count == len(needs)
+
+
+def needs_of(plan):
+    return shapes_of(plan, steps_of(plan, DecoderPasses))
 
 
 @pytest.mark.parametrize("mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"])
@@ -864,9 +869,9 @@ def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
 def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode, prompted):
     given = torch.arange(1024).expand(8, -1) < 300 if prompted else None
     plans = [make_plan(mode, 8, 1024, given, seed=seed) for seed in range(4)]
-    shapes, made = engine.Shapes(), []
+    shapes, made = CompiledShapes(), []
     for plan in plans:
-        needs = engine.Steps.of(plan, encoder=False).needs(plan)
+        needs = needs_of(plan)
         shapes.prepare(needs)
         before = list(shapes.made)
         for need in needs:
@@ -886,7 +891,7 @@ def test_batches_of_one_generation_share_their_shapes():
         mdm_plan(20, 64, 16, seeded(0)),
     )
     made = Engine(model, 4, 64, TokenChoice())
-    made.shapes, seen = engine.Shapes(), []  # as compiled, without the wait for a compiler
+    made.shapes, seen = CompiledShapes(), []  # as compiled, without the wait for a compiler
     made.generate(plan, generator=seeded(1), progress=lambda _: seen.append(len(made.shapes.made)))
     assert len(set(seen)) == 1 and seen[0] <= 3
 

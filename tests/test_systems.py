@@ -31,6 +31,7 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
+from decode import Plan, generate
 from model import AOGPT, ModelConfig, log_linear_noise
 from objectives import (
     Masks,
@@ -42,7 +43,6 @@ from objectives import (
     score_entropy,
 )
 from orders import OrderConfig, orders_at
-from sampling.engine import Plan, generate
 from training import config as configuration
 from training.batches import make_batch
 from training.config import Config, StageConfig

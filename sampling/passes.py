@@ -1,0 +1,217 @@
+"""What one step of generation asks of the model: how many inputs it feeds, and what they predict.
+
+A decoder remembers what it was fed, in a KV cache; an encoder is fed everything anew. `Engine` does
+the rest, alike for both, with a hidden state for every position that a step may unmask.
+
+Shapes: B samples in flight, T positions, G groups, N items (inputs of a pass), D width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model import AOGPT, Encoder, KVCache, ParallelPass, log_linear_noise
+from sampling.plans import Plan, group_sizes
+
+
+class Step(NamedTuple):
+    """What every row does in a step: LongTensors (B,), or (G, B) for all steps of a plan."""
+
+    cached: Tensor
+    """Inputs in the cache before the step."""
+    known: Tensor
+    """Tokens known before the step."""
+    count: Tensor
+    """Inputs fed; 0 for a row that is finished."""
+    size: Tensor
+    """Positions unmasked."""
+
+
+class StepShape(NamedTuple):
+    """Numbers that fix the shapes of a step's tensors. They are known on the host before the step,
+    so that nothing waits for the device."""
+
+    items: int
+    """Inputs fed, all rows together."""
+    width: int
+    """Inputs of the row that has most."""
+    unmasked: int
+    """Positions unmasked, all rows together."""
+    candidates: int
+    """Positions that could be, where the model chooses among all that are left; else 0."""
+
+
+class DecoderPasses(nn.Module):
+    """Passes of a decoder: a step feeds the tokens that are new since the last step, and a copy of
+    the last known one for every position that it predicts (see `AOGPT.parallel_hidden`)."""
+
+    def __init__(self, model: AOGPT, batch_size: int, length: int):
+        super().__init__()
+        weight = model.wte.weight
+        self.model = model
+        self.cache = KVCache(model.config, batch_size, length, weight.device, weight.dtype)
+        self.modulations = model.modulations()
+
+    @staticmethod
+    def inputs(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """`cached` and `count` of all steps, (G, B)."""
+        nothing = torch.zeros_like(known[:1])
+        if plan.unmask_by == "order":
+            # The first copy of a step is the true input of its slot and stays in the cache.
+            cached = torch.cat([nothing, known[:-1] + 1])
+            return cached, (size > 0) * (known - cached + size)
+        # Every position left is a candidate. The copies stand for an order that is yet to be
+        # chosen, so none of them stays.
+        cached = torch.cat([nothing, known[:-1]])
+        return cached, (size > 0) * (plan.length - cached)
+
+    @staticmethod
+    def reach(steps: Step, length: int, compiled: bool) -> list[int]:
+        """Of every step, how many slots of the cache are read; compiled, a multiple of 256 or all
+        (`length`), so that it seldom changes."""
+        reach = (steps.cached + steps.count).amax(dim=1).tolist()
+        if compiled:
+            return [min(length, -(-slots // 256) * 256) for slots in reach]
+        return reach
+
+    def predict(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        length: Tensor | None,
+        step: Step,
+        shape: StepShape,
+        reach: int,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass.
+
+        Args:
+            tokens, order: (B, T + 1), in prediction order; the last column means nothing.
+            length: (B,) if some rows are shorter than T, else None.
+            step, shape: what is fed; `shape` may be larger than needed.
+            reach: as `reach` gives it.
+
+        Returns: hidden states (N, D), and the item (B, T + 1) that predicts each entry of the
+        order, which means something for those fed as targets.
+        """
+        inputs = ParallelPass(step.cached, step.known, step.count, shape.items, shape.width, reach)
+        hidden = self.model.parallel_hidden(
+            tokens, order[:, :-1], inputs, self.cache, self.modulations
+        )
+        # Items stand row after row, those of a row in the order of their slots from `cached` on.
+        slots = torch.arange(order.shape[1], device=order.device)
+        first = step.count.cumsum(0) - step.count - step.cached
+        return hidden, (first[:, None] + slots).clamp(0, shape.items - 1)
+
+
+class EncoderPasses(nn.Module):
+    """Passes of an encoder: full attention over all positions, [MASK] where a token is not known,
+    of the rows that unmask something. Methods as those of `DecoderPasses`."""
+
+    cache = None
+
+    def __init__(self, model: Encoder, batch_size: int, length: int):
+        super().__init__()
+        self.model = model
+
+    @staticmethod
+    def inputs(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(known), (size > 0) * plan.length
+
+    @staticmethod
+    def reach(steps: Step, length: int, compiled: bool) -> list[int]:
+        """Of every step, how many rows are fed: those that unmask something; compiled, all."""
+        if compiled:
+            return [steps.size.shape[1]] * len(steps.size)
+        return (steps.size > 0).sum(dim=1).tolist()
+
+    def predict(self, tokens, order, length, step, shape, reach) -> tuple[Tensor, Tensor]:
+        T = order.shape[1] - 1
+        # 1. The tokens in sequence order, [MASK] where they are not known.
+        known = torch.arange(T, device=order.device) < step.known[:, None]
+        ordered = torch.where(known, tokens[:, :T], self.model.config.mask_token)
+        inputs = torch.empty_like(ordered).scatter_(1, order[:, :T], ordered)
+        # 2. The rows that unmask something, first of all rows.
+        rows = (step.size == 0).to(torch.uint8).argsort(stable=True)[:reach]
+        lengths = torch.full_like(rows, T) if length is None else length[rows]
+        # 3. The noise level of the share of masked tokens. In float64: bfloat16 would round a share
+        #    near 1 to an infinite level.
+        sigma = None
+        if self.model.config.noise:
+            masked = 1 - step.known[rows].double() / lengths.clamp(min=1)
+            sigma = log_linear_noise(masked)
+        hidden = self.model.hidden(inputs[rows], sigma, None if length is None else lengths)
+        # 4. The hidden state of position p of the i-th row fed is item i T + p.
+        places = torch.arange(len(rows), device=order.device) * T
+        first = torch.zeros_like(step.known).scatter_(0, rows, places)
+        return hidden.flatten(0, 1), first[:, None] + order
+
+
+Passes = DecoderPasses | EncoderPasses
+
+
+def steps_of(plan: Plan, passes: Passes | type[Passes]) -> Step:
+    """All steps of a plan, (G, B), on the host."""
+    size = group_sizes(plan).T
+    given = (plan.valid() & (plan.step < 0)).sum(dim=1)
+    known = given + size.cumsum(dim=0) - size
+    cached, count = passes.inputs(plan, known, size)
+    return Step(cached, known, count, size)
+
+
+def shapes_of(plan: Plan, steps: Step) -> list[StepShape]:
+    """The shape that each step needs."""
+    candidates = torch.zeros_like(steps.size)
+    if plan.unmask_by != "order":
+        candidates = (steps.size > 0) * (plan.length - steps.known)
+    numbers = (
+        steps.count.sum(dim=1),
+        steps.count.amax(dim=1),
+        steps.size.sum(dim=1),
+        candidates.sum(dim=1),
+    )
+    return [StepShape(*shape) for shape in torch.stack(numbers, dim=1).tolist()]
+
+
+class CompiledShapes:
+    """The few shapes that compiled steps have.
+
+    Groups of one plan differ in size, and each new shape costs a compilation: a step takes a shape
+    that is there if it is large enough and not more than four times too large.
+    """
+
+    def __init__(self):
+        self.made: list[StepShape] = []
+
+    def prepare(self, needs: list[StepShape]) -> None:
+        """Make the shapes that a list of steps will take: one for the largest and all down to a
+        quarter of it, one for the largest of the rest, ..."""
+        waiting = sorted(needs, key=max, reverse=True)
+        while waiting := [need for need in waiting if self._find(need) is None]:
+            largest = self._rounded(max(waiting[0]))
+            level = [need for need in waiting if 4 * max(*need, 8) >= largest]
+            columns = zip(*level, strict=True)
+            self.made.append(StepShape(*(self._rounded(max(numbers)) for numbers in columns)))
+
+    def fit(self, need: StepShape) -> StepShape:
+        """The shape that a step takes."""
+        if self._find(need) is None:
+            self.prepare([need])
+        return self._find(need)
+
+    def _find(self, need: StepShape) -> StepShape | None:
+        for shape in self.made:
+            enough = all(n <= size for n, size in zip(need, shape, strict=True))
+            if enough and max(shape) <= 4 * max(*need, 8):
+                return shape
+        return None
+
+    @staticmethod
+    def _rounded(n: int) -> int:
+        """Up to a multiple of 8, and to three significant bits: 8, 16, ..., 64, 80, 96, 112, 128,
+        160, ..."""
+        unit = 1 << max(n.bit_length() - 3, 3)
+        return -(-n // unit) * unit
