@@ -277,7 +277,7 @@ class Engine(nn.Module):
         self.model = model if compile else packed(model)
         passes = EncoderPasses if model.config.is_encoder else DecoderPasses
         self.passes = passes(self.model, batch_size, length)
-        # Rows whose logits are alive at once.
+        # Positions whose logits are alive at once.
         self.head_rows = max(1, HEAD_CHUNK_ELEMENTS // model.config.vocab_size)
         device = model.wte.weight.device
         for name, dtype in BUFFERS.items():
@@ -288,10 +288,12 @@ class Engine(nn.Module):
         self.padded = False  # whether some rows are shorter than T
         self.eval()
         self.shapes = CompiledShapes() if compile else None
-        self._step, self._predict = self.step, self.predict
+        # Otherwise None: a bound method here would make a cycle, and memory would be freed late.
+        self.compiled_step = self.compiled_predict = None
         if compile:
             mode = "reduce-overhead" if device.type == "cuda" else "default"
-            self._step, self._predict = _compiled(self._step, mode), _compiled(self._predict, mode)
+            self.compiled_step = _compiled(self.step, mode)
+            self.compiled_predict = _compiled(self.predict, mode)
 
     @torch.no_grad()
     def generate(
@@ -345,7 +347,7 @@ class Engine(nn.Module):
             calls, forwards, step = self._speculate(plan, step, progress)
         else:
             calls, forwards = self._follow(plan, progress)
-        # 3. Look at the device for the first time, and put the results in sequence order.
+        # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, : self.T].isfinite().all():
             raise ValueError(
                 "the model's output is not finite (its weights overflowed or hold NaN); nothing "
@@ -369,8 +371,9 @@ class Engine(nn.Module):
         unmasked = steps.size.sum(dim=1).tolist()
         # All that the loop needs goes to the device in one piece, before it begins.
         on_device = torch.stack(steps, dim=1).to(self.order.device)
+        take_step = self.compiled_step or self.step
         for g, shape in enumerate(shapes):
-            self._step(Step(*on_device[g]), plan.unmask_by, shape, reach[g])
+            take_step(Step(*on_device[g]), plan.unmask_by, shape, reach[g])
             if progress is not None:
                 progress(unmasked[g])
         return len(shapes), int(steps.count.sum())
@@ -564,7 +567,7 @@ class Engine(nn.Module):
         (reach,) = self.passes.reach(Step(*(v[None] for v in step)), self.T, compiled)
         *step, first = torch.stack([*step, first]).to(self.order.device)
         step = Step(*step)
-        hidden, item = self._predict(step, shape, reach)
+        hidden, item = (self.compiled_predict or self.predict)(step, shape, reach)
         row, slot = self._slots(first, step.size, total)
         return self._logits(hidden[item[row, slot]]), row, slot
 

@@ -1,4 +1,5 @@
-"""Tests of the page of generation order: the document as text, and in a real Chromium (skipped where there is none)."""
+"""Tests of the page of generation order: the document as text, and in a real Chromium (skipped
+where there is none)."""
 
 import math
 import re
@@ -20,7 +21,8 @@ HOSTILE = [
     "__DATA__",
     "]]>",
 ]
-# positions 0 and 1 are given; steps 1 and 3 reveal nothing; position 4 is the first half of a character
+# positions 0 and 1 are given; steps 1 and 3 reveal nothing; position 4 is the first half of a
+# character
 MIXED = PageSample(
     ["Once", " upon", "\n\n", " a", "", "é", " time"],
     [-1, -1, 5, 0, 4, 2, 4],
@@ -90,7 +92,8 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens a document as a file; in the end nothing else was asked for and nothing was complained of."""
+    """Opens a document as a file; in the end nothing else was asked for and nothing was complained
+    of."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
     context.set_default_timeout(5000)
     requests, complaints, addresses = [], [], set()
@@ -122,7 +125,8 @@ def state(tab) -> tuple[set[int], str]:
 
 
 def wait_until(tab, condition: str) -> None:
-    """Until the JavaScript holds; playwright's own wait uses eval, which the page's security policy refuses."""
+    """Until the JavaScript holds; playwright's own wait uses eval, which the page's security policy
+    refuses."""
     deadline = time.monotonic() + 10
     while not tab.evaluate(condition):
         assert time.monotonic() < deadline, f"{condition} does not come"
