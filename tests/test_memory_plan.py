@@ -130,6 +130,7 @@ def test_the_share_of_a_parameter_is_its_rows_rounded_up(shape, world, share):
 
 SHARDED = """
 import json, sys, torch, torch.distributed as dist
+from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 from training import config as configuration
 from training import parallel
@@ -158,9 +159,13 @@ for world in (2, 3, 4):  # the first of the four processes
     optimizer.step()
     ema.update(model)
     state = [t for values in optimizer.state.values() for t in values.values()]
-    measured = {"weights": bytes_of(model.parameters()), "gradients": bytes_of(p.grad for p in model.parameters()),
-                "optimizer": bytes_of(state), "ema": bytes_of(ema.weights.values())}
-    print("MEASURED", json.dumps([world, dist.get_rank(), measured]), flush=True)
+    measured = {
+        "weights": bytes_of(model.parameters()),
+        "gradients": bytes_of(p.grad for p in model.parameters()),
+        "optimizer": bytes_of(state),
+        "ema": bytes_of(ema.weights.values()),
+    }
+    Path(sys.argv[2], f"{world} {dist.get_rank()}.json").write_text(json.dumps(measured))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -171,12 +176,11 @@ def test_shares_are_those_of_fsdp_on_2_3_and_4_processes(tmp_path):
     config = small(train__parallel="fsdp", model__n_embd=60, model__qk_norm=True)
     (tmp_path / "run.toml").write_text(configuration.to_toml(config))
     (tmp_path / "sharded.py").write_text(SHARDED)
-    done = torchrun(4, tmp_path / "sharded.py", tmp_path / "run.toml", PYTHONPATH=str(ROOT))
-    measured = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("MEASURED"):
-            world, rank, found = json.loads(line.removeprefix("MEASURED"))
-            measured[world, rank] = found
+    torchrun(4, tmp_path / "sharded.py", tmp_path / "run.toml", tmp_path, PYTHONPATH=str(ROOT))
+    measured = {
+        tuple(map(int, path.stem.split())): json.loads(path.read_text())
+        for path in tmp_path.glob("*.json")
+    }
     assert sorted(measured) == [(world, rank) for world in (2, 3, 4) for rank in range(world)]
     for (world, rank), found in measured.items():
         planned = state_bytes(config, meta_model(config), world)
@@ -189,7 +193,7 @@ def test_shares_are_those_of_fsdp_on_2_3_and_4_processes(tmp_path):
 
 
 def saved_tensors(config):
-    """What autograd saves in a training pass, without parameters; compiled if the config says so."""
+    """What autograd saves in a training pass, without parameters; compiled if so configured."""
     torch.manual_seed(0)
     model = AOGPT(config.model)
     if config.train.compile:
@@ -300,8 +304,8 @@ class Live(TorchDispatchMode):
 
 
 def step_bytes(config):
-    """Live bytes after the forward pass, and the peak of the whole step, of a model that already has
-    gradients."""
+    """Live bytes after the forward pass, and the peak of the whole step, of a model that has
+    gradients already."""
     torch.manual_seed(0)
     model = AOGPT(config.model)
     for p in model.parameters():

@@ -240,7 +240,7 @@ def in_use_bytes(config: Config, model: AOGPT) -> int:
     """Weights in the form in which they compute."""
     h, sharded = element_bytes(config), config.train.parallel == "fsdp"
     in_use = 0
-    if sharded:
+    if sharded:  # two blocks: one is fetched while the other computes
         block, outside = block_and_outside(model)
         in_use += 2 * h * block + FLOAT * outside
     if h < FLOAT:
@@ -259,8 +259,8 @@ def in_reduction_bytes(config: Config, model: AOGPT, world_size: int) -> int:
     on_the_way = 0
     if sharded:
         block, outside = block_and_outside(model)
-        on_the_way += element_bytes(config) * block + FLOAT * outside
-        on_the_way += FLOAT * max(block, outside)
+        on_the_way += element_bytes(config) * block + FLOAT * outside  # as the backward pass left
+        on_the_way += FLOAT * max(block, outside)  # what is being reduced, in float32
     together = t.batch_size > t.micro_batch_size * world_size and not t.reduce_every_micro_batch
     if together and (sharded or world_size > 1):  # the micro-batches add up before they are reduced
         on_the_way += FLOAT * sum(p.numel() for p in model.parameters())
@@ -279,24 +279,27 @@ def block_bytes(config: Config, checkpointing: str) -> int:
     queries = streams - 1  # the second stream computes queries only, no keys and values
     if checkpointing == "block":
         return streams * f * D
-    if checkpointing == "selective":  # the results of attention (1), its (1) and the MLP's layers
+    if checkpointing == "selective":
+        # h D: attention 1, its projection 1, the layers of the MLP 4 and 1; then qkv
         return streams * (f * D + 7 * h * D + f * H) + (3 + queries) * h * D
-    kept = streams * 2 * f * D
-    kept += streams * 2 * h * D + streams * 2 * (f if m.norm == "rmsnorm" else 2 * f)
-    kept += (3 + queries) * h * D + streams * (h * D + f * H)
+    kept = streams * 2 * f * D  # residuals before both norms
+    kept += streams * 2 * h * D  # inputs of qkv and of the MLP
+    kept += streams * 2 * (f if m.norm == "rmsnorm" else 2 * f)  # LayerNorm: mean and variance
+    kept += (3 + queries) * h * D  # qkv
+    kept += streams * (h * D + f * H)  # attention's output, log-sum-exp
     if m.qk_norm:
-        kept += (2 + queries) * f * H
+        kept += (2 + queries) * f * H  # the statistics of queries and keys
     if m.qk_norm or m.position == "rotary":
-        kept += (2 + queries) * h * D
-    kept += streams * 8 * h * D
+        kept += (2 + queries) * h * D  # queries and keys, normalised or rotated
+    kept += streams * 8 * h * D  # the MLP, before and after GELU
     if m.target == "adaln":
-        kept += 8 * h * D
-    if m.adaln:  # on the noise level, too, whose table has a row a sequence, not a token
-        kept += 2 * f * D + 2 * h * D
+        kept += 8 * h * D  # its table; that of the noise level has a row a sequence, not a token
+    if m.adaln:
+        kept += 2 * f * D + 2 * h * D  # normed inputs, gated outputs
     if m.start == "hidden":
         kept += h * D  # attention's output, joined with that of input 0
     if m.dropout:
-        kept += streams * 2 * D  # masks of one byte
+        kept += streams * 2 * D  # masks, a byte each
     largest_group = max(stage.group for stage in (config.objective, *config.schedule))
     if config.objective.kind == "groupwise" and largest_group > 1:
         kept += h * m.block_size  # the query stream's mask
@@ -334,7 +337,7 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
         logits = 12 * min(tokens, chunk_rows(config)) * m.vocab_size
     head = logits + FLOAT * m.n_embd * (m.vocab_size + tokens)
     block = tokens * (block_bytes(config, "none") - block_bytes(config, t.activation_checkpointing))
-    gradients = tokens * m.n_embd * (FLOAT + 4 * h)  # even where nothing was left out: the MLP's
+    gradients = tokens * m.n_embd * (FLOAT + 4 * h)  # of the residuals and inside the MLP
     return {"head": head, "block": max(block, gradients)}
 
 
