@@ -506,7 +506,7 @@ class AOGPT(Transformer):
         shifted = order[:, :-1]
         in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))  # its first column stands for [None]
         in_positions = F.pad(shifted + 1, (1, 0))
-        inverse = inverse_permutation(order)
+        inverse = inverse_permutation(order)  # for the gradient of what is looked up by target
         mask = AttentionMask(causal=True, hide_start=self.config.start == "hidden")
         query_mask = mask
         if group_start is not None:
@@ -542,18 +542,18 @@ class AOGPT(Transformer):
         """
         variant = self.config.target
         condition = None if modulations else self._condition()
+        # A query starts from its target alone; the input table counts [None], hence the + 1.
         queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
         added = at_targets(self.wtpe.weight) if variant in ("input", "shared") else None
         x = self.drop(x + added if variant == "input" else x)
         for i, block in enumerate(self.blocks):
             cache = caches[i] if caches else None
+            modulation = modulations[i] if modulations else None
             if variant == "two_stream":
                 x, queries = block(x, queries, mask, query_mask, cache)
-                continue
-            if variant == "shared":
-                x = x + added
-            modulation = modulations[i] if modulations else None
-            x = block(x, mask, at_targets, condition, modulation, cache=cache)
+            else:
+                x = x + added if variant == "shared" else x
+                x = block(x, mask, at_targets, condition, modulation, cache=cache)
         if variant == "two_stream":
             x = queries  # predictions come from the query stream
         return self.final_norm(x, at_targets, condition, modulations[-1] if modulations else None)

@@ -1,5 +1,4 @@
-"""The decoder computes the formulas of the paper, forwards and backwards, in every way it is
-called."""
+"""The decoder computes the formulas of the paper, forwards and backwards, however it is called."""
 
 import copy
 import math
