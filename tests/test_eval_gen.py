@@ -267,7 +267,7 @@ def test_gpt2s_ids_are_known_to_a_judge_that_has_them(tmp_path):
     except ValueError:
         pytest.skip("GPT-2's tokenizer is not at hand")
     symbols = byte_symbols()
-    vocabulary = {"".join(symbols[b] for b in gpt2._bytes(i)): i for i in range(gpt2.eot)}
+    vocabulary = {"".join(symbols[b] for b in gpt2._bytes_of([i])): i for i in range(gpt2.eot)}
     GPT2LMHeadModel(GPT2Config(n_embd=2, n_layer=1, n_head=1, n_positions=8)).save_pretrained(
         tmp_path
     )
