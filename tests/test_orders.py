@@ -1,4 +1,4 @@
-"""Orders are permutations from the stated distributions, and pure functions of (seed, step, row)."""
+"""Orders are permutations from the stated distributions, pure functions of (seed, step, row)."""
 
 import itertools
 import math
