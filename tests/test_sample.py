@@ -388,181 +388,167 @@ def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--prompt", "x" * 16], ["16 tokens", "--length is 16", "block size"]),
-        (["--prompt", "x" * 5, "--length", 5], ["5 tokens", "--length"]),
-        (["--length", 17], ["--length is 17", "block size, 16"]),
-        (["--length", 0], ["--length is 0"]),
-        (["--steps", 0], ["--steps is 0"]),
-        (["--mode", "even", "--steps", -3], ["--steps is -3"]),
-        (
-            ["--mode", "l2r", "--steps", 4],
-            ["--steps has no meaning with --mode l2r", "--mode mdm or even"],
-        ),
-        (["--mode", "random", "--schedule", "cosine"], ["--schedule", "random", "mdm or even"]),
-        (["--group-size", 1], ["--group-size", "mdm", "l2r or random or adaptive"]),
-        (["--mode", "speculative", "--group-size", 2], ["--group-size", "speculative"]),
-        (
-            ["--mode", "random", "--unmask-by", "entropy"],
-            ["--unmask-by", "random", "--mode adaptive"],
-        ),
-        (["--mode", "even", "--draft", 4], ["--draft", "even", "--mode speculative"]),
-        (["--mode", "l2r", "--order", "l2r"], ["--order", "l2r", "--mode speculative"]),
-        (["--mode", "l2r", "--group-size", 0], ["--group-size is 0"]),
-        (["--mode", "l2r", "--group-size", 10**30], ["--group-size is 1000", "2**31"]),
-        (["--mode", "speculative", "--draft", 1], ["--draft is 1", "at least 2"]),
-        (["--mode", "speculative", "--noise", "float32"], ["--noise float32", "speculative"]),
-        (["--mode", "adaptive", "--unmask-by", "length"], ["--unmask-by", "confidence"]),
-        (["--temperature", -1], ["--temperature is -1"]),
-        (["--temperature", "nan"], ["--temperature is nan"]),
-        (["--top-p", 2], ["--top-p is 2"]),
-        (["--top-k", 0], ["--top-k is 0"]),
-        (["--noise", "float16"], ["--noise", "float64"]),
-        (["--num-samples", 0], ["--num-samples is 0"]),
-        (["--batch-size", 0], ["--batch-size is 0"]),
-        (
-            ["--jsonl", "no/such/folder/x.jsonl"],
-            ["--jsonl no/such/folder/x.jsonl", "there is no folder"],
-        ),
-        (
-            ["--html", "no/such/folder/x.html"],
-            ["--html no/such/folder/x.html", "there is no folder"],
-        ),
-        (["--html", "tests"], ["--html tests is a folder"]),
-        (
-            ["--html", "/tmp/no_such.file", "--jsonl", "/tmp/../tmp/no_such.file"],
-            ["the same file", "different"],
-        ),
-        (["--device", "banana"], ["device 'banana'"]),
-        (["--seed", 10**30], ["seed"]),
-        (["--stepz", 3], ["--stepz", "--steps"]),
-        (["--mode", "backwards"], ["--mode", "mdm"]),
-        (["--num-samples", "many"], ["--num-samples", "many"]),
-        (["--prompt", "a", "--infill", "[MASK:1]"], ["one of --prompt, --infill and --prompts"]),
-        (["--prompt", "a", "--prompts", "a.txt"], ["one of --prompt, --infill and --prompts"]),
-        (["--prompts", "nowhere.txt"], ["--prompts nowhere.txt: there is no such file"]),
-        (["--prompts", "README.md"], ["--prompts README.md", ".txt", ".jsonl"]),
-        (["--infill", "no mask"], ["--infill: there is no mask", "[MASK:n]"]),
-        (["--infill", ""], ["--infill: there is no mask"]),
-        (["--infill", "a [MASK]"], ["'[MASK]' is no mask", "[MASK:n]"]),
-        (["--infill", "[MASK:1] [MASK:0]"], ["'[MASK:0]' is no mask", "at least 1"]),
-        (["--infill", "[MASK:-1]"], ["'[MASK:-1]' is no mask"]),
-        (["--infill", "[MASK:٣]"], ["is no mask"]),
-        (["--infill", "[MASK: 1]"], ["'[MASK: 1]' is no mask"]),
-        (["--infill", "a [MASK:1 b"], ["'[MASK:1 b' is no mask"]),
-        (["--infill", "[MASK:" + "9" * 5000 + "]"], ["is no mask"]),
-        (["--infill", "a[MASK:999999999]"], ["exceed the model's block size, 16 tokens"]),
-        (["--infill", "x" * 16 + "[MASK:1]"], ["--infill", "block size, 16 tokens; shorten"]),
-        (["--infill", "a[MASK:1]", "--length", 8], ["--infill", "leave out --length"]),
-    ],
-    ids=lambda value: " ".join(map(str, value))[:30],
-)
-def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(script, run, arguments, words):
-    status, _, err = script(sample, run, *arguments)
-    assert status == 2
-    for word in words:
-        assert word in " ".join(err.split())
+@pytest.fixture
+def refused(script, run):
+    """Run the script in vain: what it says, on one line."""
+
+    def call(*arguments, path=run):
+        status, out, err = script(sample, path, *arguments)
+        assert status == 2 and not out
+        return " ".join(err.split())
+
+    return call
+
+
+def words(text):
+    """Arguments or parts of a message, with bars between."""
+    return text.split(" | ")
+
+
+FOLDER = "there is no folder"
+ONE_KIND = "one of --prompt, --infill and --prompts"
 
 
 @pytest.mark.parametrize(
-    "name, content, words",
+    "arguments, message",
     [
-        ("a.txt", b"", ["there is no prompt in it"]),
-        ("a.txt", b"\n \n\r\n", ["there is no prompt in it"]),
-        ("a.txt", b"ok\n\ncaf\xe9\n", ["a.txt line 3", "UTF-8"]),
-        ("a.txt", b"ok\n\n" + b"x" * 16, ["a.txt line 3", "16 tokens", "--length is 16"]),
-        ("a.jsonl", b"\xef\xbb\xbf", ["there is no prompt in it"]),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": ', ["a.jsonl line 2", "not JSON"]),
-        ("a.jsonl", b"[" * 100_000, ["a.jsonl line 1", "not JSON"]),
-        ("a.jsonl", b'\n"text"', ["a.jsonl line 2", "this is a str, not an object"]),
-        ("a.jsonl", b"{}", ["a.jsonl line 1", "found keys (none)"]),
-        ("a.jsonl", b'{"length": 3}', ["a.jsonl line 1", '"prompt": TEXT', "'length'"]),
-        (
-            "a.jsonl",
-            b'{"prompt": "a", "infill": "[MASK:1]"}',
-            ["a.jsonl line 1", "'prompt', 'infill'"],
-        ),
-        ("a.jsonl", b'{"prompt": "a", "lenght": 3}', ["a.jsonl line 1", "'lenght'"]),
-        ("a.jsonl", b'{"prompt": ["a"]}', ["a.jsonl line 1", '"prompt" must be text, not ["a"]']),
-        ("a.jsonl", b'{"infill": null}', ["a.jsonl line 1", '"infill" must be text, not null']),
-        (
-            "a.jsonl",
-            b'{"prompt": "a", "length": true}',
-            ["a.jsonl line 1", '"length" must be a whole number, not true'],
-        ),
-        ("a.jsonl", b'{"prompt": "a", "length": 4.0}', ["a.jsonl line 1", "not 4.0"]),
-        (
-            "a.jsonl",
-            b'{"prompt": "a", "length": 0}',
-            ["a.jsonl line 1", "1 tokens and length is 0"],
-        ),
-        (
-            "a.jsonl",
-            b'{"prompt": "a", "length": 17}',
-            ["a.jsonl line 1", "length is 17", "block size, 16"],
-        ),
-        (
-            "a.jsonl",
-            b'{"infill": "[MASK:1]", "length": 3}',
-            ["a.jsonl line 1", 'leave out "length"'],
-        ),
-        ("a.jsonl", b'{"prompt": "a"}\n{"infill": "a"}', ["a.jsonl line 2", "there is no mask"]),
+        ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | block size"),
+        ("--prompt | xxxxx | --length | 5", "5 tokens | --length"),
+        ("--length | 17", "--length is 17 | block size, 16"),
+        ("--length | 0", "--length is 0"),
+        ("--steps | 0", "--steps is 0"),
+        ("--mode | even | --steps | -3", "--steps is -3"),
+        ("--mode | l2r | --steps | 4", "--steps has no meaning with --mode l2r | mdm or even"),
+        ("--mode | random | --schedule | cosine", "--schedule | random | mdm or even"),
+        ("--group-size | 1", "--group-size | mdm | l2r or random or adaptive"),
+        ("--mode | speculative | --group-size | 2", "--group-size | speculative"),
+        ("--mode | random | --unmask-by | entropy", "--unmask-by | random | --mode adaptive"),
+        ("--mode | even | --draft | 4", "--draft | even | --mode speculative"),
+        ("--mode | l2r | --order | l2r", "--order | l2r | --mode speculative"),
+        ("--mode | l2r | --group-size | 0", "--group-size is 0"),
+        ("--mode | l2r | --group-size | 9999999999", "--group-size is 9999999999 | 2**31"),
+        ("--mode | speculative | --draft | 1", "--draft is 1 | at least 2"),
+        ("--mode | speculative | --noise | float32", "--noise float32 | speculative"),
+        ("--mode | adaptive | --unmask-by | length", "--unmask-by | confidence"),
+        ("--temperature | -1", "--temperature is -1"),
+        ("--temperature | nan", "--temperature is nan"),
+        ("--top-p | 2", "--top-p is 2"),
+        ("--top-k | 0", "--top-k is 0"),
+        ("--noise | float16", "--noise | float64"),
+        ("--num-samples | 0", "--num-samples is 0"),
+        ("--num-samples | many", "--num-samples | many"),
+        ("--batch-size | 0", "--batch-size is 0"),
+        ("--jsonl | no/such/x.jsonl", f"--jsonl no/such/x.jsonl | {FOLDER}"),
+        ("--html | no/such/x.html", f"--html no/such/x.html | {FOLDER}"),
+        ("--html | tests", "--html tests is a folder"),
+        ("--html | /tmp/no.file | --jsonl | /tmp/../tmp/no.file", "the same file | different"),
+        ("--device | banana", "device 'banana'"),
+        ("--seed | 9999999999999999999999", "seed"),
+        ("--stepz | 3", "--stepz | --steps"),
+        ("--mode | backwards", "--mode | mdm"),
+        ("--prompt | a | --infill | [MASK:1]", ONE_KIND),
+        ("--prompt | a | --prompts | a.txt", ONE_KIND),
+        ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
+        ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
+        ("--infill | no mask", "--infill: there is no mask | [MASK:n]"),
+        ("--infill | ", "--infill: there is no mask"),
+        ("--infill | a [MASK]", "'[MASK]' is no mask | [MASK:n]"),
+        ("--infill | [MASK:1] [MASK:0]", "'[MASK:0]' is no mask | at least 1"),
+        ("--infill | [MASK:-1]", "'[MASK:-1]' is no mask"),
+        ("--infill | [MASK:٣]", "is no mask"),
+        ("--infill | [MASK: 1]", "'[MASK: 1]' is no mask"),
+        ("--infill | a [MASK:1 b", "'[MASK:1 b' is no mask"),
+        (f"--infill | [MASK:{'9' * 5000}]", "is no mask"),
+        ("--infill | a[MASK:999999999]", "exceed the model's block size, 16 tokens"),
+        ("--infill | xxxxxxxxxxxxxxxx[MASK:1]", "--infill | block size, 16 tokens; shorten"),
+        ("--infill | a[MASK:1] | --length | 8", "--infill | leave out --length"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(refused, arguments, message):
+    said = refused(*words(arguments))
+    assert all(word in said for word in words(message)), said
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "there is no prompt in it"),
+        (b"\n \n\r\n", "there is no prompt in it"),
+        (b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
+        (b"ok\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
     ],
 )
-def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
-    script, run, tmp_path, name, content, words
+def test_a_bad_text_file_of_prompts_is_an_error_that_names_file_and_line(
+    refused, tmp_path, content, message
 ):
-    (tmp_path / name).write_bytes(content)
-    status, out, err = script(sample, run, "--prompts", tmp_path / name)
-    assert status == 2 and not out
-    for word in [str(tmp_path / name), *words]:
-        assert word in " ".join(err.split())
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    said = refused("--prompts", path)
+    assert all(word in said for word in (str(path), *words(message))), said
 
 
-def test_length_does_not_go_with_infills_of_a_file(script, run, prompts):
-    status, _, err = script(sample, run, "--prompts", prompts(ROWS), "--length", 12)
-    assert (
-        status == 2
-        and "prompts.jsonl line 2: an infill is as long as its text and its masks" in err
-    )
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"\xef\xbb\xbf", "there is no prompt in it"),
+        (b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
+        (b"[" * 100_000, "line 1 | not JSON"),
+        (b'\n"text"', "line 2 | this is a str, not an object"),
+        (b"{}", "line 1 | found keys (none)"),
+        (b'{"length": 3}', "line 1 | \"prompt\": TEXT | 'length'"),
+        (b'{"prompt": "a", "infill": "[MASK:1]"}', "line 1 | 'prompt', 'infill'"),
+        (b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
+        (b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
+        (b'{"infill": null}', 'line 1 | "infill" must be text, not null'),
+        (b'{"prompt": "a", "length": true}', 'line 1 | "length" must be a whole number, not true'),
+        (b'{"prompt": "a", "length": 4.0}', "line 1 | not 4.0"),
+        (b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
+        (b'{"prompt": "a", "length": 17}', "line 1 | length is 17 | block size, 16"),
+        (b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
+        (b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
+    ],
+)
+def test_a_bad_jsonl_file_of_prompts_is_an_error_that_names_file_and_line(
+    refused, tmp_path, content, message
+):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    said = refused("--prompts", path)
+    assert all(word in said for word in (str(path), *words(message))), said
 
 
-def test_a_file_of_prompts_is_not_overwritten(script, run, prompts):
+def test_a_file_of_prompts_is_not_overwritten_and_takes_no_length_for_infills(refused, prompts):
     path = prompts(ROWS)
-    status, _, err = script(sample, run, "--prompts", path, "--jsonl", path)
-    assert status == 2 and "the same file twice" in err
+    assert "the same file twice" in refused("--prompts", path, "--jsonl", path)
     assert read_lines(path) == ROWS
+    said = refused("--prompts", path, "--length", 12)
+    assert "prompts.jsonl line 2: an infill is as long as its text and its masks" in said
 
 
 @pytest.mark.parametrize("mode", ["mdm", "even", "random", "adaptive", "speculative"])
-def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(script, plain, mode):
-    status, _, err = script(sample, plain, "--mode", mode)
-    assert (
-        status == 2
-        and f"--mode {mode} needs a model that is told its target position" in err
-        and "l2r" in err
-    )
+def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(
+    refused, plain, mode
+):
+    said = refused("--mode", mode, path=plain)
+    assert f"--mode {mode} needs a model that is told its target position" in said
+    assert "--mode l2r" in said
 
 
 def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_mask(
-    script, plain, prompts
+    refused, plain, prompts
 ):
-    status, _, err = script(sample, plain, "--mode", "l2r", "--group-size", 2)
-    assert status == 2 and "--group-size 2 needs a model that is told its target position" in err
-    status, _, err = script(sample, plain, "--mode", "l2r", "--infill", "[MASK:1]a")
-    assert (
-        status == 2
-        and "--infill: this model is not told its target position and can only continue" in err
-    )
+    said = refused("--mode", "l2r", "--group-size", 2, path=plain)
+    assert "--group-size 2 needs a model that is told its target position" in said
+    said = refused("--mode", "l2r", "--infill", "[MASK:1]a", path=plain)
+    assert "--infill: this model is not told its target position and can only continue" in said
     rows = prompts([{"prompt": "a"}, {"infill": "a[MASK:1]b[MASK:1]"}])
-    status, _, err = script(sample, plain, "--mode", "l2r", "--prompts", rows)
-    assert status == 2 and "line 2" in err and "write one mask, at the end" in err
+    said = refused("--mode", "l2r", "--prompts", rows, path=plain)
+    assert "line 2" in said and "write one mask, at the end" in said
 
 
 def test_a_model_without_a_start_token_needs_text_to_begin_with(
-    script, run, prompts, monkeypatch, draw
+    refused, prompts, monkeypatch, draw
 ):
     load = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
@@ -572,19 +558,17 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
         (["--infill", "[MASK:1]a"], "--infill"),
         (["--prompts", rows], "line 2"),
     ):
-        status, _, err = script(sample, run, *arguments)
-        assert status == 2 and f"{place}: this model has no start token (GPT-2)" in err
+        assert f"{place}: this model has no start token (GPT-2)" in refused(*arguments)
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
 
 
 def test_a_batch_size_that_does_not_fit_is_an_error_that_says_which_does(
-    script, run, draw, monkeypatch
+    refused, run, draw, monkeypatch
 ):
     samples = draw("--num-samples", 8)
     one = engine.bytes_per_sample(checkpoint.load_model(run), LENGTH)
     monkeypatch.setattr(engine, "available_memory", lambda device: 3 * one)
-    status, _, err = script(sample, run, "--num-samples", 8, "--batch-size", 8)
-    assert status == 2 and "8 samples of 16 tokens" in err
-    assert "take a batch size of 3 or less" in err
+    said = refused("--num-samples", 8, "--batch-size", 8)
+    assert "8 samples of 16 tokens" in said and "take a batch size of 3 or less" in said
     # left to the script, the batch is as small as it must be
     assert column(draw("--num-samples", 8), "tokens") == column(samples, "tokens")
