@@ -70,8 +70,7 @@ def test_mistakes_are_named():
         PageSample(["a"], [-2], [0.0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# in the browser
+# ---- in the browser ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,7 @@ def show(browser, tmp_path):
     """Opens a document as a file; in the end nothing else was asked for and nothing was complained
     of."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
-    context.set_default_timeout(5000)
+    context.set_default_timeout(60_000)
     requests, complaints, addresses = [], [], set()
 
     def show(samples, settings=None, fragment=""):
@@ -127,7 +126,7 @@ def state(tab) -> tuple[set[int], str]:
 def wait_until(tab, condition: str) -> None:
     """Until the JavaScript holds; playwright's own wait uses eval, which the page's security policy
     refuses."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not tab.evaluate(condition):
         assert time.monotonic() < deadline, f"{condition} does not come"
         time.sleep(0.01)
@@ -149,11 +148,13 @@ def test_it_opens_with_the_whole_text(show):
     assert tab.locator("#settings").inner_text().split() == ["mode", "mdm", "seed", "none"]
 
 
+BOXES = """() => [...document.querySelectorAll(".token")].map(
+    (token) => JSON.stringify(token.getClientRects()))"""
+
+
 def test_the_slider_shows_what_is_revealed_by_then(show):
     tab = show([MIXED])
-    boxes = tab.evaluate(
-        "() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))"
-    )
+    boxes = tab.evaluate(BOXES)
     for step in (0, 3, 1, 4, 2):
         slide(tab, step)
         count = len(REVEALED[step]) - 2
@@ -165,9 +166,7 @@ def test_the_slider_shows_what_is_revealed_by_then(show):
             "() => [...document.querySelectorAll('#text .now')].map(token => token.position)"
         )
         assert set(now) == (REVEALED[step] - REVEALED[step - 1] if step else set())
-        after = tab.evaluate(
-            "() => [...document.querySelectorAll('.token')].map(t => JSON.stringify(t.getClientRects()))"
-        )
+        after = tab.evaluate(BOXES)
         assert after == boxes, "the layout jumps"
 
 
@@ -197,7 +196,9 @@ def test_play_pause_and_speed(show):
     tab.keyboard.press("Space")
     assert tab.locator("#play").inner_text() == "Play"
     paused = state(tab)
-    tab.wait_for_timeout(100)
+    tab.evaluate(
+        "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
+    )
     assert state(tab) == paused
     slide(tab, 1990)
     tab.locator("#play").click()
@@ -290,18 +291,21 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
     assert tab.title() == "Generation order" and tab.locator("body > *").count() == 8
 
 
-def test_a_thousand_steps_do_not_lag(show):
+def test_scrubbing_through_a_thousand_steps_touches_every_token_once(show):
+    """So that it does not lag, however fast the machine is."""
     T = 1024
-    tab = show(
-        [PageSample([" token"] * T, [i * 389 % T for i in range(T)], [-1.0] * T) for _ in range(64)]
-    )
-    seconds = tab.evaluate(
+    sample = PageSample([" token"] * T, [i * 389 % T for i in range(T)], [-1.0] * T)
+    tab = show([sample] * 64)
+    touched = tab.evaluate(
         """() => {
-            const before = performance.now();
-            for (let i = 0; i <= 1024; i++) { show(i); document.body.offsetHeight; }
-            return (performance.now() - before) / 1000;
+            show(0);
+            let count = 0;
+            const one = reveal;
+            reveal = (...values) => { count += 1; one(...values); };
+            for (let i = 0; i <= 1024; i++) show(i);
+            return count;
         }"""
     )
-    assert seconds < 5  # far below on an idle machine: a frame of 1/60 s holds many steps
+    assert touched == T
     tab.locator("#sample").select_option("63")
     assert len(state(tab)[0]) == T
