@@ -99,7 +99,7 @@ def find_tokenizer(path: Path, places: tuple[str, ...], samples: tuple[dict, ...
         raise ValueError(
             f'{path}: some rows have "tokens", some not; give all of them tokens, or none'
         )
-    # The last one first, and no more than are needed: gpt2 reads its files, from the network at worst.
+    # The last one first, and no more than needed: gpt2 reads its files, at worst from the network.
     fitting = (name for name in reversed(TOKENIZERS) if is_text_of(name, samples[0]))
     tokenizer = next(fitting, None)
     for place, sample in zip(places, samples, strict=True):
