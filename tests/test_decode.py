@@ -550,7 +550,7 @@ def work(monkeypatch):
 @pytest.mark.parametrize("mode", [*FIXED, "exact 100"])
 def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, work):
     """Calls: the non-empty steps of the longest row of each batch. Work: below 2n + steps inputs a
-    row, counted where the model is fed. Only positions that are being revealed reach the output
+    row, counted where the model is fed. Only positions that are being unmasked reach the output
     head."""
     plan = make_plan(mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None)
     tokens, progress = torch.zeros(7, LENGTH).long(), []

@@ -68,14 +68,14 @@ def test_group_sizes_are_those_of_the_non_empty_steps_of_each_row(mode, lengths)
     assert group_sizes(plan).tolist() == [row + [0] * (widest - len(row)) for row in expected]
 
 
-def test_group_sizes_leave_out_steps_that_reveal_nothing():
+def test_group_sizes_leave_out_steps_that_unmask_nothing():
     order = torch.arange(5).expand(4, 5)
     steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 7, 7]]
     plan = Plan(order, torch.tensor(steps), torch.tensor([5, 5, 5, 3]))
     assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
 
 
-def test_group_sizes_of_rows_without_anything_to_reveal():
+def test_group_sizes_of_rows_without_anything_to_unmask():
     assert group_sizes(l2r_plan(2, torch.tensor([0, 0]), torch.zeros(2, 0).bool())).shape == (2, 0)
     assert group_sizes(l2r_plan(0, 5)).shape == (0, 0)
     assert group_sizes(l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())).shape == (2, 0)
@@ -116,7 +116,7 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 20])
-def test_left_to_right_plan_reveals_groups_in_ascending_order(group):
+def test_left_to_right_plan_unmasks_groups_in_ascending_order(group):
     given = some_given(10, 9, seed=2)
     for (order, step), row in zip(
         rows_of(l2r_plan(10, LENGTHS, given, group)), given.tolist(), strict=True

@@ -155,7 +155,7 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     assert ["".join(page_sample["pieces"]) for page_sample in shown] == column(two, "text")
 
 
-def test_the_modes_reveal_positions_as_they_say(draw):
+def test_the_modes_unmask_positions_as_they_say(draw):
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
     assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
