@@ -143,7 +143,8 @@ def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_l
     train.train(alone, ALONE)
     script, lost = tmp_path / "together.py", tmp_path / "lost"
     script.write_text(TOGETHER)
-    settings = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=5"
+    # A node counts as lost after half a minute of silence: a busy machine is silent for a while.
+    settings = "last_call_timeout=3,read_timeout=600,keep_alive_interval=5,keep_alive_max_attempt=6"
     node = {"launcher": two_nodes("1:2", settings), "script": (str(script), str(lost))}
     first = start(config, "--max-restarts=3", **node)
     # The first node holds the store by which the nodes find each other: it is the one to stay.
