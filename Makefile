@@ -53,7 +53,7 @@ soak: $(VENV)/.requirements-dev
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }
 	test -f data/pydocs/meta.json || $(PY) data/prepare.py pydocs
-	test -f $(RUN)/best.pt || $(PY) train.py configs/quickstart.toml
+	test -f $(RUN)/best || $(PY) train.py configs/quickstart.toml
 	@mkdir -p $(SMOKE)
 	@echo "== 1/8 data: three evaluation sets in the packing of the SEDD protocol, in blocks of this model"
 	$(PY) data/prepare.py ptb --source $(AOGPT_DATA)/ptb/ptb.test.txt $(SMALL) --out $(SMOKE)/ptb

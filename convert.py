@@ -1,11 +1,10 @@
-"""Write any supported weights in this project's own format: DST/model.safetensors and DST/config.json.
+"""Write any supported weights in this project's own format: model.safetensors and config.json.
 
 python convert.py SRC DST
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -16,9 +15,9 @@ import safetensors.torch
 import tyro
 
 from checkpoints.errors import CheckpointError
-from checkpoints.load import EXPORT_FORMAT, FACTS, load
+from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
 from runtime.command_line import run_script
-from runtime.files import sync_folder, write_atomically
+from runtime.files import sync_folder, write_atomically, write_json
 
 
 def convert(
@@ -26,10 +25,11 @@ def convert(
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     weights: Literal["ema", "raw"] = "ema",
 ) -> None:
-    """Write any supported weights in this project's own format: DST/model.safetensors and DST/config.json.
+    """Write any supported weights in this project's own format: DST/model.safetensors and
+    DST/config.json.
 
     Args:
-        source: Run folder, checkpoint file, folder of released weights, or Hugging Face repo id.
+        source: Run folder, checkpoint, released weights (file or folder), or Hugging Face repo id.
         destination: New folder; written completely, or not at all.
         weights: The averaged weights, where the source has them, or the last ones.
     """
@@ -38,17 +38,17 @@ def convert(
             f"{destination} exists already; give a folder that does not, or remove it"
         )
     loaded = load(source, weights)
-    facts = {name: getattr(loaded, name) for name in FACTS}
-    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)} | facts
+    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
+    settings |= {name: getattr(loaded, name) for name in EXPORTED}
     settings |= {"system": loaded.system, "source": source}
     tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+
     temporary = destination.with_name(f".{destination.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
-        text = json.dumps(settings, indent=2) + "\n"
-        write_atomically(temporary / "config.json", lambda file: file.write(text.encode()))
+        write_json(temporary / "config.json", settings)
         os.rename(temporary, destination)
         sync_folder(destination.parent)
     except OSError as error:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpoints import store as checkpoint
+from checkpoints import store
 from checkpoints.errors import CheckpointError
 from data.loader import TokenDataset
 from model import Transformer
@@ -92,7 +92,7 @@ def training_loop(
 ) -> Path | None:
     """Train until the last step, or until asked to stop. Returns the path of the last checkpoint;
     None if it could not be written."""
-    progress, saved = state.progress, None
+    progress = state.progress
     model, losses = replicate(state.model, procs), PendingLosses()
     with closing(micro_batches(data, config, procs, progress.step)) as batches:
         while progress.step < config.train.steps and not stop.agreed:
@@ -113,24 +113,23 @@ def training_loop(
             last = progress.step == config.train.steps
             evaluating = val_data and (last or progress.step % config.eval.interval == 0)
             saving = last or stop.agreed or progress.step % config.checkpoint.interval == 0
-            saver.poll()
             if evaluating or saving:
                 # Both read the weights, hence wait for the device anyway: let the log and the
                 # counts of skipped steps catch up, for they belong into the checkpoint.
                 report(losses.arrived(wait=True), config, progress, log)
-                # If the best one could not be written, the one before it is the best again.
+                # One checkpoint at a time; only now it is known whether the best one was written.
                 saver.wait()
-            best_before = progress.best
+            best = progress.best
             if evaluating:
                 averaged, last_weights = evaluate(state.model, state.ema, val_data, config, procs)
                 log.validation(averaged, last_weights)
                 val_loss, _ = averaged[best_by(config)]
-                if val_loss < progress.best["loss"]:
-                    progress.best = {"step": progress.step, "loss": val_loss}
-            if saving or progress.best != best_before:
-                saved = saver.save(state, best_before)
+                if best is None or val_loss < best["loss"]:
+                    best = {"step": progress.step, "loss": val_loss}
+            if saving or best != progress.best:
+                saver.save(state, best)
                 log.restart_clock()  # the speed in the log is that of training alone
-    return saved if saver.wait() else None
+    return saver.wait()
 
 
 def report(
@@ -296,7 +295,7 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
 
 
 def non_finite_message(config: Config, progress: Progress) -> str:
-    good = checkpoint.find(config.run_folder, up_to=progress.step)
+    good = store.find(config.run_folder, up_to=progress.step)
     where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
     return (
         f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step "

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import folder, store
 from data.loader import load_meta, read_tokens
 from data.prepare import Prepare, prepare
 from data.tokenizers import get_tokenizer
@@ -257,6 +258,19 @@ class Hostile:
 
     def __reduce__(self):
         return open, (str(self.target), "w")
+
+
+def read_checkpoint(path):
+    """What a checkpoint holds, all its tensors under "tensors", without what depends on how many
+    processes wrote it."""
+    state = folder.read_state(path)
+    tensors = folder.read_all(path, state)
+    return {k: v for k, v in state.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
+
+
+def newest(config):
+    """What the newest checkpoint of a run holds."""
+    return read_checkpoint(store.find(config.run_folder)[-1])
 
 
 # ---- samples -------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from helpers import ROOT, assert_same, metrics, wait_for, write_config
+from helpers import ROOT, assert_same, metrics, read_checkpoint, wait_for, write_config
 
-from checkpoints import sharded, store
+from checkpoints import store
 from training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
@@ -168,19 +168,13 @@ def kill(job, start, moment, rng):
 # ---- what is left --------------------------------------------------------------------------------
 
 
-def whole(path):
-    """A checkpoint of either form with all its tensors, without what may differ between equal
-    runs."""
-    state = store.read(path, verify=path.is_file())
-    state["tensors"] = sharded.read_all(path, "") if path.is_dir() else {}
-    return state | {"config": None}
-
-
 def assert_same_state(config, reference):
     """The newest checkpoint is what the undisturbed run had at that step, bit for bit, and so are
     the losses to it."""
     newest = store.find(config.run_folder)[-1]
-    assert_same(whole(newest), whole(reference.run_folder / "checkpoints" / newest.name))
+    ours = read_checkpoint(newest) | {"config": None}
+    expected = read_checkpoint(reference.run_folder / "checkpoints" / newest.name)
+    assert_same(ours, expected | {"config": None})
     step = store.step_of(newest)
     ours, expected = (
         [line for line in metrics(c) if line["step"] <= step] for c in (config, reference)

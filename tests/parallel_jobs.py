@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from checkpoints import sharded, store
+from checkpoints import background, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
@@ -36,9 +36,8 @@ def full(tensor):
 
 
 def full_state(state):
-    """Every tensor of a training state, by its name in a sharded checkpoint."""
-    contents = states.training_state(0, state.model, state.ema, state.optimizer, {}, {}, {})
-    return {name: full(tensor) for name, tensor in states.split_state(contents)[1].items()}
+    """Every tensor of a training state, whole, by its name in a checkpoint."""
+    return {name: full(tensor) for name, tensor in states.named_tensors(state).items()}
 
 
 def start(config, procs):
@@ -59,8 +58,7 @@ def moved(config, procs):
     if procs.main:
         folder.mkdir(parents=True)
         for path in store.find(source.run_folder, up_to=source.checkpoint.interval):
-            copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, folder / path.name)
+            shutil.copytree(path, folder / path.name)
     procs.gather(None)  # until it is there
     restored = full_state(start(config, procs)[0])
     train.train(config, procs)
@@ -119,7 +117,7 @@ def compiled(config, procs):
 
 
 def killed(config, procs):
-    """Train, and be killed when the second checkpoint is written but for its last step."""
+    """Train, and be killed when the second checkpoint is written but for its name."""
     renamed, plain = [], os.rename
 
     def rename(source, target):
@@ -134,32 +132,32 @@ def killed(config, procs):
 
 def faulty(config, procs):
     """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is
-    full, at step 6 the first process may not rename, and at step 8 it may not make a folder."""
-    start, rename, mkdir = sharded.Writer.start, os.rename, Path.mkdir
+    full, at step 6 the first process may not rename, and at step 8 none may make a folder."""
+    start, rename, mkdir = background.BackgroundWriter.start, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse(*arguments, **keywords):
         raise PermissionError(errno.EPERM, "not today")
 
-    def faulty_start(writer, path, *arguments):
-        step = store.step_of(path)
+    def faulty_start(writer, temporary, *arguments):
+        step = int(temporary.name.split("_")[1].removesuffix(".tmp"))
         if step == 4 and not procs.main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
         os.rename = refuse if step == 6 else rename
         Path.mkdir = refuse if step == 8 else mkdir
         try:
-            start(writer, path, *arguments)
+            start(writer, temporary, *arguments)
             if step < 10:
-                writer.pending[0].exception()  # so that nothing else meets what is refused
+                writer.running[0].exception()  # so that nothing else meets what is refused
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            Path.mkdir = mkdir
+            os.rename, Path.mkdir = rename, mkdir
 
-    sharded.Writer.start = faulty_start
+    background.BackgroundWriter.start = faulty_start
     try:
         train.train(config, procs)
     finally:
-        sharded.Writer.start, os.rename = start, rename
+        background.BackgroundWriter.start = start
 
 
 def do(*jobs):

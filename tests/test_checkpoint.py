@@ -1,24 +1,28 @@
-"""checkpoint.py: averaged weights, atomic writing, and files that are cut, damaged, foreign or hostile."""
+"""Averaged weights, and checkpoints: written whole or not at all, verified, kept; and whatever is cut,
+damaged, foreign or hostile is refused."""
 
-import io
+import json
 import os
 import pickle
 import random
 import zipfile
 
 import pytest
+import safetensors.torch
 import torch
-from helpers import Hostile, assert_same, flip_byte, limited_file_size
+from helpers import Hostile, assert_same, flip_byte, limited_file_size, read_checkpoint
 
-from checkpoints import load as checkpoint
-from checkpoints import store
+from checkpoints import folder, store
 from checkpoints.errors import CheckpointError
+from checkpoints.load import load, load_model
 from model import AOGPT, ModelConfig
 from runtime.files import write_atomically
 from training.averages import EMA
-from training.state import training_state
+from training.config import Config
+from training.state import Progress, State, named_tensors, plain_values
 
 TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
+DATA = {"tokenizer": "bytes", "vocab_size": 17}
 
 
 def tiny_model(seed=0):
@@ -26,22 +30,34 @@ def tiny_model(seed=0):
     return AOGPT(TINY)
 
 
-def tiny_state(step, seed=0):
-    """What training would save at this step: a model after one update, its average and its optimizer."""
-    model = tiny_model(seed)
+def tiny_state(step):
+    """A model after one update, its average and its optimizer; every step has other weights."""
+    model = tiny_model(step)
     ema = EMA(model, 0.9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     tokens = torch.randint(TINY.vocab_size, (2, 8))
     model(tokens, torch.arange(8).expand(2, 8)).mean().backward()
     optimizer.step()
     ema.update(model)
-    data = {"tokenizer": "bytes", "vocab_size": 17}
-    return training_state(
-        step, model, ema, optimizer, {"seed": seed}, data, {"step": None, "loss": 1.0}
-    )
+    return State(model, ema, optimizer, Progress(step))
 
 
-# ---- averaged weights ------------------------------------------------------------------------------------------------
+def save(run_folder, step, keep=2, best=None):
+    """Save `tiny_state`; best: the step of the best checkpoint."""
+    state, best = tiny_state(step), best and {"step": best, "loss": 1.0}
+    values = plain_values(state, best, Config(name="tiny", model=TINY), DATA)
+    return store.write(run_folder, values, named_tensors(state), keep)
+
+
+def weights(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def names(run_folder):
+    return [path.name for path in store.find(run_folder)]
+
+
+# ---- averaged weights ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
@@ -92,61 +108,36 @@ def test_the_model_has_its_own_weights_again_after_the_average_was_applied(fail)
     assert_same({name: p.detach() for name, p in model.named_parameters()}, own)
 
 
-def test_weights_of_another_model_are_refused_by_name_and_by_shape():
-    weights = EMA(tiny_model(), 0.9).weights
-    with pytest.raises(CheckpointError, match=r"1 names differ, e\.g\. start"):
-        checkpoint.copy_parameters(
-            tiny_model(), {name: w for name, w in weights.items() if name != "start"}
-        )
-    with pytest.raises(CheckpointError, match=r"start is \(3,\) in the file, \(8,\) in the model"):
-        checkpoint.copy_parameters(tiny_model(), weights | {"start": torch.zeros(3)})
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_read_back_bit_for_bit(tmp_path):
-    state = tiny_state(7)
-    path = store.save(tmp_path, state, keep=1, best=False)
-    assert path == tmp_path / "checkpoints" / "step_00000007.pt"
-    assert_same(store.read(path), state)
-    assert_same(store.read(path, verify=True), state)
+    path = save(tmp_path, 7)
+    assert path == tmp_path / "checkpoints" / "step_00000007"
+    found, state = read_checkpoint(path), tiny_state(7)
+    assert found["tensors"].keys() == named_tensors(state).keys()
+    for name, tensor in named_tensors(state).items():
+        assert_same(found["tensors"][name], tensor, name)
+    assert found["ema"] == {"updates": 1, "decay": 0.9} and found["data"] == DATA
 
 
 def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
     for step in range(1, 8):
-        store.save(tmp_path, tiny_state(step, seed=step), keep=3, best=step == 2)
-    assert [path.name for path in store.find(tmp_path)] == [
-        f"step_0000000{n}.pt" for n in (5, 6, 7)
-    ]
-    assert_same(store.read(tmp_path / "best.pt"), tiny_state(2, seed=2))
-    store.save(tmp_path, tiny_state(8, seed=8), keep=1, best=True)
-    assert [path.name for path in store.find(tmp_path)] == ["step_00000008.pt"]
-    assert_same(store.read(tmp_path / "best.pt"), tiny_state(8, seed=8))
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [
-        "best.pt",
-        "checkpoints",
-        "step_00000008.pt",
-    ]
+        save(tmp_path, step, keep=3, best=2)
+    assert names(tmp_path) == [f"step_0000000{n}" for n in (2, 5, 6, 7)]
+    assert (tmp_path / "best").read_text() == "step_00000002\n"
+    save(tmp_path, 8, keep=1, best=8)
+    assert names(tmp_path) == ["step_00000008"]
+    assert store.best_of(tmp_path) == store.path_of(tmp_path, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
 
 
 def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    others = [
-        ".step_00000009.pt.tmp",
-        "step_9.pt",
-        "step_00000009.pt.old",
-        "notes.txt",
-        "step_00000009.txt",
-    ]
-    for name in ["step_100000000.pt", "step_00000020.pt", "step_00000003.pt", *others]:
-        (folder / name).touch()
-    assert [path.name for path in store.find(tmp_path)] == [
-        "step_00000003.pt",
-        "step_00000020.pt",
-        "step_100000000.pt",
-    ]
+    others = [".step_00000009.tmp", "step_9", "step_00000009.old", "notes", "step_00000009x"]
+    for name in ["step_100000000", "step_00000020", "step_00000003", *others]:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000004").touch()
+    assert names(tmp_path) == ["step_00000003", "step_00000020", "step_100000000"]
 
 
 @pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
@@ -156,6 +147,8 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_trace(tmp_path, 
 
     def fail(file):
         file.write(b"new" * 10_000)
+        file.flush()
+        assert path.read_bytes() == b"old"
         raise error
 
     with pytest.raises(type(error)):
@@ -163,100 +156,89 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_trace(tmp_path, 
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_the_file_under_the_final_name_is_complete_whenever_it_can_be_seen(tmp_path):
-    path = tmp_path / "file"
-    write_atomically(path, lambda file: file.write(b"old"))
-
-    def write(file):
-        for _ in range(100):
-            file.write(b"x" * 10_000)
-            file.flush()
-            assert path.read_bytes() == b"old"
-
-    write_atomically(path, write)
-    assert path.read_bytes() == b"x" * 1_000_000
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_a_full_disk_is_an_error_and_the_last_good_checkpoint_stays(tmp_path, share):
-    good = store.save(tmp_path, tiny_state(1), keep=1, best=True)
-    state = tiny_state(2, seed=2)
+def test_a_full_disk_is_an_error_with_the_reason_and_what_was_there_stays(tmp_path, share):
+    good = save(tmp_path, 1, best=1)
+    before = read_checkpoint(good)
+    size = (good / "part.safetensors").stat().st_size
     with (
-        pytest.raises(CheckpointError, match="could not write .*step_00000002.pt") as error,
-        limited_file_size(int(good.stat().st_size * share)),
+        pytest.raises(CheckpointError, match="File too large"),  # the system's own reason
+        limited_file_size(int(size * share)),
     ):
-        store.save(tmp_path, state, keep=1, best=True)
-    assert "File too large" in str(error.value)  # the system's own reason
-    assert [path.name for path in good.parent.iterdir()] == [good.name]
-    for path in (good, tmp_path / "best.pt"):
-        assert_same(store.read(path, verify=True), tiny_state(1))
+        save(tmp_path, 2, best=2)
+    assert list(good.parent.iterdir()) == [good] and store.best_of(tmp_path) == good
+    assert_same(read_checkpoint(good), before)
 
 
-def test_a_full_disk_at_the_first_checkpoint_leaves_nothing(tmp_path):
-    state = tiny_state(1)
-    with pytest.raises(CheckpointError, match="could not write"), limited_file_size(100):
-        store.save(tmp_path, state, keep=1, best=True)
-    assert not list((tmp_path / "checkpoints").iterdir())
+# ---- reading what is cut or damaged ----------------------------------------------------------------
 
 
-# ---- reading what is cut or damaged ----------------------------------------------------------------------------------
+def truncate(path, share):
+    os.truncate(path, int(path.stat().st_size * share))
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 0.5, 0.99, -1])
-def test_a_cut_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, size):
-    older = store.save(tmp_path, tiny_state(1), keep=2, best=False)
-    newest = store.save(tmp_path, tiny_state(2, seed=2), keep=2, best=False)
-    full = newest.stat().st_size
-    os.truncate(
-        newest, full + size if size < 0 else size if isinstance(size, int) else int(full * size)
-    )
+def change_state(path, **changes):
+    """Another state.json with a checksum that fits."""
+    contents = json.loads((path / "state.json").read_text()) | changes
+    contents["sha256"] = folder.digest(contents)
+    (path / "state.json").write_text(json.dumps(contents))
+
+
+DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
+    "no part": (lambda p: (p / "part.safetensors").unlink(), "part.safetensors is missing"),
+    "empty part": (lambda p: truncate(p / "part.safetensors", 0), "checksum of part"),
+    "cut part": (lambda p: truncate(p / "part.safetensors", 0.999), "checksum of part"),
+    "a part too many": (lambda p: (p / "x.safetensors").touch(), "x.safetensors is not its own"),
+    "flipped byte": (lambda p: flip_byte(p / "part.safetensors", 5000), "checksum of part"),
+    "no state": (lambda p: (p / "state.json").unlink(), "lacks state.json"),
+    "empty state": (lambda p: truncate(p / "state.json", 0), "state.json cannot be read"),
+    "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json cannot be read"),
+    "other state": (lambda p: (p / "state.json").write_text("[1]"), "state.json is damaged"),
+    "incomplete": (lambda p: change_state(p, format=folder.FORMAT, parts={}), "is not its own"),
+    "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
+    "only the state": (lambda p: [f.unlink() for f in folder.parts(p)], "is missing"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, how):
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    damage, words = DAMAGES[how]
+    damage(newest)
     path, state = store.read_newest(tmp_path)
-    assert path == older
-    assert_same(state, tiny_state(1))
+    assert path == older and state["step"] == 1
     warning = capsys.readouterr().err
-    assert f"warning: {newest} " in warning and "the one before it" in warning
+    assert f"warning: {newest}" in warning and words in warning and "the one before it" in warning
+    with pytest.raises(CheckpointError, match=f"{newest}"):
+        load(newest)
+    assert load(tmp_path).path == str(older)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, seed):
-    """Bytes anywhere in the file: in tensors, in the pickle, in the zip's headers and padding."""
-    state = tiny_state(1)
-    path = store.save(tmp_path, state, keep=1, best=False)
-    original, rng, noticed = path.read_bytes(), random.Random(seed), 0
-    for _ in range(40):
-        path.write_bytes(original)
-        flip_byte(path, rng.randrange(len(original)), rng.randrange(1, 256))
+@pytest.mark.parametrize("file", ["part.safetensors", "state.json"])
+def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file):
+    """Bytes anywhere: in tensors, in the header, in names, numbers and white space of the JSON."""
+    path = save(tmp_path, 1)
+    expected, original = read_checkpoint(path), (path / file).read_bytes()
+    rng, noticed = random.Random(0), 0
+    for _ in range(60):
+        (path / file).write_bytes(original)
+        flip_byte(path / file, rng.randrange(len(original)), rng.randrange(1, 256))
         try:
-            found = store.read(path, verify=True)
+            found = read_checkpoint(path)
         except CheckpointError as error:
             assert str(path) in str(error)
             noticed += 1
         else:
-            assert_same(found, state)
-    assert noticed > 0
-
-
-def test_a_flipped_byte_in_every_tensor_is_noticed(tmp_path):
-    path = store.save(tmp_path, tiny_state(1), keep=1, best=False)
-    original = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        records = [archive.read(name) for name in archive.namelist() if "/data/" in name]
-    places = {original.find(record) + len(record) // 2 for record in records if len(record) >= 64}
-    assert len(places) > 20
-    for place in places:
-        path.write_bytes(original)
-        flip_byte(path, place, 1)
-        with pytest.raises(CheckpointError, match="damaged"):
-            store.read(path, verify=True)
+            assert_same(found, expected)
+    assert noticed > 20
 
 
 def test_all_checkpoints_broken_is_an_error_and_nothing_is_deleted(tmp_path, capsys):
     for step in (1, 2):
-        os.truncate(store.save(tmp_path, tiny_state(step), keep=2, best=False), 50)
+        truncate(save(tmp_path, step) / "part.safetensors", 0.1)
     with pytest.raises(CheckpointError, match=f"none of the 2 checkpoints in {tmp_path}"):
         store.read_newest(tmp_path)
-    assert capsys.readouterr().err.count("warning") == 2
-    assert len(store.find(tmp_path)) == 2
+    assert capsys.readouterr().err.count("warning") == 2 and len(store.find(tmp_path)) == 2
 
 
 def test_a_run_without_checkpoints_has_none_to_go_on_from(tmp_path):
@@ -264,96 +246,118 @@ def test_a_run_without_checkpoints_has_none_to_go_on_from(tmp_path):
     assert store.read_newest(tmp_path / "not there") is None
 
 
-# ---- reading what is foreign or hostile ------------------------------------------------------------------------------
+# ---- what is foreign, of an earlier version, or hostile --------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["zip", "legacy", "bare pickle", "inside a checkpoint"])
-def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, layout):
-    path, target = tmp_path / "model.pt", tmp_path / "touched"
+def zip_file(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello.txt", "hello")
+
+
+FOREIGN = {  # writes a file -> what the message says
+    "other keys": (lambda path: torch.save({"iter_num": 3, "net": {}}, path), "iter_num"),
+    "list": (lambda path: torch.save([1, 2], path), "holds a list"),
+    "tensor": (lambda path: torch.save(torch.zeros(3), path), "holds a Tensor"),
+    "safetensors": (
+        lambda path: safetensors.torch.save_file({"net.w": torch.zeros(1)}, path),
+        "net.w",
+    ),
+    "text": (lambda path: path.write_text("just some text\n" * 50), "cannot be read"),
+    "empty": (lambda path: path.touch(), "cannot be read"),
+    "zeros": (lambda path: path.write_bytes(bytes(1000)), "cannot be read"),
+    "other zip": (zip_file, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(tmp_path, name):
+    write, words = FOREIGN[name]
+    write(tmp_path / "foreign.pt")
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path / "foreign.pt")
+    for word in (str(tmp_path / "foreign.pt"), words, "supported are"):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["file", "run", "best", "folder", "run of folders"])
+def test_checkpoints_of_earlier_versions_are_refused_by_the_name_of_their_format(tmp_path, what):
+    old = {"format": "aogpt-checkpoint-2", "step": 3, "model": {}, "ema": {"weights": {}}}
+    path = tmp_path / "checkpoints" / ("step_00000003" if "folder" in what else "step_00000003.pt")
+    if "folder" in what:
+        path.mkdir(parents=True)
+        torch.save(old, path / "state.pt")
+    else:
+        path.parent.mkdir()
+        torch.save(old, path)
+        torch.save(old, tmp_path / "best.pt")
+    given = {"file": path, "folder": path, "best": tmp_path / "best.pt"}.get(what, tmp_path)
+    message = "none of the 1" if what == "run of folders" else "of format aogpt-checkpoint-2, which"
+    with pytest.raises(CheckpointError, match=message):
+        load(given)
+    if what == "run":  # it must not be started anew over
+        with pytest.raises(CheckpointError, match=message):
+            store.read_newest(tmp_path)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("layout", ["zip", "legacy", "bare pickle"])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, layout, inside):
+    """As a file of its own and beside a config.json; alone and among tensors."""
+    target, path = tmp_path / "touched", tmp_path / "pytorch_model.bin"
     hostile = Hostile(target)
+    contents = {"vocab_embed.embedding": torch.zeros(3), "x": hostile} if inside else hostile
     if layout == "bare pickle":
         path.write_bytes(pickle.dumps(hostile))
-    elif layout == "inside a checkpoint":
-        torch.save(tiny_state(1) | {"config": hostile}, path)
     else:
-        torch.save(hostile, path, _use_new_zipfile_serialization=layout == "zip")
-    for verify in (False, True):
-        with pytest.raises(CheckpointError, match="model.pt cannot be read"):
-            store.read(path, verify=verify)
-    with pytest.raises(CheckpointError):
-        checkpoint.load(path)
+        torch.save(contents, path, _use_new_zipfile_serialization=layout == "zip")
+    (tmp_path / "config.json").write_text("{}")
+    for given in (path, tmp_path):
+        with pytest.raises(
+            CheckpointError, match=r"model\.bin cannot be read.* refused.* run code"
+        ):
+            load(given)
     assert not target.exists()
-    if layout in ("zip", "legacy"):  # the file is a real attack: a reader that trusts it runs it
-        torch.load(path, weights_only=False).close()
+    if layout != "bare pickle":  # the file is a real attack: a reader that trusts it runs it
+        torch.load(path, weights_only=False)
         assert target.exists()
 
 
-def foreign_files():
-    def torch_file(value):
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return buffer.getvalue()
-
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    return {
-        "dict of other keys": (torch_file({"iter_num": 3, "net": {}}), "iter_num"),
-        "list": (torch_file([1, 2]), "list"),
-        "tensor": (torch_file(torch.zeros(3)), "Tensor"),
-        "safetensors": (len(header).to_bytes(8, "little") + header + bytes(4), ""),
-        "text": (b"just some text\n" * 50, ""),
-        "empty": (b"", ""),
-        "zeros": (bytes(1000), ""),
-        "other zip": (_zip_with("hello.txt"), ""),
-    }
+@pytest.mark.parametrize("name", [".metadata", "state.pt", "model.pt"])
+def test_a_pickle_within_a_checkpoint_is_a_file_like_any_other(tmp_path, name):
+    """torch.distributed.checkpoint keeps a pickle .metadata in its own format."""
+    path = save(tmp_path, 1)
+    (path / name).write_bytes(pickle.dumps(Hostile(tmp_path / "touched")))
+    assert load(tmp_path).path == str(path)
+    assert not (tmp_path / "touched").exists()
 
 
-def _zip_with(name):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(name, "hello")
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("name", foreign_files())
-def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(tmp_path, name):
-    path = tmp_path / "foreign.pt"
-    content, found = foreign_files()[name]
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.load(path)
-    message = str(error.value)
-    assert str(path) in message and found in message
-    assert "supported" in message
-
-
-def test_a_checkpoint_that_lacks_its_parts_is_a_clear_error(tmp_path):
-    path = tmp_path / "half.pt"
-    torch.save({"format": store.FORMAT, "step": 3}, path)
-    with pytest.raises(CheckpointError, match="half.pt"):
-        checkpoint.load(path)
-
-
-# ---- loading a model -------------------------------------------------------------------------------------------------
+# ---- loading a model -------------------------------------------------------------------------------
 
 
 def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in_eval_mode(
     tmp_path,
 ):
-    store.save(tmp_path, tiny_state(1), keep=2, best=True)
-    newest = tiny_state(2, seed=2)
-    path = store.save(tmp_path, newest, keep=2, best=False)
-    for weights, expected in (("ema", newest["ema"]["weights"]), ("raw", newest["model"])):
-        loaded = checkpoint.load(tmp_path, weights)
-        assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
-        assert (loaded.path, loaded.step, loaded.weights) == (str(path), 2, weights)
+    older, newest = save(tmp_path, 1, best=1), save(tmp_path, 2, best=1)
+    state = tiny_state(2)
+    for which, expected in (("ema", state.ema.weights), ("raw", weights(state.model))):
+        loaded = load(tmp_path, which)
+        assert_same(weights(loaded.model), expected)
+        assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, which)
         assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
         assert not loaded.model.training
         assert loaded.model.config == TINY
-    assert not torch.equal(newest["ema"]["weights"]["start"], newest["model"]["start"])
-    best = checkpoint.load_model(tmp_path / "best.pt")
-    assert_same(
-        {name: p.detach() for name, p in best.named_parameters()}, tiny_state(1)["ema"]["weights"]
-    )
+    assert not torch.equal(state.ema.weights["start"], state.model.start)
+    for path in (older, tmp_path / "best"):
+        assert load(path).path == str(older)
+        assert_same(weights(load_model(path)), tiny_state(1).ema.weights)
+
+
+@pytest.mark.parametrize("text", ["step_00000009", "../../step_00000001", "", "/etc/passwd"])
+def test_a_pointer_to_what_is_no_checkpoint_is_a_clear_error(tmp_path, text):
+    save(tmp_path, 1)
+    (tmp_path / "best").write_text(text)
+    with pytest.raises(CheckpointError, match="lacks state.json|does not hold the name"):
+        load(tmp_path / "best")
 
 
 def test_a_path_that_is_not_there_or_has_not_trained_and_unknown_weights_are_clear_errors(tmp_path):
@@ -361,8 +365,20 @@ def test_a_path_that_is_not_there_or_has_not_trained_and_unknown_weights_are_cle
         CheckpointError,
         match=r"there is no .*nowhere; give a run folder \(out/NAME\) or a checkpoint",
     ):
-        checkpoint.load(tmp_path / "nowhere")
+        load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no checkpoints/step_"):
-        checkpoint.load(tmp_path)
+        load(tmp_path)
     with pytest.raises(ValueError, match="'last'; give 'ema' or 'raw'"):
-        checkpoint.load(tmp_path, "last")
+        load(tmp_path, "last")
+
+
+def test_a_checkpoint_of_other_tensors_than_its_model_has_is_named(tmp_path):
+    path = save(tmp_path, 1)
+    sizes = json.loads((path / "state.json").read_text())["model_config"]
+    for changes, words in (({"n_layer": 2}, "names differ"), ({"n_embd": 16}, "in the model")):
+        change_state(path, model_config=sizes | changes)
+        with pytest.raises(CheckpointError, match=f"{path} cannot be used: .*{words}"):
+            load(path)
+    change_state(path, model_config=sizes | {"colour": 1})
+    with pytest.raises(CheckpointError, match="colour"):
+        load(path)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import train
+from checkpoints import store
 from model import AOGPT, ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
@@ -37,7 +38,7 @@ from training.memory_plan import (
 )
 from training.optimizers import make_optimizer, named_state
 from training.parallel import checkpoint_activations
-from training.state import training_state
+from training.state import Progress, State, named_tensors, plain_values
 
 B, T, D, H, V = 4, 128, 64, 4, 320
 LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # configs with a plan in their comments: for how many GPUs
@@ -113,12 +114,12 @@ def test_a_checkpoint_has_the_planned_size(tmp_path):
     optimizer = make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
-    state = training_state(
-        1, model, EMA(model, 0.9), optimizer, configuration.to_dict(config), {}, {}
-    )
-    torch.save(state, tmp_path / "checkpoint.pt")
+    state = State(model, EMA(model, 0.9), optimizer, Progress(step=1))
+    values = plain_values(state, None, config, {})
+    path = store.write(tmp_path, values, named_tensors(state), keep=1)
     planned = plan_run(config, 1, find_gpu(H100)).checkpoint_bytes
-    assert (tmp_path / "checkpoint.pt").stat().st_size == pytest.approx(planned, rel=0.01)
+    written = sum(file.stat().st_size for file in path.iterdir())
+    assert written == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize(

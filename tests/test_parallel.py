@@ -17,6 +17,7 @@ from helpers import (
     change,
     metrics,
     needs_compiler,
+    read_checkpoint,
     tiny_config,
     torchrun,
     write_config,
@@ -27,13 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from checkpoints import sharded, store
+from checkpoints import store
 from data.loader import TokenDataset
 from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.processes import processes
 from training import parallel
-from training import state as states
 from training.batches import PendingLosses, micro_batches
 from training.config import Config
 
@@ -114,12 +114,7 @@ def test_a_checkpoint_gives_its_state_bit_for_bit_to_any_number_of_processes_und
     runs, moves = everywhere
     for (source, _), config in moves.items():
         path = runs[source].run_folder / "checkpoints" / f"step_{MOVED:08d}"
-        if source[0] == "fsdp":
-            expected = sharded.read_all(path, "")
-        else:
-            state = store.read(path.with_suffix(".pt"))
-            expected = states.split_state(state)[1]
-        assert_same(result("moved", config), expected)
+        assert_same(result("moved", config), read_checkpoint(path)["tensors"])
 
 
 def test_the_next_losses_after_a_move_are_those_of_the_undisturbed_run(everywhere):
@@ -144,9 +139,9 @@ def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywh
     )  # which makes the link to the best one a folder
     shutil.rmtree(store.find(config.run_folder)[-1])
     done = torchrun(2, "train.py", write_config(config))
-    assert f"resumed from {store.path_of(config.run_folder, MOVED, sharded=True)}" in done.stdout
+    assert f"resumed from {store.path_of(config.run_folder, MOVED)}" in done.stdout
     assert_same_losses(config, source, 1e-5)
-    assert (config.run_folder / "best").resolve() == store.find(config.run_folder)[-1].resolve()
+    assert store.best_of(config.run_folder) == store.find(config.run_folder)[-1]
 
 
 # ---- every system, sharded -----------------------------------------------------------------------

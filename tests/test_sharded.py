@@ -1,35 +1,32 @@
-"""sharded.py: checkpoints of several processes, written in the background, whole or not there, and never code."""
+"""Checkpoints that several processes write together in the background: whole or not there."""
 
 import json
 import math
 import os
-import pickle
 import shutil
 import threading
-import time
 
 import parallel_jobs
 import pytest
 import torch
 from helpers import (
-    Hostile,
     assert_same,
     change,
     metrics,
+    newest,
+    read_checkpoint,
     run_script,
     tiny_config,
     torchrun,
     write_config,
 )
 from safetensors.torch import load_file
-from test_train import files
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-import sample
 import train
-from checkpoints import load as checkpoint
-from checkpoints import sharded, store
+from checkpoints import folder, store
 from checkpoints.errors import CheckpointError
+from checkpoints.load import load
 from runtime.processes import processes
 from training import state as states
 
@@ -62,9 +59,9 @@ def pair(base):
 
 @pytest.fixture
 def copy(pair, tmp_path):
-    """The undisturbed run to damage; its two checkpoints, of steps 8 and 10."""
+    """The undisturbed run of two processes, to damage; its checkpoints of steps 8 and 10."""
     config = change(pair[0], out=str(tmp_path))
-    shutil.copytree(pair[0].run_folder, config.run_folder, symlinks=True)
+    shutil.copytree(pair[0].run_folder, config.run_folder)
     return config, *store.find(config.run_folder)
 
 
@@ -78,8 +75,8 @@ def state(base, procs, tmp_path):
 META = {"tokenizer": "bytes", "vocab_size": 257}
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+def names(path):
+    return sorted(file.name for file in path.iterdir())
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -101,47 +98,43 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
             "exp_avg_sq": p.detach() / 4,
         }
     before, state.progress.step = parallel_jobs.full_state(state), 3
-    path = saver.save(state, state.progress.best)
+    saver.save(state, None)
+    path = store.path_of(config.run_folder, 3)
     for tensor in [*state.model.parameters(), *state.ema.weights.values()]:
         tensor.detach().fill_(7)
     for values in state.optimizer.state.values():
         for tensor in values.values():
             tensor.fill_(7)
-    saver.poll()
-    assert not path.exists() and names(path.parent) == [".step_00000003.tmp"], (
-        "it must not pass for a checkpoint yet"
-    )
+    assert not path.exists(), "it must not pass for a checkpoint yet"
     gate.set()
-    assert saver.wait() and names(path.parent) == [path.name] and not warnings
-    assert_same(sharded.read_all(path, ""), before)
-    assert store.read(path, verify=True)["step"] == 3
+    assert saver.wait() == path and names(path.parent) == [path.name] and not warnings
+    found = read_checkpoint(path)
+    assert_same(found["tensors"], {name: before[name] for name in found["tensors"]})
+    assert found["step"] == 3 and found["tensors"].keys() == before.keys()
 
 
-def test_the_newest_and_the_best_are_kept_and_best_is_a_link_to_it(state, procs):
+def test_the_newest_and_the_best_are_kept_and_best_names_it(state, procs):
     state, config = state
-    saver, folder = states.Saver(config, procs, META, pytest.fail), config.run_folder
-    best, kept = {1: 3.0, 2: 1.0, 6: 0.5}, {}
+    saver, run = states.Saver(config, procs, META, pytest.fail), config.run_folder
+    losses, kept = {1: 3.0, 2: 1.0, 6: 0.5}, {}
     for step in range(1, 9):
-        state.progress.step, before = step, state.progress.best
-        if step in best:
-            state.progress.best = {"step": step, "loss": best[step]}
-        saver.save(state, before)
+        state.progress.step, best = step, state.progress.best
+        if step in losses:
+            best = {"step": step, "loss": losses[step]}
+        saver.save(state, best)
         assert saver.wait()
-        kept[step] = [store.step_of(path) for path in store.find(folder)]
-        assert (folder / "best").resolve().name == f"step_{state.progress.best['step']:08d}"
+        assert state.progress.best == best
+        kept[step] = [store.step_of(path) for path in store.find(run)]
+        assert store.best_of(run) == store.path_of(run, best["step"])
     assert kept[5] == [2, 4, 5] and kept[8] == [6, 7, 8]
-    assert (
-        os.readlink(folder / "best") == "checkpoints/step_00000006"
-        and not (folder / "best.pt").exists()
-    )
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle_but_a_state_that_is_read_without_running_code(pair):
+def test_every_process_writes_its_part_and_all_of_them_are_verified(pair):
     for path in store.find(pair[0].run_folder):
-        assert names(path)[-1] == "state.pt" and len(names(path)) == 3
-        for shard in names(path)[:-1]:
-            assert shard.startswith("shard-") and load_file(path / shard)
-        torch.load(path / "state.pt", weights_only=True)
+        *parts, state = names(path)
+        assert state == "state.json" and len(parts) == 2
+        assert json.loads((path / state).read_text())["parts"].keys() == set(parts)
+        assert all(load_file(path / part) for part in parts)
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(pair):
@@ -162,30 +155,25 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
         ), step
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key) and len(metrics(config, key)) >= 5
-    path, ours = store.read_newest(config.run_folder)
-    assert names(path.parent) == [steps[2].name, "step_00000010"]
-    assert_same(
-        sharded.read_all(path, ""), sharded.read_all(store.find(undisturbed.run_folder)[-1], "")
-    )
+    assert names(config.run_folder / "checkpoints") == [steps[2].name, "step_00000010"]
+    ours = newest(config)
+    assert_same(ours["tensors"], newest(undisturbed)["tensors"])
     losses = metrics(config, "val_loss_random")
     assert losses[10] == min(losses.values()), "every evaluation here is the best so far"
-    assert (
-        ours["best"] == {"step": 10, "loss": losses[10]}
-        and (config.run_folder / "best").resolve() == path.resolve()
-    )
+    assert ours["best"] == {"step": 10, "loss": losses[10]}
+    assert store.best_of(config.run_folder).name == "step_00000010"
 
 
 def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     (state, config), warnings = state, []
     saver = states.Saver(config, procs, META, warnings.append)
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no room")))
-    state.progress.step, before = 4, state.progress.best
-    state.progress.best = {"step": 4, "loss": 1.0}
-    assert saver.save(state, before)
-    assert not saver.wait() and state.progress.best == before == {"step": None, "loss": math.inf}
+    state.progress.step = 4
+    saver.save(state, {"step": 4, "loss": 1.0})
+    assert saver.wait() is None and state.progress.best is None
     assert len(warnings) == 1 and "no room; there is no earlier checkpoint" in warnings[0]
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
-    assert saver.wait(), "a failure is told once"
+    assert saver.wait() is None and len(warnings) == 1, "a failure is told once"
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_without_a_trace(
@@ -193,34 +181,36 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_
 ):
     whole, config = change(base, name="whole"), change(base, name="killed")
     done = run_script("tests/parallel_jobs.py", f"killed={write_config(config)}", check=False)
-    folder = config.run_folder / "checkpoints"
-    assert done.returncode == -9 and names(folder) == [".step_00000004.tmp", "step_00000002"]
-    shard = next((folder / ".step_00000004.tmp").glob("shard-*"))
-    os.truncate(shard, shard.stat().st_size // 2)  # as if it had happened a little earlier
-    (
-        folder / ".step_00000000.tmp"
-    ).mkdir()  # as if an older one had just been removed, and a link been made
-    (config.run_folder / ".best.tmp").symlink_to("checkpoints/step_00000002")
+    saved = config.run_folder / "checkpoints"
+    assert done.returncode == -9 and names(saved) == [".step_00000004.tmp", "step_00000002"]
+    part = folder.parts(saved / ".step_00000004.tmp")[0]
+    os.truncate(part, part.stat().st_size // 2)  # as if it had happened a little earlier
+    (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
+    (config.run_folder / ".best.tmp").touch()  # and the pointer been written
     train.train(config, procs)
     train.train(whole, procs)
-    for ours, expected in zip(*map(store.find, (config.run_folder, whole.run_folder)), strict=True):
-        assert_same(sharded.read_all(ours, ""), sharded.read_all(expected, ""))
+    ours, expected = store.find(config.run_folder), store.find(whole.run_folder)
+    for a, b in zip(ours, expected, strict=True):
+        assert_same(read_checkpoint(a)["tensors"], read_checkpoint(b)["tensors"])
     assert metrics(config) == metrics(whole)
-    assert set(files(config.run_folder)) - set(files(whole.run_folder)) <= {"killed.pt"}
+    assert names(saved) == names(whole.run_folder / "checkpoints")
+    assert set(names(config.run_folder)) - set(names(whole.run_folder)) <= {"killed.pt"}
 
 
 def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
     base, procs, monkeypatch
 ):
     config = change(base, name="error", train__max_skipped_steps=1)
-    write, step = HuggingFaceStorageWriter.write_data, train.train_step
+    write, step, failed = HuggingFaceStorageWriter.write_data, train.train_step, threading.Event()
 
     def slow(*arguments):
-        time.sleep(0.5)
+        assert failed.wait(60)
         return write(*arguments)
 
     def spoilt(number, *arguments):
         loss, norm = step(number, *arguments)
+        if number == 2:
+            failed.set()
         return loss, norm * (math.nan if number == 2 else 1)
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", slow)
@@ -230,106 +220,64 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
     assert names(config.run_folder / "checkpoints") == ["step_00000002"]
 
 
-# ---- reading what is damaged, foreign or hostile ---------------------------------------------------------------------
+# ---- reading them ----------------------------------------------------------------------------------
 
 
-def damage(path, how, other):
-    """Spoil a checkpoint; `other` is one of the same run."""
-    first, second = sorted(path.glob("shard-*"))
-    if how in ("first missing", "second missing"):
-        (first if how.startswith("first") else second).unlink()
-    elif how == "cut":
-        os.truncate(second, second.stat().st_size - 1)
-    elif how == "empty":
-        os.truncate(first, 0)
-    elif how == "garbage":
-        (path / "shard-x.safetensors").write_bytes(b"\x10" * 1000)
-    elif how == "one too many":
-        shutil.copy(sorted(other.glob("shard-*"))[0], path / "shard-x.safetensors")
-    elif how == "of another model":
-        from safetensors.torch import save_file
-
-        save_file({"model.start": torch.zeros(8)}, second)
-    elif how == "no state":
-        (path / "state.pt").unlink()
-    elif how == "cut state":
-        os.truncate(path / "state.pt", 500)
-    else:
-        torch.save(
-            torch.load(path / "state.pt") | {"config": Hostile(path.parent / "touched")},
-            path / "state.pt",
-        )
+def lose_the_first(path, other):
+    folder.parts(path)[0].unlink()
 
 
-DAMAGES = [
-    "first missing",
-    "second missing",
-    "cut",
-    "empty",
-    "garbage",
-    "one too many",
-    "of another model",
-]
+def cut_the_second(path, other):
+    part = folder.parts(path)[1]
+    os.truncate(part, part.stat().st_size - 1)
 
 
-@pytest.mark.parametrize("how", [*DAMAGES, "no state", "cut state", "hostile state"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(copy, capsys, how):
-    config, older, newest = copy
-    damage(newest, how, older)
-    path, _ = store.read_newest(config.run_folder)
-    warning = capsys.readouterr().err
-    assert path == older and str(newest) in warning and "trying the one before it" in warning
-    assert not (newest.parent / "touched").exists()
-    with pytest.raises(CheckpointError, match=f"{newest}"):
-        checkpoint.load(newest)
+def mix_in_another(path, other):
+    shutil.copy(folder.parts(other)[0], path / "shard-x.safetensors")
+
+
+def swap_in_another(path, other):
+    shutil.copy(folder.parts(other)[1], folder.parts(path)[1])
+
+
+DAMAGES = [lose_the_first, cut_the_second, mix_in_another, swap_in_another]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, capsys, damage):
+    config, older, last = copy
+    damage(last, older)
+    for who in (None, procs):
+        assert store.read_newest(config.run_folder, who)[0] == older
+        assert f"warning: {last} is damaged" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"{last}"):
+        load(last)
 
 
 def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(copy, pair, procs, capsys):
-    config, older, newest = copy
-    damage(newest, "first missing", older)
+    config, older, last = copy
+    lose_the_first(last, older)
     train.train(config, procs)
     assert f"resumed from {older}" in capsys.readouterr().out
     ours, expected = metrics(config, "loss"), metrics(pair[0], "loss")
-    assert (
-        max(abs(ours[step] - expected[step]) for step in expected) < 1e-5
-    )  # two processes sum in another order
-    assert store.read_newest(config.run_folder)[0] == newest
+    # two processes sum in another order
+    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-5
+    assert store.read_newest(config.run_folder)[0] == last
 
 
-def test_no_pickle_of_torchs_own_sharded_format_is_read(copy):
-    """torch.distributed.checkpoint keeps a pickle .metadata in its own format; here it is a file like any other."""
-    config, _, newest = copy
-    (newest / ".metadata").write_bytes(pickle.dumps(Hostile(newest / "touched")))
-    assert checkpoint.load(config.run_folder).path == str(newest)
-    assert not (newest / "touched").exists()
-
-
-# ---- using them ------------------------------------------------------------------------------------------------------
-
-
-def test_best_and_run_are_what_loading_sampling_and_converting_take(copy, script, tmp_path):
-    config, older, newest = copy
+def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path):
+    config, older, last = copy
     best = config.run_folder / "best"
-    best.unlink()
-    best.symlink_to(older.relative_to(config.run_folder))  # which in the run was the newest
-    for path, source in ((config.run_folder, newest), (best, older), (older, older)):
+    best.write_text(older.name + "\n")  # which in the run was the newest
+    for path, source in ((config.run_folder, last), (best, older), (older, older)):
+        tensors = read_checkpoint(source)["tensors"]
         for weights, prefix in (("ema", "ema."), ("raw", "model.")):
-            loaded = checkpoint.load(path, weights)
-            expected = sharded.read_all(source, prefix)
-            assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
-            assert (loaded.step, loaded.weights, loaded.tokenizer) == (
-                store.step_of(source),
-                weights,
-                "bytes",
-            )
-    code, out, err = script(
-        sample, best, "--num-samples", "1", "--jsonl", tmp_path / "samples.jsonl"
-    )
-    assert code == 0 and "step 8" in out + err, err
+            loaded = load(path, weights)
+            for name, p in loaded.model.named_parameters():
+                assert_same(p.detach(), tensors[prefix + name], name)
+            assert (loaded.step, loaded.weights) == (store.step_of(source), weights)
     run_script("convert.py", config.run_folder, tmp_path / "export")
     assert names(tmp_path / "export") == ["config.json", "model.safetensors"]
-    expected = sharded.read_all(newest, "ema.")
-    assert_same(load_file(tmp_path / "export" / "model.safetensors"), expected)
-    loaded = checkpoint.load(tmp_path / "export")
-    assert_same({name: p.detach() for name, p in loaded.model.named_parameters()}, expected)
-    assert json.loads((tmp_path / "export" / "config.json").read_text())["step"] == 10
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert_same(exported, {n: p.detach() for n, p in load(last).model.named_parameters()})
+    assert load(tmp_path / "export").step == 10

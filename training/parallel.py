@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -123,14 +122,6 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     return shard
-
-
-def like(full: Tensor, target: Tensor) -> Tensor:
-    """A full tensor, cut as `target` is; every process has it and cuts its own part."""
-    if not isinstance(target, DTensor):
-        return full
-    full = full.to(target.device)
-    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def checkpoint_activations(block: nn.Module, config: Config) -> None:

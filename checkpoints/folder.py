@@ -1,0 +1,169 @@
+"""One checkpoint on the disk: a folder that is written whole or not at all, and checked when read.
+
+    step_00001000/
+        *.safetensors   the tensors (model.NAME, ema.NAME, optimizer.NAME.KEY), in as many parts as
+                        processes wrote them; safetensors and JSON hold no code, as a pickle would
+        state.json      everything that is no tensor, and the sha256 of all parts and of itself
+
+The order of writing makes a kill harmless at every moment:
+
+    1. The parts go to the disk, in a folder .step_00001000.tmp, which nobody takes for a
+       checkpoint. Each is flushed (fsync): a name may reach the disk before the bytes it names.
+    2. state.json is written last, as only then the checksums are known.
+    3. The folder gets its name. A rename happens at once or not at all: there is no moment at which
+       half a checkpoint has the name of a whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from checkpoints.errors import CheckpointError
+from runtime.files import sha256_file, sync_folder, write_text
+
+FORMAT = "aogpt-checkpoint-3"
+OLD_FORMAT = (
+    "of format aogpt-checkpoint-2, which an earlier version wrote; this version reads "
+    f"{FORMAT}: convert it with the version that wrote it (python convert.py SRC DST), or train anew"
+)
+STATE = "state.json"
+KEYS = ("step", "model_config", "ema", "config", "data", "best", "skipped", "skipped_in_a_row")
+WRITE_ERRORS = (OSError, RuntimeError, safetensors.SafetensorError)  # of a disk that is full
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write all tensors as the only part of a checkpoint: what a process alone does.
+
+    torch.distributed.checkpoint would write the same, but takes three times as long for it."""
+    path = folder / "part.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def complete(temporary: Path, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
+    """Make a checkpoint of a folder in which all parts are written; `path` is to be its name.
+
+    state: what is no tensor: KEYS. tensors: only their dtypes and shapes are taken here."""
+    contents = state | {"format": FORMAT, "torch": str(torch.__version__)}
+    contents["tensors"] = {
+        name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+        for name, tensor in tensors.items()
+    }
+    contents["parts"] = {file.name: sha256_file(file) for file in parts(temporary)}
+    contents["sha256"] = digest(contents)
+    write_text(temporary / STATE, json.dumps(contents, indent=1) + "\n")
+    # What lies there already is damaged, or comes from a run that went back to an older checkpoint.
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(temporary, path)
+    sync_folder(path.parent)
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def digest(contents: dict) -> str:
+    """sha256 of what state.json holds, without the entry of that name."""
+    rest = {key: value for key, value in contents.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_state(path: Path, share: slice = slice(None)) -> dict:
+    """What a checkpoint holds besides its tensors, after a look at the checksums of its parts.
+
+    share: which of the parts to check, where several processes divide them among themselves.
+    Raises CheckpointError for what is missing, damaged, or of another format."""
+    if not (path / STATE).is_file():
+        if (path / "state.pt").is_file():
+            raise CheckpointError(f"{path} is {OLD_FORMAT}")
+        raise CheckpointError(
+            f"{path} lacks {STATE}: it is no checkpoint, or no longer a whole one"
+        )
+    try:
+        contents = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+    if not isinstance(contents, dict) or contents.get("sha256") != digest(contents):
+        raise CheckpointError(f"{path / STATE} is damaged (checksum)")
+    if contents.get("format") != FORMAT:
+        found = contents.get("format")
+        raise CheckpointError(f"{path} is of format {found}; this train.py reads {FORMAT}")
+    if missing := [key for key in KEYS if key not in contents]:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}")
+
+    # A file too many would be read as well, so names are compared in both directions.
+    found = {file.name for file in parts(path)}
+    if odd := sorted(found ^ contents["parts"].keys()):
+        raise CheckpointError(
+            f"{path} is damaged: {odd[0]} is {'not its own' if odd[0] in found else 'missing'}"
+        )
+    for name, expected in list(contents["parts"].items())[share]:
+        if sha256_file(path / name) != expected:
+            raise CheckpointError(f"{path} is damaged (checksum of {name})")
+    return contents
+
+
+def read_tensors(path: Path, state: dict, targets: dict[str, Tensor]) -> None:
+    """Fill tensors with what a checkpoint has under their names, whoever wrote it.
+
+    A process alone fills whole tensors; one of several, whose tensors are cut among all (DTensor),
+    reads its own part of each. No process waits for another one.
+
+    Raises CheckpointError if a name is missing, a shape differs, or a file cannot be read."""
+    # Imported here because it takes a second, which no script should wait for before it needs it.
+    import torch.distributed.checkpoint as dcp
+
+    for name, tensor in targets.items():
+        if name not in state["tensors"]:
+            raise CheckpointError(f"{path} lacks {name}")
+        _, *shape = state["tensors"][name]
+        if shape != list(tensor.shape):
+            raise CheckpointError(
+                f"{name} is {tuple(shape)} in {path}, {tuple(tensor.shape)} in the model"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")  # it works alone
+            reader = dcp.HuggingFaceStorageReader(str(path))
+            dcp.load(targets, storage_reader=reader, no_dist=True)
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+        reason = reason_of(error)
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+
+
+def read_all(path: Path, state: dict, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, whole, by the rest of their names."""
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (dtype, *shape) in state["tensors"].items()
+        if name.startswith(prefix)
+    }
+    read_tensors(path, state, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in a line; of torch.distributed.checkpoint, which gathers the errors of
+    all processes, the first of them."""
+    failures = getattr(error, "failures", None) or {}
+    for first, _ in failures.values():
+        error = first
+        break
+    return " ".join(f"{type(error).__name__}: {error}".split())
