@@ -47,9 +47,13 @@ WRITE_ERRORS = (OSError, RuntimeError, safetensors.SafetensorError)  # of a disk
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write all tensors as the only part of a checkpoint: what a process alone does.
 
-    torch.distributed.checkpoint would write the same, but takes three times as long for it."""
+    torch.distributed.checkpoint could do it, too, but copies all of them in memory on the way and
+    takes three times as long."""
     path = folder / "part.safetensors"
+    path.touch()
+    readable_by = path.stat().st_mode  # as the user's umask says; save_file would make it private
     safetensors.torch.save_file(tensors, path)
+    path.chmod(readable_by)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

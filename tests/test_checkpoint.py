@@ -119,6 +119,9 @@ def test_what_is_saved_is_read_back_bit_for_bit(tmp_path):
     for name, tensor in named_tensors(state).items():
         assert_same(found["tensors"][name], tensor, name)
     assert found["ema"] == {"updates": 1, "decay": 0.9} and found["data"] == DATA
+    (tmp_path / "file").touch()
+    for file in path.iterdir():  # others may read them as they may read any file of this user
+        assert file.stat().st_mode == (tmp_path / "file").stat().st_mode
 
 
 def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
