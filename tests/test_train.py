@@ -767,6 +767,7 @@ def test_data_that_are_missing_or_do_not_fit_are_clear_errors(data, tmp_path):
 # ---- Weights & Biases ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
     config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0)
     run_script("train.py", write_config(config))
@@ -789,6 +790,7 @@ def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypat
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, tmp_path):
     eager = tiny_config(data, tmp_path, "eager", steps=6, eval__interval=0)
     eager = change(eager, model__n_layer=1, model__dropout=0.0)  # compiled dropout draws otherwise
