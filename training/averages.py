@@ -8,9 +8,11 @@ import torch
 
 
 class EMA:
-    """Exponential moving average of a model's parameters (the paper, section 3; evaluation and sampling use it).
+    """Exponential moving average of a model's parameters (the paper, section 3; evaluation and
+    sampling use it).
 
-    The decay is warmed up: decay_t = min(decay, (1 + t) / (10 + t)) after t updates. Of sharded weights, every process
+    The decay is warmed up: decay_t = min(decay, (1 + t) / (10 + t)) after t updates, for the first
+    weights are those of a model that has learned nothing. Of sharded weights, every process
     averages its part.
     """
 
@@ -22,7 +24,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0) -> None:
-        """Take in the model's weights, if `finite` is 1 and not 0; without waiting for the device."""
+        """Take in the model's weights if `finite` is 1, and not if it is 0; without waiting for the
+        device."""
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
         share = (1 - decay) * finite
         self.updates += finite

@@ -27,7 +27,7 @@ from training.warm_start import warm_start
 
 @dataclass
 class Progress:
-    """Where the run stands; the rest that changes is in the model, its average and the optimizer."""
+    """Where the run stands; the rest that changes is in model, average and optimizer."""
 
     step: int = 0
     best: dict | None = None

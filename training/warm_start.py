@@ -12,9 +12,10 @@ from model import AOGPT
 def warm_start(model: AOGPT, source: AOGPT) -> None:
     """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2.
 
-    Every weight of the source must have its place. Where the model has adaLN and the source has none, adaLN starts as
-    the identity (shift 0, scale 0, gate 1), and other target-position tables start at 0, so that at first the model
-    computes exactly what the source does (a two-stream decoder takes the weights, but asks a query stream instead).
+    Every weight of the source must have its place. Where the model has adaLN and the source has
+    none, adaLN starts as the identity (shift 0, scale 0, gate 1), and other target-position tables
+    start at 0, so that at first the model computes exactly what the source does (a two-stream
+    decoder takes the weights, but asks a query stream instead).
     """
     for name in (
         "attention",
