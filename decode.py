@@ -9,6 +9,7 @@ from sampling.plans import (
     mdm_plan,
     random_plan,
     speculative_plan,
+    stack_plans,
 )
 from sampling.token_choice import TokenChoice
 
@@ -24,4 +25,5 @@ __all__ = [
     "mdm_plan",
     "random_plan",
     "speculative_plan",
+    "stack_plans",
 ]

@@ -169,12 +169,6 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
-    with processes(arguments.device) as procs:
-        evaluate(arguments, procs)
-
-
 def evaluate(a: Arguments, procs: Processes) -> None:
     check_arguments(a)
     loaded = load(a.run, a.weights, procs.device)
@@ -246,6 +240,12 @@ def write_tokens(path: Path, eval_sets: list[EvalSet], nll: dict[str, Tensor]) -
         arrays[f"{eval_set.name}/tokens"] = tokens.numpy()
         arrays[f"{eval_set.name}/blocks"] = np.arange(eval_set.count)
     write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    with processes(arguments.device) as procs:
+        evaluate(arguments, procs)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ Piece = tuple[str, bool]
 Reader = Callable[[BinaryIO, str, str], Iterator[Piece]]
 Result = TypeVar("Result")
 
+NO_DATASETS = (
+    "downloads from the Hugging Face hub need the package datasets: "
+    "pip install datasets, or pass local files with --source FILE"
+)
+
 
 class Corpus:
     """Documents of one split.
@@ -384,10 +389,7 @@ class HubRows(Corpus):
         try:
             from datasets import load_dataset
         except ImportError as error:
-            raise ValueError(
-                "downloads from the Hugging Face hub need the package datasets: "
-                "pip install datasets, or pass local files with --source FILE"
-            ) from error
+            raise ValueError(NO_DATASETS) from error
         options = {"split": self.split, "streaming": self.streaming}
         try:
             return load_dataset(self.repository, self.config, **options)

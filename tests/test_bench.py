@@ -5,21 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 from helpers import ALONE, assert_user_error, make_data, run_script, tiny_config
-from reference import (
-    LEVEL,
-    chi_square_p,
-    conditionals,
-    exact_plans,
-    fixed_plans,
-    make_plan,
-    plan_distribution,
-    randomise,
-    seeded,
-    sequence_counts,
-    uncached_log_probs,
-)
+from reference import LEVEL, chi_square_p, make_plan, seeded
 
 import train
 from benchmarks import common
@@ -44,7 +33,7 @@ SAMPLERS = {"baseline": decode_cached, "no-cache": decode_uncached}
 def tiny_model(dtype=torch.float32, seed=0, **settings):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     config = ModelConfig(**{"vocab_size": VOCAB, "block_size": 16} | sizes | settings)
-    return randomise(AOGPT(config).to(dtype), seed, scale=0.7)
+    return reference.randomise(AOGPT(config).to(dtype), seed, scale=0.7)
 
 
 def sample(sampler, model, plan, choice=PLAIN, vocab_size=IDS, seed=0, **options):
@@ -74,7 +63,7 @@ def test_log_probs_are_those_of_the_models_full_pass(sampler, mode, dtype, setti
     times over in two layers; the reference is collected in float32."""
     model, plan = tiny_model(dtype, **settings), make_plan(mode, 5, LENGTH, seed=3)
     got = sample(sampler, model, plan, vocab_size=VOCAB, seed=1)
-    expected = uncached_log_probs(model, got.tokens, plan)
+    expected = reference.uncached_log_probs(model, got.tokens, plan)
     assert (got.log_probs - expected).abs().max() < (1e-6 if dtype == torch.float64 else 1e-5)
     assert got.log_probs.max() < 0
 
@@ -85,10 +74,14 @@ def test_samples_follow_the_enumerated_distribution(sampler, mode):
     kind, steps = mode.split()
     model = tiny_model(torch.float64, vocab_size=V, block_size=N, n_layer=1, n_embd=8, cond_dim=4)
     exact = kind == "exact"
-    plans = exact_plans(range(N), (), int(steps)) if exact else fixed_plans(range(N), (), (2, 2))
-    expected = plan_distribution(conditionals(model, V, N), plans)
+    plans = (
+        reference.exact_plans(range(N), (), int(steps))
+        if exact
+        else reference.fixed_plans(range(N), (), (2, 2))
+    )
+    expected = reference.plan_distribution(reference.conditionals(model, V, N), plans)
     plan = make_plan(mode, SAMPLES, N, seed=4)
-    counts = sequence_counts(sample(sampler, model, plan, vocab_size=V, seed=5).tokens, V)
+    counts = reference.sequence_counts(sample(sampler, model, plan, vocab_size=V, seed=5).tokens, V)
     assert chi_square_p(counts, SAMPLES * expected) > LEVEL
     shifted = chi_square_p(counts, SAMPLES * expected.roll(1))
     assert shifted < 1e-20, "the test would accept anything"

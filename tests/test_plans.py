@@ -8,16 +8,7 @@ import pytest
 import torch
 from reference import accept, chi_square_p, even_sizes, exact_plans, make_plan, seeded, some_given
 
-from sampling.plans import (
-    Plan,
-    adaptive_plan,
-    group_sizes,
-    l2r_plan,
-    mdm_plan,
-    random_plan,
-    speculative_plan,
-    stack_plans,
-)
+import decode
 
 MODES = (
     "l2r, l2r 3, random 1, random 4, exact 5, even 5, cosine 4, even-cosine 4, confidence 2, "
@@ -65,20 +56,26 @@ def test_group_sizes_are_those_of_the_non_empty_steps_of_each_row(mode, lengths)
     plan = make_plan(mode, 10, lengths, some_given(10, 9, seed=2), seed=3)
     expected = [[n for n in sizes_of(step) if n] for _, step in rows_of(plan)]
     widest = max(map(len, expected))
-    assert group_sizes(plan).tolist() == [row + [0] * (widest - len(row)) for row in expected]
+    assert decode.group_sizes(plan).tolist() == [
+        row + [0] * (widest - len(row)) for row in expected
+    ]
 
 
 def test_group_sizes_leave_out_steps_that_unmask_nothing():
     order = torch.arange(5).expand(4, 5)
     steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 7, 7]]
-    plan = Plan(order, torch.tensor(steps), torch.tensor([5, 5, 5, 3]))
-    assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
+    plan = decode.Plan(order, torch.tensor(steps), torch.tensor([5, 5, 5, 3]))
+    assert decode.group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
 
 
 def test_group_sizes_of_rows_without_anything_to_unmask():
-    assert group_sizes(l2r_plan(2, torch.tensor([0, 0]), torch.zeros(2, 0).bool())).shape == (2, 0)
-    assert group_sizes(l2r_plan(0, 5)).shape == (0, 0)
-    assert group_sizes(l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())).shape == (2, 0)
+    assert decode.group_sizes(
+        decode.l2r_plan(2, torch.tensor([0, 0]), torch.zeros(2, 0).bool())
+    ).shape == (2, 0)
+    assert decode.group_sizes(decode.l2r_plan(0, 5)).shape == (0, 0)
+    assert decode.group_sizes(
+        decode.l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())
+    ).shape == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +101,13 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     """Of different lengths; what is past a row's end is no part of it."""
     lengths = [4, 0, 6, 1]
     apart = [make_plan("entropy 2", 1, n, seed=i) for i, n in enumerate(lengths)]
-    plan = stack_plans(apart)
+    plan = decode.stack_plans(apart)
     assert plan.length.tolist() == lengths and plan.unmask_by == "entropy"
     assert plan.order.shape == (4, 6)
     assert rows_of(plan) == [rows_of(one)[0] for one in apart]
-    drafted = stack_plans([speculative_plan(2, 5, 3), speculative_plan(1, 3, 3)])
+    drafted = decode.stack_plans(
+        [decode.speculative_plan(2, 5, 3), decode.speculative_plan(1, 3, 3)]
+    )
     assert len(drafted) == 3 and drafted.draft == 3
 
 
@@ -119,7 +118,7 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
 def test_left_to_right_plan_unmasks_groups_in_ascending_order(group):
     given = some_given(10, 9, seed=2)
     for (order, step), row in zip(
-        rows_of(l2r_plan(10, LENGTHS, given, group)), given.tolist(), strict=True
+        rows_of(decode.l2r_plan(10, LENGTHS, given, group)), given.tolist(), strict=True
     ):
         free = [p for p in range(len(order)) if not row[p]]
         k = len(order) - len(free)
@@ -150,8 +149,8 @@ def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
 def test_random_and_adaptive_plans_have_groups_of_the_size_asked_for():
     given = some_given(10, 9, seed=2)
     for plan in (
-        random_plan(10, LENGTHS, seeded(0), given, 4),
-        adaptive_plan(10, LENGTHS, "entropy", seeded(0), given, 4),
+        decode.random_plan(10, LENGTHS, seeded(0), given, 4),
+        decode.adaptive_plan(10, LENGTHS, "entropy", seeded(0), given, 4),
     ):
         for _, step in rows_of(plan):
             free = [s for s in step if s >= 0]
@@ -160,7 +159,8 @@ def test_random_and_adaptive_plans_have_groups_of_the_size_asked_for():
 
 def test_what_adaptive_and_speculative_plans_say():
     by = {
-        name: adaptive_plan(2, 5, name, seeded(0)) for name in ("confidence", "entropy", "random")
+        name: decode.adaptive_plan(2, 5, name, seeded(0))
+        for name in ("confidence", "entropy", "random")
     }
     assert {name: plan.unmask_by for name, plan in by.items()} == {
         "confidence": "confidence",
@@ -168,7 +168,7 @@ def test_what_adaptive_and_speculative_plans_say():
         "random": "order",
     }
     assert all(plan.draft == 0 for plan in by.values())
-    plan, shuffled = speculative_plan(3, 7, 3), speculative_plan(3, 7, 3, seeded(0))
+    plan, shuffled = decode.speculative_plan(3, 7, 3), decode.speculative_plan(3, 7, 3, seeded(0))
     assert plan.draft == shuffled.draft == 3 and plan.unmask_by == shuffled.unmask_by == "order"
     assert torch.equal(plan.order, torch.arange(7).expand(3, 7))
     assert not torch.equal(shuffled.order, plan.order)
@@ -180,7 +180,7 @@ def test_what_adaptive_and_speculative_plans_say():
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 9, 20])
 def test_even_plan_has_groups_that_differ_by_at_most_one(steps):
     given = some_given(10, 9, seed=3)
-    plan = mdm_plan(10, LENGTHS, steps, seeded(0), given, even=True)
+    plan = decode.mdm_plan(10, LENGTHS, steps, seeded(0), given, even=True)
     for _, step in rows_of(plan):
         sizes, free = sizes_of(step), sum(s >= 0 for s in step)
         assert sum(sizes) == free and len(sizes) == min(steps, free)
@@ -193,7 +193,7 @@ def test_even_cosine_plan_has_the_rounded_expected_sizes(n, steps):
     """n (1 - cos(pi k / (2 steps))) positions are unmasked after k steps: few first, many last.
     None of these lies exactly between two integers but for n = 1 or odd and one step of three (1 -
     cos 60 degrees = 1 / 2), where both roundings are right."""
-    step = mdm_plan(1, n, steps, seeded(0), even=True, schedule="cosine").step[0].tolist()
+    step = decode.mdm_plan(1, n, steps, seeded(0), even=True, schedule="cosine").step[0].tolist()
     sizes, expected = sizes_of(step), list(even_sizes(n, steps, "cosine"))
     sizes += [0] * (len(expected) - len(sizes))
     halves = [
@@ -225,7 +225,7 @@ def steps_of(counts):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, seed):
     """The joint distribution of order and steps for 3 positions, all 6 * compositions outcomes."""
-    plan = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
+    plan = decode.mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
     plans = list(exact_plans(range(3), (), steps, schedule))
     cell = {(order, steps_of(counts)): i for i, (_, order, counts) in enumerate(plans)}
     drawn = zip(map(tuple, plan.order.tolist()), map(tuple, plan.step.tolist()), strict=True)
@@ -239,7 +239,7 @@ def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, se
 def test_steps_of_the_cosine_schedule_have_their_distribution(steps, seed):
     """A position unmasks between the times t > s with probability sin(pi t / 2) - sin(pi s / 2),
     whatever its row's length; the linear schedule is told apart beyond doubt."""
-    plan = mdm_plan(
+    plan = decode.mdm_plan(
         3000, torch.tensor([9, 4, 7]).repeat(1000), steps, seeded(seed), schedule="cosine"
     )
     observed = plan.step[plan.valid()].bincount(minlength=steps)
@@ -250,7 +250,7 @@ def test_steps_of_the_cosine_schedule_have_their_distribution(steps, seed):
 
 def test_exact_plans_of_very_many_steps_stay_in_range():
     for schedule in ("linear", "cosine"):
-        plan = mdm_plan(100, 20, 2**31, seeded(0), schedule=schedule)
+        plan = decode.mdm_plan(100, 20, 2**31, seeded(0), schedule=schedule)
         assert 0 <= int(plan.step.min()) and int(plan.step.max()) < 2**31
 
 
@@ -272,7 +272,7 @@ def test_exact_plans_of_very_many_steps_stay_in_range():
 )
 def test_what_is_not_a_plan_is_refused(order, step, words):
     with pytest.raises(ValueError, match=words):
-        Plan(torch.tensor(order), torch.tensor(step))
+        decode.Plan(torch.tensor(order), torch.tensor(step))
 
 
 @pytest.mark.parametrize(
@@ -292,15 +292,15 @@ def test_what_is_not_a_plan_is_refused(order, step, words):
     ],
 )
 def test_an_impossible_plan_is_refused_by_name(settings, words):
-    plan = l2r_plan(2, 3)
+    plan = decode.l2r_plan(2, 3)
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(plan, **settings)
 
 
 def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
     order, length = torch.arange(4).expand(1, 4), torch.tensor([2])
-    plan = Plan(order, torch.tensor([[1, 3, 0, -1]]), length)
-    assert group_sizes(plan).tolist() == [[1, 1]] and plan.generated().tolist() == [
+    plan = decode.Plan(order, torch.tensor([[1, 3, 0, -1]]), length)
+    assert decode.group_sizes(plan).tolist() == [[1, 1]] and plan.generated().tolist() == [
         [True, True, False, False]
     ]
 
@@ -308,18 +308,21 @@ def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: mdm_plan(1, 4, 0, seeded(0)), "steps is 0.*at least 1"),
-        (lambda: mdm_plan(1, 4, -1, seeded(0)), "steps is -1.*at least 1"),
-        (lambda: mdm_plan(1, 4, 2**31 + 1, seeded(0)), r"at most 2\*\*31"),
-        (lambda: mdm_plan(1, 4, 2, seeded(0), schedule="sine"), "'sine'.*'linear', 'cosine'"),
-        (lambda: l2r_plan(1, 4, group=0), "group of 0"),
-        (lambda: random_plan(1, 4, seeded(0), group=-1), "group of -1"),
-        (lambda: adaptive_plan(1, 4, "entropy", seeded(0), group=0), "group of 0"),
+        (lambda: decode.mdm_plan(1, 4, 0, seeded(0)), "steps is 0.*at least 1"),
+        (lambda: decode.mdm_plan(1, 4, -1, seeded(0)), "steps is -1.*at least 1"),
+        (lambda: decode.mdm_plan(1, 4, 2**31 + 1, seeded(0)), r"at most 2\*\*31"),
         (
-            lambda: adaptive_plan(1, 4, "margin", seeded(0)),
+            lambda: decode.mdm_plan(1, 4, 2, seeded(0), schedule="sine"),
+            "'sine'.*'linear', 'cosine'",
+        ),
+        (lambda: decode.l2r_plan(1, 4, group=0), "group of 0"),
+        (lambda: decode.random_plan(1, 4, seeded(0), group=-1), "group of -1"),
+        (lambda: decode.adaptive_plan(1, 4, "entropy", seeded(0), group=0), "group of 0"),
+        (
+            lambda: decode.adaptive_plan(1, 4, "margin", seeded(0)),
             "'margin'.*'order', 'confidence', 'entropy'",
         ),
-        (lambda: speculative_plan(1, 4, 1), "draft of 1 .*at least 2"),
+        (lambda: decode.speculative_plan(1, 4, 1), "draft of 1 .*at least 2"),
     ],
 )
 def test_settings_of_a_plan_are_refused_by_name(make, words):
@@ -343,9 +346,9 @@ def test_settings_of_a_plan_are_refused_by_name(make, words):
 )
 def test_lengths_and_given_positions_that_do_not_fit_are_refused_by_name(length, given, words):
     for build in (
-        l2r_plan,
-        lambda *a: random_plan(*a[:2], seeded(0), a[2]),
-        lambda *a: speculative_plan(*a[:2], 3, None, a[2]),
+        decode.l2r_plan,
+        lambda *a: decode.random_plan(*a[:2], seeded(0), a[2]),
+        lambda *a: decode.speculative_plan(*a[:2], 3, None, a[2]),
     ):
         with pytest.raises(ValueError, match=words):
             build(2, length, given)

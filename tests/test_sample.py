@@ -470,49 +470,40 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(refused, argu
     assert all(word in said for word in words(message)), said
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"", "there is no prompt in it"),
-        (b"\n \n\r\n", "there is no prompt in it"),
-        (b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
-        (b"ok\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
-    ],
-)
-def test_a_bad_text_file_of_prompts_is_an_error_that_names_file_and_line(
-    refused, tmp_path, content, message
-):
-    path = tmp_path / "a.txt"
-    path.write_bytes(content)
-    said = refused("--prompts", path)
-    assert all(word in said for word in (str(path), *words(message))), said
+BAD_TXT = [
+    (b"", "there is no prompt in it"),
+    (b"\n \n\r\n", "there is no prompt in it"),
+    (b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
+    (b"ok\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
+]
+BAD_JSONL = [
+    (b"\xef\xbb\xbf", "there is no prompt in it"),
+    (b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
+    (b"[" * 100_000, "line 1 | not JSON"),
+    (b'\n"text"', "line 2 | this is a str, not an object"),
+    (b"{}", "line 1 | found keys (none)"),
+    (b'{"length": 3}', "line 1 | \"prompt\": TEXT | 'length'"),
+    (b'{"prompt": "a", "infill": "[MASK:1]"}', "line 1 | 'prompt', 'infill'"),
+    (b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
+    (b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
+    (b'{"infill": null}', 'line 1 | "infill" must be text, not null'),
+    (b'{"prompt": "a", "length": true}', 'line 1 | "length" must be a whole number, not true'),
+    (b'{"prompt": "a", "length": 4.0}', "line 1 | not 4.0"),
+    (b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
+    (b'{"prompt": "a", "length": 17}', "line 1 | length is 17 | block size, 16"),
+    (b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
+    (b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
+]
 
 
 @pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"\xef\xbb\xbf", "there is no prompt in it"),
-        (b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
-        (b"[" * 100_000, "line 1 | not JSON"),
-        (b'\n"text"', "line 2 | this is a str, not an object"),
-        (b"{}", "line 1 | found keys (none)"),
-        (b'{"length": 3}', "line 1 | \"prompt\": TEXT | 'length'"),
-        (b'{"prompt": "a", "infill": "[MASK:1]"}', "line 1 | 'prompt', 'infill'"),
-        (b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
-        (b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
-        (b'{"infill": null}', 'line 1 | "infill" must be text, not null'),
-        (b'{"prompt": "a", "length": true}', 'line 1 | "length" must be a whole number, not true'),
-        (b'{"prompt": "a", "length": 4.0}', "line 1 | not 4.0"),
-        (b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
-        (b'{"prompt": "a", "length": 17}', "line 1 | length is 17 | block size, 16"),
-        (b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
-        (b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
-    ],
+    "suffix, content, message",
+    [("txt", *row) for row in BAD_TXT] + [("jsonl", *row) for row in BAD_JSONL],
 )
-def test_a_bad_jsonl_file_of_prompts_is_an_error_that_names_file_and_line(
-    refused, tmp_path, content, message
+def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
+    refused, tmp_path, suffix, content, message
 ):
-    path = tmp_path / "a.jsonl"
+    path = tmp_path / f"a.{suffix}"
     path.write_bytes(content)
     said = refused("--prompts", path)
     assert all(word in said for word in (str(path), *words(message))), said

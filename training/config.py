@@ -37,8 +37,16 @@ from runtime.ranges import (
 )
 
 
+class _Section:
+    """A table of the config that checks its own values under its own name: [eval] is EvalConfig."""
+
+    def __post_init__(self):
+        table = type(self).__name__.removesuffix("Config").lower()
+        check_values(self, name=f"{table}.{{}}".format)
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Section):
     folder: str = "data/openwebtext"
     """Folder that data/prepare.py wrote."""
     verify: bool = False
@@ -48,12 +56,9 @@ class DataConfig:
     sequences shorter than block_size (LLaDA: 0.01). Uniform in 1 to block_size, rounded up to an
     eighth of it: at most 8 shapes."""
 
-    def __post_init__(self):
-        check_values(self, name="data.{}".format)
-
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(_Section):
     lr: Amount = 6e-4
     """Peak learning rate."""
     min_lr_ratio: Ratio = 0.1
@@ -77,11 +82,11 @@ class OptimConfig:
     muon_momentum: BelowOne = 0.95
 
     def __post_init__(self):
-        check_values(self, name="optim.{}".format)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Section):
     steps: Count = 500_000
     """Optimizer steps of the whole run."""
     batch_size: Count = 512
@@ -115,7 +120,7 @@ class TrainConfig:
     """Stop after this many steps in a row with a non-finite loss or gradient."""
 
     def __post_init__(self):
-        check_values(self, name="train.{}".format)
+        super().__post_init__()
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"train.batch_size ({self.batch_size}) must be a multiple of "
@@ -124,34 +129,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(_Section):
     interval: NonNegative = 1000
     """Steps between evaluations on the validation split; 0 switches them off."""
     sequences: Count = 256
     """Sequences scored, left-to-right and in one random order each."""
 
-    def __post_init__(self):
-        check_values(self, name="eval.{}".format)
-
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(_Section):
     interval: Count = 1000
     """Steps between checkpoints; the last step is always saved."""
     keep: Count = 3
     """Newest checkpoints kept, besides the best one."""
 
-    def __post_init__(self):
-        check_values(self, name="checkpoint.{}".format)
-
 
 @dataclass(frozen=True)
-class WandbConfig:
+class WandbConfig(_Section):
     mode: Literal["disabled", "online", "offline"] = "disabled"
     project: str = "aogpt"
-
-    def __post_init__(self):
-        check_values(self, name="wandb.{}".format)
 
 
 @dataclass(frozen=True)
