@@ -11,18 +11,9 @@ import re
 import signal
 from pathlib import Path
 
+import jobs
 import pytest
 from helpers import ALONE, assert_same_losses, change, tiny_config, torchrun, wait_for, write_config
-from jobs import (
-    Job,
-    assert_same_state,
-    is_open,
-    kill,
-    last_step,
-    random_moments,
-    two_nodes,
-    wait_for_moment,
-)
 
 import train
 from checkpoints import store
@@ -49,14 +40,14 @@ def undisturbed_ddp(data, tmp_path_factory):
 @pytest.fixture
 def start():
     """A function that starts a job; what is left of it after the test is ended."""
-    jobs = []
+    started = []
 
     def call(*arguments, **keywords):
-        jobs.append(Job(*arguments, **keywords))
-        return jobs[-1]
+        started.append(jobs.Job(*arguments, **keywords))
+        return started[-1]
 
     yield call
-    for job in jobs:
+    for job in started:
         job.end()
 
 
@@ -69,9 +60,9 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     undisturbed_ddp, tmp_path, start
 ):
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=15.0)
-    job, (rng, (moment,)) = start(config, "--max-restarts=1"), random_moments(0, 1)
-    kill(job, 0, moment, rng)
-    wait_for_moment(job, 1, "step", rng)
+    job, (rng, (moment,)) = start(config, "--max-restarts=1"), jobs.random_moments(0, 1)
+    jobs.kill(job, 0, moment, rng)
+    jobs.wait_for_moment(job, 1, "step", rng)
     hanging = job.workers()[rng.randrange(2)]
     os.kill(hanging, signal.SIGSTOP)
     message = "another process did not answer within 15 seconds (train.timeout): it hangs"
@@ -80,7 +71,7 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     assert job.wait() != 0
     assert len(job.starts()) == 2
     assert 'train.py", line' not in job.said, "a user needs no traceback for that"
-    assert 0 < assert_same_state(config, undisturbed_ddp) < 40
+    assert 0 < jobs.assert_same_state(config, undisturbed_ddp) < 40
 
 
 @needs_proc
@@ -90,13 +81,13 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
 ):
     config = tiny_config(data, tmp_path, steps=100_000, eval__interval=0)
     job = start(change(config, checkpoint__interval=100_000))
-    wait_for(lambda: last_step(config) >= 3, job.process)
+    wait_for(lambda: jobs.last_step(config) >= 3, job.process)
     # rank 1 is the process that neither logs nor saves
     receiving = job.workers()[1] if receiver == "rank 1" else job.process.pid
     os.kill(receiving, signal.SIGTERM)
     job.wait()  # with a process one step ahead, the other would wait for it in vain
     step = int(re.search(r"stopped at step (\d+) and saved", job.said)[1])
-    assert last_step(config) == store.step_of(store.find(config.run_folder)[-1]) == step >= 3
+    assert jobs.last_step(config) == store.step_of(store.find(config.run_folder)[-1]) == step >= 3
     assert "error (rank" not in job.said and 'train.py", line' not in job.said
 
 
@@ -107,13 +98,13 @@ def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_
 ):
     reference = undisturbed(data, tmp_path / "undisturbed", train__parallel="fsdp")
     config = disturbed(reference, tmp_path)
-    job, (rng, moments) = start(config, "--max-restarts=2"), random_moments(1, 2)
+    job, (rng, moments) = start(config, "--max-restarts=2"), jobs.random_moments(1, 2)
     for n, moment in enumerate(moments):
-        kill(job, n, moment, rng)
-    wait_for_moment(job, 2, "step", rng)
+        jobs.kill(job, n, moment, rng)
+    jobs.wait_for_moment(job, 2, "step", rng)
     os.kill(job.workers()[1], signal.SIGTERM)
     assert job.wait() == 0, job.said
-    step = assert_same_state(config, reference)
+    step = jobs.assert_same_state(config, reference)
     assert f"stopped at step {step} and saved" in job.said
     assert "error (rank" not in job.said.split("resumed")[-1]
 
@@ -145,17 +136,17 @@ def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_l
     script.write_text(TOGETHER)
     # A node counts as lost after half a minute of silence: a busy machine is silent for a while.
     settings = "last_call_timeout=3,read_timeout=600,keep_alive_interval=5,keep_alive_max_attempt=6"
-    node = {"launcher": two_nodes("1:2", settings), "script": (str(script), str(lost))}
+    node = {"launcher": jobs.two_nodes("1:2", settings), "script": (str(script), str(lost))}
     first = start(config, "--max-restarts=3", **node)
     # The first node holds the store by which the nodes find each other: it is the one to stay.
-    wait_for(lambda: is_open(node["launcher"].port), first.process)
+    wait_for(lambda: jobs.is_open(node["launcher"].port), first.process)
     second = start(config, "--max-restarts=3", **node)
     wait_for(lambda: first.starts() or second.starts(), first.process)
     main = first if first.starts() else second  # either can be rank 0
-    wait_for_moment(main, 0, "evaluation", random.Random(2))
+    jobs.wait_for_moment(main, 0, "evaluation", random.Random(2))
     second.end()
     lost.touch()
-    assert last_step(config) < 40
+    assert jobs.last_step(config) < 40
     assert first.wait() == 0, first.said
     assert 4 <= first.starts()[-1] < 40 and "finished 40 steps" in first.said
     assert_same_losses(config, alone, 1e-5)
