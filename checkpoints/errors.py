@@ -2,4 +2,5 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used; the message says which, why and what to do."""
+    """A checkpoint that cannot be written, read or used; the message says which, why and what to
+    do."""

@@ -34,7 +34,8 @@ from runtime.files import sha256_file, sync_folder, write_text
 FORMAT = "aogpt-checkpoint-3"
 OLD_FORMAT = (
     "of format aogpt-checkpoint-2, which an earlier version wrote; this version reads "
-    f"{FORMAT}: convert it with the version that wrote it (python convert.py SRC DST), or train anew"
+    f"{FORMAT}: convert it with the version that wrote it (python checkpoint.py convert SRC DST), "
+    "or train anew"
 )
 STATE = "state.json"
 KEYS = ("step", "model_config", "ema", "config", "data", "best", "skipped", "skipped_in_a_row")

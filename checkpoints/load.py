@@ -141,7 +141,8 @@ def weights_file(path: Path) -> Path:
 
 
 def download(repo: str) -> Path:
-    """The folder of a Hugging Face repo's weights, from the network or from Hugging Face's cache."""
+    """The folder of a Hugging Face repo's weights, from the network or from Hugging Face's
+    cache."""
     path = Path(repo)
     is_file = path.suffix in (".pt", ".bin", ".safetensors")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or is_file or path.parent.is_dir():
@@ -178,7 +179,8 @@ def read_file(path: Path) -> dict:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
             return safetensors.torch.load_file(path)
-        # weights_only: a pickle can call any function of Python, this reads tensors and plain values
+        # weights_only: a pickle can call any function of Python, this reads tensors and plain
+        # values
         is_zip = magic.startswith(b"PK")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch raises many kinds for files that are cut, foreign or unsafe

@@ -1,11 +1,12 @@
 """Released weights under our names: AO-GPT, sigma-GPT, GPT-2, RADD and SEDD.
 
-Pure translation; store.py reads the files. Layouts are told apart by the names of their tensors. Every tensor of a
-release must have its place and every parameter of the model its tensor, of the right shape; whatever does not fit is a
-ValueError that names it.
+Pure translation; load.py reads the files. Layouts are told apart by the names of their tensors.
+Every tensor of a release must have its place and every parameter of the model its tensor, of the
+right shape; whatever does not fit is a ValueError that names it.
 
-What they are: AO-GPT, the decoder of the paper; sigma-GPT (Pannatier et al. 2024), its target position added at the
-input; GPT-2 as `transformers` stores it; RADD (Ou et al. 2024) and SEDD (Lou et al. 2023), masked-diffusion encoders.
+What they are: AO-GPT, the decoder of the paper; sigma-GPT (Pannatier et al. 2024), its target
+position added at the input; GPT-2 as `transformers` stores it; RADD (Ou et al. 2024) and SEDD (Lou
+et al. 2023), masked-diffusion encoders.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from model import AOGPT, ModelConfig
 
 
 def layout(state: dict) -> str:
-    """The layout of a state dict: "AO-GPT", "sigma-GPT", "GPT-2", "RADD" or "SEDD"; ValueError if it is another."""
+    """The layout of a state dict: "AO-GPT", "sigma-GPT", "GPT-2", "RADD" or "SEDD"; ValueError if
+    it is another."""
     names = [re.sub(PREFIXES, "", str(name)) for name in state]
     if "vocab_embed.embedding" in names:
         return (
@@ -40,16 +42,20 @@ def layout(state: dict) -> str:
 def translate(
     state: dict[str, Tensor], config: dict | None
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A released state dict as our model: its configuration, and its tensors under the names of model.py's parameters.
+    """A released state dict as our model: its configuration, and its tensors under the names of
+    model.py's parameters.
 
-    GPT-2 has no start token: its model scores x[0] from a zero [None], and only steps >= 1 (left to right) are GPT-2's.
+    GPT-2 has no start token: its model scores x[0] from a zero [None], and only steps >= 1 (left to
+    right) are GPT-2's.
 
     Args:
-        state: name -> tensor as released, maybe with the prefixes of torch.compile and DistributedDataParallel.
-        config: what lies beside it: `model_args` of AO-GPT and sigma-GPT, config.json of the others.
+        state: name -> tensor as released, maybe with the prefixes of torch.compile and
+            DistributedDataParallel.
+        config: what lies beside it: `model_args` of AO-GPT and sigma-GPT, config.json of the
+            others.
 
-    Raises ValueError for unknown layouts, settings this model has no place for, and tensors that are missing, unknown
-    or of the wrong shape.
+    Raises ValueError for unknown layouts, settings this model has no place for, and tensors that
+    are missing, unknown or of the wrong shape.
     """
     kind = layout(state)
     if not isinstance(config, dict | None):
@@ -65,8 +71,8 @@ def translate(
 def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str, Tensor]:
     """The averaged weights of AO-GPT or sigma-GPT under the names of the last ones.
 
-    The average is a list in the order of the module's parameters(), where a head that is the token table does not
-    appear again.
+    The average is a list in the order of the module's parameters(), where a head that is the token
+    table does not appear again.
     """
     kind = layout(state)
     state = _without_prefixes(state)
@@ -86,11 +92,12 @@ def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str,
     return dict(zip(names, shadow_params, strict=True))
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 PREFIXES = r"^((_orig_mod|module)\.)+"  # of torch.compile and DistributedDataParallel
 
-# Their modules -> ours, in the order of their parameters(); within a module, the weight comes before the bias.
+# Their modules -> ours, in the order of their parameters(); within a module, the weight comes
+# before the bias.
 GPT_BLOCK = {
     "ln_1": "norm1",
     "attn.c_attn": "attn.qkv",
@@ -147,7 +154,7 @@ def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
     }
 
 
-# ---- layouts: (state, config) -> (ModelConfig, state, names) ---------------------------------------------------------
+# ---- layouts: (state, config) -> (ModelConfig, state, names) -------------------------------------
 
 
 def _ao_gpt(state: dict, args: dict):
@@ -264,11 +271,12 @@ def _sedd(state: dict, settings: dict):
 LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2, "RADD": _radd, "SEDD": _sedd}
 
 
-# ---- shared by the layouts -------------------------------------------------------------------------------------------
+# ---- shared by the layouts -----------------------------------------------------------------------
 
 
 def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors under our names. ValueError unless they are exactly the parameters of a model of this shape."""
+    """The tensors under our names. ValueError unless they are exactly the parameters of a model of
+    this shape."""
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in AOGPT(config).named_parameters()}
     missing = [theirs for theirs, ours in names.items() if ours in shapes and theirs not in state]
@@ -281,7 +289,8 @@ def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str
         expected = shapes[names[theirs]]
         if tuple(tensor.shape) != expected:
             raise ValueError(
-                f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not {expected} as it should be"
+                f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not "
+                f"{expected} as it should be"
             )
         if not tensor.is_floating_point():
             raise ValueError(f"{theirs} holds {tensor.dtype}, not floating-point numbers")
@@ -337,13 +346,15 @@ def _sizes(config: dict, *names: str, **renamed: str) -> dict[str, int]:
             f"{name} = {config[name]!r}" if name in config else f"no {name}" for name in wrong
         )
         raise ValueError(
-            f"its configuration (model_args, or config.json beside it) gives {found}: numbers are needed"
+            f"its configuration (model_args, or config.json beside it) gives {found}: "
+            "numbers are needed"
         )
     return {ours: config[name] for ours, name in theirs.items()}
 
 
 def _require(config: dict, fixed: dict) -> None:
-    """Settings that have no place in ModelConfig; where they are left out, they are as they should be."""
+    """Settings that have no place in ModelConfig; where they are left out, they are as they should
+    be."""
     for name, value in fixed.items():
         if config.get(name, value) != value:
             raise ValueError(f"its {name} is {config[name]!r}; known is {value!r}")

@@ -64,7 +64,8 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
         index = local_rank if chosen.index is None else chosen.index
         if index >= count:
             raise ValueError(
-                f"device {device!r}: PyTorch sees {count} GPUs here; use --device cpu or fewer processes"
+                f"device {device!r}: PyTorch sees {count} GPUs here; use --device cpu or "
+                "fewer processes"
             )
         chosen = torch.device("cuda", index)
     return chosen

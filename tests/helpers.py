@@ -67,7 +67,8 @@ def make_data(folder, words=4000, seed=0):
 
 
 def prepared(name, out, *source, **options):
-    """prepare.py in this process, with bytes as tokens unless told otherwise; returns the folder."""
+    """prepare.py in this process, with bytes as tokens unless told otherwise; returns the
+    folder."""
     return prepare(Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options))
 
 

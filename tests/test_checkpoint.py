@@ -1,5 +1,5 @@
-"""Averaged weights, and checkpoints: written whole or not at all, verified, kept; and whatever is cut,
-damaged, foreign or hostile is refused."""
+"""Averaged weights, and checkpoints: written whole or not at all, verified, kept; and whatever is
+cut, damaged, foreign or hostile is refused."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def names(run_folder):
     return [path.name for path in store.find(run_folder)]
 
 
-# ---- averaged weights ------------------------------------------------------------------------------
+# ---- averaged weights ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
@@ -75,8 +75,8 @@ def test_ema_is_the_warmed_up_average_computed_plainly_in_float64(decay):
             expected[name] = d * expected[name] + (1 - d) * p.detach().double()
     assert ema.updates == 200
     for name, average in ema.weights.items():
-        # every update rounds to float32 (2^-24 relative) and forgets earlier rounding as it forgets weights; of values
-        # of about 1, 200 roundings stay far below 1e-5
+        # every update rounds to float32 (2^-24 relative) and forgets earlier rounding as it forgets
+        # weights; of values of about 1, 200 roundings stay far below 1e-5
         torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_the_model_has_its_own_weights_again_after_the_average_was_applied(fail)
     assert_same({name: p.detach() for name, p in model.named_parameters()}, own)
 
 
-# ---- writing ---------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_read_back_bit_for_bit(tmp_path):
@@ -173,7 +173,7 @@ def test_a_full_disk_is_an_error_with_the_reason_and_what_was_there_stays(tmp_pa
     assert_same(read_checkpoint(good), before)
 
 
-# ---- reading what is cut or damaged ----------------------------------------------------------------
+# ---- reading what is cut or damaged --------------------------------------------------------------
 
 
 def truncate(path, share):
@@ -249,7 +249,7 @@ def test_a_run_without_checkpoints_has_none_to_go_on_from(tmp_path):
     assert store.read_newest(tmp_path / "not there") is None
 
 
-# ---- what is foreign, of an earlier version, or hostile --------------------------------------------
+# ---- what is foreign, of an earlier version, or hostile ------------------------------------------
 
 
 def zip_file(path):
@@ -334,7 +334,7 @@ def test_a_pickle_within_a_checkpoint_is_a_file_like_any_other(tmp_path, name):
     assert not (tmp_path / "touched").exists()
 
 
-# ---- loading a model -------------------------------------------------------------------------------
+# ---- loading a model -----------------------------------------------------------------------------
 
 
 def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in_eval_mode(

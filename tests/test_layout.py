@@ -1,7 +1,7 @@
 """The layout: what the paper's three files import, and the names that other programs build on.
 
-That imports between the folders run one way is for import-linter (make lint); it reads packages, and
-these three are single files.
+That imports between the folders run one way is for import-linter (make lint); it reads packages,
+and these three are single files.
 """
 
 import json

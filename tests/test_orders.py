@@ -33,7 +33,7 @@ def is_uniform(orders):
     return chi_square_p(counts_of(orders), uniform_counts(orders, cells)) > LEVEL
 
 
-# ---- what every kind is ----------------------------------------------------------------------
+# ---- what every kind is --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
@@ -70,7 +70,7 @@ def test_seed_step_and_row_all_matter(kind):
     assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
 
 
-# ---- random ----------------------------------------------------------------------------------
+# ---- random --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -95,7 +95,7 @@ def test_neighbouring_rows_are_independent(seed):
     assert chi_square_p(pairs, uniform_counts(code[0::2], 36)) > LEVEL
 
 
-# ---- mixture ---------------------------------------------------------------------------------
+# ---- mixture -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -124,7 +124,7 @@ def test_mixture_at_its_ends_is_left_to_right_or_random():
     assert not is_identity[0].any() and is_identity[1].all()
 
 
-# ---- fixed orders ----------------------------------------------------------------------------
+# ---- fixed orders --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind, block", [("fixed_random", 32), ("fixed_blockwise", 16)])
@@ -155,7 +155,7 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(leng
             assert inside == [p for p in whole if start + p < length]
 
 
-# ---- drawn from a generator ------------------------------------------------------------------
+# ---- drawn from a generator ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +179,7 @@ def test_sample_orders_is_uniform_over_calls(seed):
     assert is_uniform(torch.cat([sample_orders(RANDOM, 2, 3, generator) for _ in range(3000)]))
 
 
-# ---- the random numbers, and errors ----------------------------------------------------------
+# ---- the random numbers, and errors --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 5, 9])

@@ -1,7 +1,8 @@
-"""Released weights: every layout gives the probabilities of its formulas; whatever else is there is refused; convert.
+"""Released weights: every layout gives the probabilities of its formulas; whatever else is there is
+refused; convert.
 
-The formulas are written out here in float64 on the tensors under the names of the release. They use no code of the
-project. GPT-2 is compared with `transformers` itself.
+The formulas are written out here in float64 on the tensors under the names of the release. They use
+no code of the project. GPT-2 is compared with `transformers` itself.
 """
 
 import json
@@ -33,7 +34,7 @@ TOKENS = 31  # of the tokenizer, where [MASK] follows
 COND = 20  # width of SEDD's condition
 
 
-# ---- released files with random weights ------------------------------------------------------------------------------
+# ---- released files with random weights ----------------------------------------------------------
 
 
 def fill(shapes, seed):
@@ -105,7 +106,8 @@ def sigma_gpt_shapes(bias):
 
 
 def container(layout, prefix="", **changes):
-    """(contents of the .pt file, last weights, averaged weights) of "AO-GPT", "sigma-GPT" or "sigma-GPT, no bias"."""
+    """(contents of the .pt file, last weights, averaged weights) of "AO-GPT", "sigma-GPT" or
+    "sigma-GPT, no bias"."""
     bias = layout != "sigma-GPT, no bias"
     shapes = ao_gpt_shapes() if layout == "AO-GPT" else sigma_gpt_shapes(bias)
     raw, average = fill(shapes, 1), fill(shapes, 2)
@@ -183,7 +185,7 @@ def write_folder(folder, settings, state, name="model.safetensors"):
     return folder
 
 
-# ---- the formulas, in float64 ----------------------------------------------------------------------------------------
+# ---- the formulas, in float64 --------------------------------------------------------------------
 
 
 def layer_norm(p, name, x):
@@ -271,7 +273,8 @@ def decoder_log_probs(state, tokens, order):
 
 
 def turned(x):
-    """Rotary positions: in every head, components j and j + half turn together by position * 10000^(-j / half)."""
+    """Rotary positions: in every head, components j and j + half turn together by position *
+    10000^(-j / half)."""
     T, half = x.shape[0], WIDTH // HEADS // 2
     angle = torch.arange(T).double()[:, None] / 10000 ** (torch.arange(half).double() / half)
     cos, sin, heads = angle.cos(), angle.sin(), []
@@ -282,7 +285,8 @@ def turned(x):
 
 
 def encoder_outputs(state, tokens, sigma=None):
-    """Of one sequence with [MASK] in place, (T,): RADD's logits or, at noise level sigma, SEDD's, (T, V + 1)."""
+    """Of one sequence with [MASK] in place, (T,): RADD's logits or, at noise level sigma, SEDD's,
+    (T, V + 1)."""
     p = {name: t.double() for name, t in state.items()}
     h, c = p["vocab_embed.embedding"][tokens], None
     if sigma is not None:
@@ -308,7 +312,7 @@ def encoder_outputs(state, tokens, sigma=None):
     return linear(p, "output_layer.linear.", h)
 
 
-# ---- AO-GPT and sigma-GPT --------------------------------------------------------------------------------------------
+# ---- AO-GPT and sigma-GPT ------------------------------------------------------------------------
 
 PT_LAYOUTS = ("AO-GPT", "sigma-GPT", "sigma-GPT, no bias")
 
@@ -382,7 +386,7 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
         checkpoint.load(tmp_path)
 
 
-# ---- RADD and SEDD ---------------------------------------------------------------------------------------------------
+# ---- RADD and SEDD -------------------------------------------------------------------------------
 
 
 def masked_case(seed):
@@ -433,7 +437,8 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
         outputs = encoder_outputs(state, inputs[b], sigma[b])[:, :TOKENS]
         log_score = outputs - sigma[b].expm1().log() - shift
         expected = log_score[steps, tokens[b]] - log_score.logsumexp(-1)
-        # the frequencies of the noise embedding are float32, as in the release: 2^-24 of an angle of up to 7
+        # the frequencies of the noise embedding are float32, as in the release: 2^-24 of an angle
+        # of up to 7
         assert (got[b] - expected * masked[b]).abs().max() < 1e-5
         assert (output[b] - outputs[steps, tokens[b]])[masked[b]].abs().max() < 1e-5
         assert (normaliser[b] - outputs.logsumexp(-1))[masked[b]].abs().max() < 1e-5
@@ -450,7 +455,7 @@ def test_sedd_hears_the_noise_level(tmp_path):
     assert (low - high).abs().max() > 0.1
 
 
-# ---- GPT-2 -----------------------------------------------------------------------------------------------------------
+# ---- GPT-2 ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -546,7 +551,7 @@ def test_gpt2_starts_an_ao_gpt_with_equal_logits_left_to_right(gpt2):
     assert model.wtpe.weight.std() > 0 and model.blocks[0].adaln.weight.abs().max() == 0
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def refused(path, *words, **keywords):
@@ -696,7 +701,7 @@ def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
     )
 
 
-# ---- Hugging Face repos ----------------------------------------------------------------------------------------------
+# ---- Hugging Face repos --------------------------------------------------------------------------
 
 
 def test_a_repo_id_without_network_is_a_clear_error(tmp_path):
@@ -729,7 +734,7 @@ def test_a_mistyped_path_is_not_looked_for_on_hugging_face(tmp_path, monkeypatch
             checkpoint.load(path)
 
 
-# ---- convert ---------------------------------------------------------------------------------------------------------
+# ---- convert -------------------------------------------------------------------------------------
 
 
 def same_weights(a, b):
@@ -767,7 +772,8 @@ def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, l
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder with a checkpoint whose averaged and last weights differ, and the data it belongs to."""
+    """A run folder with a checkpoint whose averaged and last weights differ, and the data it
+    belongs to."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4)

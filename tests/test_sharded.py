@@ -79,7 +79,7 @@ def names(path):
     return sorted(file.name for file in path.iterdir())
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_written(
@@ -138,8 +138,8 @@ def test_every_process_writes_its_part_and_all_of_them_are_verified(pair):
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(pair):
-    """A write of the second process, the last move of the first, a folder: each is lost on both, and training goes on
-    to the same losses and the same last checkpoint as without a fault."""
+    """A write of the second process, the last move of the first, a folder: each is lost on both,
+    and training goes on to the same losses and the same last checkpoint as without a fault."""
     undisturbed, config, done = pair
     steps = {step: config.run_folder / "checkpoints" / f"step_{step:08d}" for step in (2, 4, 6, 8)}
     for step, reason in ((4, "File too large"), (6, "not today"), (8, "not today")):
@@ -220,7 +220,7 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
     assert names(config.run_folder / "checkpoints") == ["step_00000002"]
 
 
-# ---- reading them ----------------------------------------------------------------------------------
+# ---- reading them --------------------------------------------------------------------------------
 
 
 def lose_the_first(path, other):

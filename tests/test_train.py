@@ -546,7 +546,8 @@ def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_fo
 
 @pytest.fixture(scope="module")
 def killed_before_every_operation(data, tmp_path_factory, driver):
-    """(reference, runs): a short run killed before its n-th file operation and resumed, for every n."""
+    """(reference, runs): a short run killed before its n-th file operation and resumed, for every
+    n."""
     out = tmp_path_factory.mktemp("operations")
     schedule = {"checkpoint__interval": 3, "checkpoint__keep": 1, "eval__interval": 4}
     reference = tiny_config(data, out, "reference", steps=8, **schedule)

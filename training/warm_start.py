@@ -38,8 +38,8 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
         if name not in own or own[name].shape != weight.shape:
             found = tuple(own[name].shape) if name in own else "no such weight"
             raise CheckpointError(
-                f"cannot start from these weights: {name} is {tuple(weight.shape)} in the source, {found} in the "
-                f"model; give it the source's shape: {source.config}"
+                f"cannot start from these weights: {name} is {tuple(weight.shape)} in the "
+                f"source, {found} in the model; give it the source's shape: {source.config}"
             )
         own[name].copy_(weight)
     for name, weight in own.items():
