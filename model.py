@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -40,13 +40,17 @@ from runtime.ranges import BelowOne, Count, check_values
 HEAD_CHUNK_ELEMENTS = 2**25  # logits alive at once in the output head, outside torch.compile
 
 
+def head_chunk(vocab_size: int) -> int:
+    """Tokens whose logits are alive at once; at least 256, as small matrix products are slow."""
+    return max(256, HEAD_CHUNK_ELEMENTS // vocab_size)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of the Transformer. The defaults are AO-GPT Small with the GPT-2 vocabulary."""
 
     vocab_size: Count = 50304
-    """Rows of the token table: the tokenizer's vocabulary, rounded up to a multiple of 64 for
-    speed."""
+    """Rows of the token table: for speed, the vocabulary rounded up to a multiple of 64."""
     block_size: Count = 1024
     """Longest sequence, in tokens."""
     n_layer: Count = 12
@@ -115,10 +119,9 @@ class ModelConfig:
                 "needs the first id after the tokenizer's, below model.vocab_size "
                 f"({self.vocab_size}): 50257 for gpt2, 257 for bytes"
             )
-        if self.position == "rotary" and self.n_embd // self.n_head % 2:
-            raise ValueError(
-                f"rotary positions need an even head width, but it is {self.n_embd // self.n_head}"
-            )
+        width = self.n_embd // self.n_head
+        if self.position == "rotary" and width % 2:
+            raise ValueError(f"rotary positions need an even head width, but it is {width}")
 
     def _check_decoder(self) -> None:
         for name, value in (("mask_token", None), ("noise", False), ("position", "learned")):
@@ -137,7 +140,7 @@ class ModelConfig:
         return self.attention == "full"
 
     @property
-    def adaln(self) -> bool:
+    def has_adaln(self) -> bool:
         return self.noise or self.target == "adaln"
 
 
@@ -145,8 +148,7 @@ class ModelConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight takes the dtype of the input, so that the fused kernel also runs under
-    autocast."""
+    """RMSNorm with its weight in the input's dtype: else autocast would miss the fused kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -168,7 +170,8 @@ class PermutationGather(torch.autograd.Function):
 
     Plain indexing adds up the gradients of a row with atomics, whose order, and hence rounding,
     differs from run to run on a GPU. But every row of `order` is a permutation of 0..T-1, so the
-    gradient is a gather, too, by the inverse permutation, and a sum over the batch.
+    gradient is a gather, too, and a sum over the batch: inverse[b, p], the step that predicts
+    position p, is where row p of the table went (`inverse_permutation`).
     """
 
     @staticmethod
@@ -228,6 +231,7 @@ class Attention(nn.Module):
         if queries is None:
             return y
         # Queries have neither keys nor values, so they need the first third of the projection only.
+        # And no rotary positions: those are for encoders, this is for decoders.
         D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
         q = F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
@@ -237,18 +241,19 @@ class Attention(nn.Module):
         """q (B, T, H, D/H) or of items (N, H, D/H); k, v (B, keys, H, D/H) -> projected, as x."""
         if cache is not None:
             q = cache.layout.to_grid(q)
+        # Norms and rotation may leave q and k in float32; v has autocast's dtype, or the cache's.
         q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
-        start = None
+        first = None
         if mask.hide_start:
             # Input 0 attends to itself alone, so its output is its value, and the others go on
             # without it. A mask would do the same, but the fastest kernels take none but causal.
-            start, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
+            first, q, k, v = v[:, :, :1], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask.allowed, dropout_p=p, is_causal=mask.causal
         )
-        if start is not None:
-            y = torch.cat([start, y], dim=2)
+        if first is not None:
+            y = torch.cat([first, y], dim=2)
         y = y.transpose(1, 2).flatten(2)
         return self.proj(y if cache is None else cache.layout.to_items(y))
 
@@ -272,31 +277,31 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = make_norm(config), make_norm(config)
         self.attn, self.mlp = Attention(config), MLP(config)
-        self.adaln = nn.Linear(config.cond_dim, 6 * config.n_embd) if config.adaln else None
-        self.wtpe = (
-            nn.Embedding(config.block_size, config.n_embd) if config.target == "per_block" else None
-        )
+        self.adaln = nn.Linear(config.cond_dim, 6 * config.n_embd) if config.has_adaln else None
+        per_block = config.target == "per_block"
+        self.wtpe = nn.Embedding(config.block_size, config.n_embd) if per_block else None
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
-        self, x, mask, at_targets, condition=None, modulation=None, rotary=None, cache=None
+        self, x, mask, rows_of_targets, condition=None, modulation=None, rotary=None, cache=None
     ):
         """One block; with adaLN as in the paper, section 3.
 
         Args:
             x: (B, T, D), or the (N, D) items of a parallel pass.
             mask: what attention may see.
-            at_targets: picks the rows of a per-position table that belong to the target positions
-                of x: (positions, ...) -> (B, T, ...) or (N, ...).
+            rows_of_targets: a function that looks up, in a table with a row per position, the row
+                of each step's target: (positions, ...) -> (B, T, ...) or (N, ...). Of an encoder
+                the identity: its table has a row per sequence, (B, 1, ...), which broadcasts.
             condition: (positions, cond_dim), what adaLN is computed from.
-            modulation: (positions, 6 D), what adaLN gives, where that is known already.
+            modulation: (positions, 6 D), the output of adaLN, where that is known already.
             rotary: `rotary_angles`, of an encoder.
             cache: `LayerCache`, of a parallel pass.
 
         Returns: of the shape of x.
         """
         if self.wtpe is not None:
-            x = x + at_targets(self.wtpe.weight)
+            x = x + rows_of_targets(self.wtpe.weight)
         if self.adaln is None:
             x = x + self.drop(self.attn(self.norm1(x), mask, rotary, cache))
             return x + self.drop(self.mlp(self.norm2(x)))
@@ -304,7 +309,7 @@ class Block(nn.Module):
         # per token: the whole batch shares the table, and every token takes the row of its target.
         if modulation is None:
             modulation = self.adaln(condition)
-        shift1, scale1, gate1, shift2, scale2, gate2 = at_targets(modulation).chunk(6, dim=-1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = rows_of_targets(modulation).chunk(6, dim=-1)
         h = self.attn(modulate(self.norm1(x), shift1, scale1), mask, rotary, cache)
         x = x + gate1 * self.drop(h)
         h = self.mlp(modulate(self.norm2(x), shift2, scale2))
@@ -312,12 +317,15 @@ class Block(nn.Module):
 
 
 class TwoStreamBlock(Block):
-    """A block of two streams with the same weights (XLNet, A3): x, which sees its own tokens, and
-    queries, which know only their target position and what they read from x."""
+    """Two streams with the same weights (XLNet, A3): x, which sees its own tokens, and queries,
+    which know only their target position and what they read from x. A `Block` in its layers only:
+    it has no adaLN, and takes and returns both streams."""
 
     def forward(self, x, queries, mask, query_mask, cache=None) -> tuple[Tensor, Tensor]:
-        """Arguments as in `Block`; queries: of the shape of x."""
-        y, answer = self.attn(self.norm1(x), mask, None, cache, self.norm1(queries), query_mask)
+        """x, mask, cache: as in `Block`; queries: of the shape of x."""
+        y, answer = self.attn(
+            self.norm1(x), mask, cache=cache, queries=self.norm1(queries), query_mask=query_mask
+        )
         x, queries = x + self.drop(y), queries + self.drop(answer)
         x = x + self.drop(self.mlp(self.norm2(x)))
         return x, queries + self.drop(self.mlp(self.norm2(queries)))
@@ -339,7 +347,7 @@ class Transformer(nn.Module):
         block = TwoStreamBlock if config.target == "two_stream" else Block
         self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layer))
         self.norm_f = make_norm(config)
-        self.adaln_f = nn.Linear(config.cond_dim, 2 * config.n_embd) if config.adaln else None
+        self.adaln_f = nn.Linear(config.cond_dim, 2 * config.n_embd) if config.has_adaln else None
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.wte.weight
@@ -368,23 +376,24 @@ class Transformer(nn.Module):
         elif waves and name == "wpe.weight":
             p.copy_(sinusoids(*p.shape, std=0.04))
         elif waves and name == "wtpe.weight":
-            # adaLN hears the table through a linear layer of std 0.02, so it must start louder.
+            # The waves of `wpe`, whose row 0 is for [None], so that a position has the same in
+            # both. adaLN reads them through weights of std 0.02, which a larger std makes up for.
             std = 2.0 if self.config.target == "adaln" else 0.04
-            p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])  # position p is row p + 1 of `wpe`
+            p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])
         else:
             std = 0.02
             if name.endswith("proj.weight"):  # 2 n_layer of these add up in the residual stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layer)
             nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
-    def final_norm(self, x, at_targets, condition, modulation=None) -> Tensor:
+    def final_norm(self, x, rows_of_targets, condition, modulation=None) -> Tensor:
         """The last norm, with its adaLN; arguments as in `Block.forward`."""
         x = self.norm_f(x)
         if self.adaln_f is None:
             return x
         if modulation is None:
             modulation = self.adaln_f(condition)
-        return modulate(x, *at_targets(modulation).chunk(2, dim=-1))
+        return modulate(x, *rows_of_targets(modulation).chunk(2, dim=-1))
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) -> logits (..., V) of the tokens."""
@@ -400,18 +409,18 @@ class Transformer(nn.Module):
     def head_in_chunks(self, function: Callable, x: Tensor, targets: Tensor) -> Tensor:
         """function(x (n, D), targets (n,)) of all B T tokens, without (B, T, V) float32 logits.
 
-        Compiled, the float32 softmax is fused into its reductions. Eager, more than
-        HEAD_CHUNK_ELEMENTS logits are computed in chunks, and again in the backward pass. PyTorch
-        2.13's chunked linear_cross_entropy does the same job; these chunks also run on older
-        versions, and were faster where both were measured (results/loss_head.md).
+        Compiled, the float32 softmax is fused into its reductions. Eager, more tokens than
+        `head_chunk` are computed in chunks, and again in the backward pass. PyTorch 2.13's chunked
+        linear_cross_entropy does the same job; these chunks also run on older versions, and were
+        faster where both were measured (results/loss_head.md).
         """
         x, targets = x.flatten(0, 1), targets.flatten()
-        rows = max(256, HEAD_CHUNK_ELEMENTS // self.config.vocab_size)
-        if torch.compiler.is_compiling() or len(x) <= rows:
+        n = head_chunk(self.config.vocab_size)
+        if torch.compiler.is_compiling() or len(x) <= n:
             return function(x, targets)
-        chunks = zip(x.split(rows), targets.split(rows), strict=True)
-        how = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here is random
-        return torch.cat([checkpoint(function, *chunk, **how) for chunk in chunks])
+        recompute = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here is random
+        chunks = zip(x.split(n), targets.split(n), strict=True)
+        return torch.cat([checkpoint(function, *chunk, **recompute) for chunk in chunks])
 
     def check_tokens(self, tokens: Tensor, other: Tensor) -> None:
         """Raise ValueError if tokens or what comes with them (orders, masks) do not fit."""
@@ -420,22 +429,18 @@ class Transformer(nn.Module):
                 f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be "
                 "(batch, length)"
             )
-        if not 1 <= tokens.shape[1] <= self.config.block_size:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens a sequence; this model takes 1 to "
-                f"{self.config.block_size}"
-            )
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(
-                f"tokens run from {int(tokens.min())} to {int(tokens.max())}; this model knows 0 "
-                f"to {self.config.vocab_size - 1}"
-            )
+        T, limit, V = tokens.shape[1], self.config.block_size, self.config.vocab_size
+        if not 1 <= T <= limit:
+            raise ValueError(f"{T} tokens a sequence; this model takes 1 to {limit}")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= V:
+            raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {V - 1}")
 
     def num_params(self) -> dict[str, int]:
-        """Parameter counts, split as embeddings, blocks, conditioning (target positions and adaLN)
-        and head."""
+        """Parameter counts: embeddings, blocks, conditioning (target positions, adaLN) and head."""
         counts = dict.fromkeys(("embeddings", "blocks", "conditioning", "head"), 0)
         for name, p in self.named_parameters():
+            # First what conditions: some of it lies inside the blocks, some before the head.
             if "wtpe" in name or "adaln" in name or name.startswith(("query", "noise")):
                 counts["conditioning"] += p.numel()
             elif name.startswith(("wte", "wpe", "start")):
@@ -456,6 +461,29 @@ class Transformer(nn.Module):
 # ---- the decoder ---------------------------------------------------------------------------------
 
 
+@dataclass
+class ParallelPass:
+    """The steps that one parallel pass (`AOGPT.parallel_hidden`) computes: of every row `count`
+    steps from `cached` on.
+
+    Tensors live on the device; the three numbers are known on the host and fix the shapes of the
+    pass. They may be larger than needed, so that passes of many sizes share a few shapes.
+    """
+
+    cached: Tensor
+    """(B,) inputs that the cache holds."""
+    known: Tensor
+    """(B,) tokens that are known, >= cached. Steps from `known` on predict the others."""
+    count: Tensor
+    """(B,) steps computed; 0 for a row that is finished."""
+    items: int
+    """N >= count.sum()."""
+    width: int
+    """W >= count.max()."""
+    length: int
+    """Cache slots that are read, >= (cached + count).max()."""
+
+
 class AOGPT(Transformer):
     """A decoder of log p(x | order) under any order of prediction (the paper, section 3).
 
@@ -472,8 +500,7 @@ class AOGPT(Transformer):
         self.wpe = nn.Embedding(c.block_size + 1, c.n_embd)  # row 0 is the position of [None]
         self.start = nn.Parameter(torch.empty(c.n_embd))
         self.query = nn.Parameter(torch.empty(c.n_embd)) if c.target == "two_stream" else None
-        widths = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}
-        width = widths.get(c.target)
+        width = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}.get(c.target)
         self.wtpe = nn.Embedding(c.block_size, width) if width else None
 
     # The training pass: all T predictions of a known sequence at once.
@@ -488,8 +515,8 @@ class AOGPT(Transformer):
 
         Returns: (B, T), nats, in prediction order.
         """
-        # The same as tokens.gather(1, order). Compiled, that gather would be fused into the
-        # backward pass of the head and repeated for every logit; a scatter is done once and kept.
+        # tokens.gather(1, order), but as a scatter, which torch.compile does once and keeps. A
+        # gather it would do again for every logit, inside the backward pass of the head.
         ordered = torch.empty_like(tokens).scatter_(1, inverse_permutation(order), tokens)
         return self.head_nll(self.hidden(tokens, order, group_start), ordered)
 
@@ -510,8 +537,9 @@ class AOGPT(Transformer):
         mask = AttentionMask(causal=True, hide_start=self.config.start == "hidden")
         query_mask = mask
         if group_start is not None:
-            # Input i holds the token of step i - 1, so inputs up to group_start hold what came
-            # before the group.
+            # Input i holds the token of step i - 1, so inputs up to group_start, not below it, hold
+            # what came before the group. For group_start 0 0 2 2, steps 0 and 1 read input 0
+            # ([None]), steps 2 and 3 read inputs 0 to 2 ([None] and the tokens of steps 0 and 1).
             inputs = torch.arange(T, device=order.device)
             query_mask = AttentionMask(allowed=(inputs <= group_start.unsqueeze(-1)).unsqueeze(1))
         return self._trunk(
@@ -529,43 +557,44 @@ class AOGPT(Transformer):
         return x + self.wpe(in_positions)
 
     def _trunk(
-        self, x, targets, at_targets, mask, query_mask, modulations=None, caches=None
+        self, x, targets, rows_of_targets, mask, query_mask, modulations=None, caches=None
     ) -> Tensor:
         """Run the blocks and the final norm.
 
         Args:
             x: embedded inputs (B, T, D), or the items (N, D) of a parallel pass.
-            targets: their target positions, (B, T) or (N,); at_targets: see `Block`.
+            targets: their target positions, (B, T) or (N,); rows_of_targets: see `Block`.
             mask: what they see; query_mask: and what the query stream sees, in two_stream.
-            modulations: `modulations()`, where they are computed already.
+            modulations: as `modulations` gives them, where they are computed already; the last is
+                that of the final norm.
             caches: of a parallel pass, a `LayerCache` for each block.
         """
         variant = self.config.target
         condition = None if modulations else self._condition()
+        modulations = modulations or [None] * (len(self.blocks) + 1)
         # A query starts from its target alone; the input table counts [None], hence the + 1.
         queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
-        added = at_targets(self.wtpe.weight) if variant in ("input", "shared") else None
+        added = rows_of_targets(self.wtpe.weight) if variant in ("input", "shared") else None
         x = self.drop(x + added if variant == "input" else x)
         for i, block in enumerate(self.blocks):
             cache = caches[i] if caches else None
-            modulation = modulations[i] if modulations else None
             if variant == "two_stream":
                 x, queries = block(x, queries, mask, query_mask, cache)
             else:
                 x = x + added if variant == "shared" else x
-                x = block(x, mask, at_targets, condition, modulation, cache=cache)
+                x = block(x, mask, rows_of_targets, condition, modulations[i], cache=cache)
         if variant == "two_stream":
             x = queries  # predictions come from the query stream
-        return self.final_norm(x, at_targets, condition, modulations[-1] if modulations else None)
+        return self.final_norm(x, rows_of_targets, condition, modulations[-1])
 
     def _condition(self) -> Tensor | None:
         """What adaLN is computed from, (block_size, cond_dim). None without adaLN."""
         return F.silu(self.wtpe.weight) if self.config.target == "adaln" else None
 
     def modulations(self) -> list[Tensor]:
-        """What adaLN gives for every target position: of each block (block_size, 6 D), and of the
-        final norm (block_size, 2 D). Generation computes it once for all its passes. Empty without
-        adaLN."""
+        """The outputs of adaLN for all target positions, which generation computes once for all
+        its passes: of each block, (block_size, 6 D), and last of the final norm, (block_size, 2 D).
+        Empty without adaLN."""
         condition = self._condition()
         if condition is None:
             return []
@@ -632,17 +661,18 @@ class AOGPT(Transformer):
         self,
         ordered: Tensor,
         order: Tensor,
-        steps: ParallelPass,
+        this_pass: ParallelPass,
         cache: KVCache | None = None,
         modulations: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute the steps that the cache does not hold, and many targets from one context.
 
         An item is one step i of one row. It predicts position order[i], and its key and value go
-        to cache slot i. Up to i = known it is input i itself and sees all inputs up to itself.
-        Every later step is a copy of input `known` (the last known token) with a target of its own:
-        it sees the inputs before it and itself, never another copy. So every target from `known` on
-        is predicted exactly as in training under the order (known tokens, this target).
+        to cache slot i. The inputs 0 to `known` exist, as input i holds the token of step i - 1:
+        those steps are computed as in training. Step `known`, the last of them, is also the first
+        whose token is wanted. Every later step takes a copy of that step's input, the last known
+        token, with a target of its own; it sees the inputs before that one and itself, never
+        another copy. So each is predicted as in training under the order (known tokens, target).
 
         Example: T = 6 and the order is 4 1 5 0 2 3. The tokens of positions 4, 1 and 5 are known;
         those of 0 and 2 are wanted next, both at once. Nothing is cached yet, so steps 0 to 4 are
@@ -663,12 +693,12 @@ class AOGPT(Transformer):
             5            x2            3             3          0 1 2 3 4 5
 
         Pure tensor code without a wait for the device: its shapes depend on the host numbers of
-        `steps` alone, so that it can be compiled and captured in a CUDA graph.
+        `this_pass` alone, so that it can be compiled and captured in a CUDA graph.
 
         Args:
             ordered, order: (B, T) tokens and positions in prediction order; tokens from `known` on
                 are ignored.
-            steps: which steps of which rows.
+            this_pass: which steps of which rows.
             cache: of at least T slots; None: nothing is cached before or after this pass.
             modulations: of `AOGPT.modulations`, to compute them once for many calls.
 
@@ -679,61 +709,35 @@ class AOGPT(Transformer):
         if cache is None:
             autocast, device = torch.is_autocast_enabled(order.device.type), order.device
             dtype = torch.get_autocast_dtype(device.type) if autocast else self.wte.weight.dtype
-            cache = ScratchCache(self.config, B, T, device, dtype)
-        layout = ItemLayout.of(steps, unused_slot=cache.keys.shape[2] - 1)
+            cache = KVCache(self.config, B, T, device, dtype, shared=True)
+        layout = ItemLayout.of(this_pass, cache.unused_slot)
         row, slot = layout.row, layout.slot
-        # The input that an item is, or is a copy of. Input i holds the token of step i - 1.
-        source = torch.minimum(slot, steps.known[row])
+        # The input that an item is, or is a copy of, and the step whose token that input holds.
+        source = torch.minimum(slot, this_pass.known[row])
         before = (source - 1).clamp(min=0)
         in_positions = torch.where(source == 0, 0, order[row, before] + 1)
-        targets = order[row, slot.clamp(max=T - 1)]
+        targets = order[row, slot.clamp(max=T - 1)]  # items too many have the unused slot, >= T
         return self._trunk(
             self._embed(ordered[row, before], in_positions),
             targets,
             lambda table: table[targets],
-            *self._parallel_masks(steps),
+            *self._parallel_masks(this_pass),
             modulations,
             cache.layers(layout),
         )
 
-    def _parallel_masks(self, steps: ParallelPass) -> tuple[AttentionMask, AttentionMask]:
+    def _parallel_masks(self, this_pass: ParallelPass) -> tuple[AttentionMask, AttentionMask]:
         """What the items of a parallel pass see of the first cache slots, (B, 1, W, length), and
         what the query stream sees."""
-        device = steps.cached.device
-        slots = (steps.cached[:, None] + torch.arange(steps.width, device=device)).unsqueeze(-1)
-        source = torch.minimum(slots, steps.known[:, None, None])
-        keys = torch.arange(steps.length, device=device)
+        columns = torch.arange(this_pass.width, device=this_pass.cached.device)
+        slots = (this_pass.cached[:, None] + columns)[:, None, :, None]  # (B, 1, W, 1)
+        source = torch.minimum(slots, this_pass.known.view(-1, 1, 1, 1))  # as in `parallel_hidden`
+        keys = torch.arange(this_pass.length, device=slots.device)
         seen = (keys < source) | (keys == slots)  # what came before, and itself: no other copy
         if self.config.start == "hidden":
             seen &= (keys > 0) | (slots == 0)
         # A query of two_stream has no key of its own. It reads the true inputs, 0 to `source`.
-        read_by_queries = keys <= source
-        return (
-            AttentionMask(allowed=seen.unsqueeze(1)),
-            AttentionMask(allowed=read_by_queries.unsqueeze(1)),
-        )
-
-
-@dataclass
-class ParallelPass:
-    """The steps that one parallel pass computes: of every row `count` steps from `cached` on.
-
-    Tensors live on the device; the three numbers are known on the host and fix the shapes of the
-    pass. They may be larger than needed, so that passes of many sizes share a few shapes.
-    """
-
-    cached: Tensor
-    """(B,) inputs that the cache holds."""
-    known: Tensor
-    """(B,) tokens that are known, >= cached. Steps from `known` on are targets."""
-    count: Tensor
-    """(B,) steps computed; 0 for a row that is finished."""
-    items: int
-    """N >= count.sum()."""
-    width: int
-    """W >= count.max()."""
-    length: int
-    """Cache slots that are read, >= (cached + count).max()."""
+        return AttentionMask(allowed=seen), AttentionMask(allowed=keys <= source)
 
 
 def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -748,10 +752,11 @@ def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     nothing waits for the device.
     """
     ends = counts.cumsum(0)
+    starts = ends - counts
     item = torch.arange(total, device=counts.device)
     row = torch.searchsorted(ends, item, right=True).clamp(max=len(counts) - 1)
     valid = item < ends[-1]
-    return row, (item - (ends - counts)[row]) * valid, valid
+    return row, (item - starts[row]) * valid, valid
 
 
 @dataclass
@@ -763,27 +768,30 @@ class ItemLayout:
     """
 
     row: Tensor
-    """(N,) the row of each item, and its column in that row."""
+    """(N,) the row of each item in the rectangle."""
     column: Tensor
+    """(N,) its column."""
     slot: Tensor
-    """(N,) the cache slot of each item."""
-    item: Tensor
-    """(B, W) the item in each cell; cells past the end of a row hold some item, never read."""
+    """(N,) its cache slot; items too many (N is >= the steps computed) have the unused one."""
+    item_of_cell: Tensor
+    """(B, W) the item of each cell of the rectangle. A cell past the end of its row gets any item,
+    and its result is not read."""
     length: int
     """Cache slots that are read."""
 
     @classmethod
-    def of(cls, steps: ParallelPass, unused_slot: int) -> ItemLayout:
-        row, column, valid = ragged(steps.count, steps.items)
-        slot = torch.where(valid, steps.cached[row] + column, unused_slot)
-        first = steps.count.cumsum(0) - steps.count
-        cells = torch.arange(steps.width, device=slot.device)
-        item = (first[:, None] + cells).clamp(max=steps.items - 1)
-        return cls(row, column, slot, item, steps.length)
+    def of(cls, this_pass: ParallelPass, unused_slot: int) -> ItemLayout:
+        count, items = this_pass.count, this_pass.items
+        row, column, valid = ragged(count, items)
+        slot = torch.where(valid, this_pass.cached[row] + column, unused_slot)
+        starts = count.cumsum(0) - count
+        columns = torch.arange(this_pass.width, device=count.device)
+        item_of_cell = (starts[:, None] + columns).clamp(max=items - 1)
+        return cls(row, column, slot, item_of_cell, this_pass.length)
 
     def to_grid(self, x: Tensor) -> Tensor:
         """(N, ...) -> (B, W, ...)."""
-        return x[self.item]
+        return x[self.item_of_cell]
 
     def to_items(self, x: Tensor) -> Tensor:
         """(B, W, ...) -> (N, ...)."""
@@ -793,31 +801,25 @@ class ItemLayout:
 class KVCache:
     """Keys and values of every layer, allocated once, (n_layer, B, C = length + 1, H, D/H) each.
 
-    Slot i belongs to step i of a sequence; the last slot takes what nobody reads.
+    Slot i belongs to step i of a sequence; the last slot takes what nobody reads. shared: for a
+    single pass that leaves nothing behind, all layers share the space of one, each overwriting what
+    the one before wrote.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
+    def __init__(
+        self, config: ModelConfig, batch_size, length, device=None, dtype=None, shared=False
+    ):
+        self.n_layer, self.unused_slot = config.n_layer, length
         head_dim = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, length + 1, config.n_head, head_dim)
+        shape = (1 if shared else self.n_layer, batch_size, length + 1, config.n_head, head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
     def layers(self, layout: ItemLayout) -> list[LayerCache]:
         """What each block is given in a pass of this layout."""
-        layers = range(len(self.keys))
-        return [LayerCache(self.keys[i], self.values[i], layout) for i in layers]
-
-
-class ScratchCache(KVCache):
-    """The cache of a single pass that leaves nothing behind: its layers share the space of one,
-    each overwriting what the one before wrote."""
-
-    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
-        super().__init__(replace(config, n_layer=1), batch_size, length, device, dtype)
-        self.n_layer = config.n_layer
-
-    def layers(self, layout: ItemLayout) -> list[LayerCache]:
-        return super().layers(layout) * self.n_layer
+        allocated = len(self.keys)  # n_layer or, if shared, 1
+        layers = [LayerCache(self.keys[i], self.values[i], layout) for i in range(allocated)]
+        return layers * (self.n_layer // allocated)
 
 
 @dataclass
@@ -880,25 +882,26 @@ class Encoder(Transformer):
         if c.noise:
             condition = F.silu(self.noise(sigma)).unsqueeze(1)  # (B, 1, cond_dim)
 
-        def at_targets(modulation: Tensor) -> Tensor:
-            return modulation  # one for each sequence: it broadcasts over the positions
+        def rows_of_targets(modulation: Tensor) -> Tensor:
+            return modulation  # (B, 1, ...), see `Block.forward`
 
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, mask, at_targets, condition, rotary=rotary)
-        return self.final_norm(x, at_targets, condition)
+            x = block(x, mask, rows_of_targets, condition, rotary=rotary)
+        return self.final_norm(x, rows_of_targets, condition)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) -> logits (..., mask_token) of the tokens, which end at [MASK]."""
         return self.head(x)[..., : self.config.mask_token]
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
-        """As in `Transformer`; with noise (2, B, T), the log of the summed exponentials of the
-        output, and the output of the true token, of which score entropy is made."""
+        """Without noise as in `Transformer`, (B, T). With noise two numbers of each token, of
+        which score entropy is made, (2, B, T): the log of the summed exponentials of the output,
+        and the output of the true token."""
         if not self.config.noise:
             return super().head_nll(x, targets)
-        both = self.head_in_chunks(self._normaliser_and_output, x, targets)
-        return both.T.reshape(2, *targets.shape)
+        pairs = self.head_in_chunks(self._normaliser_and_output, x, targets)  # (B T, 2)
+        return pairs.T.reshape(2, *targets.shape)
 
     def _normaliser_and_output(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(x)
@@ -919,7 +922,6 @@ class Encoder(Transformer):
         return (output - normaliser) * masked
 
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """An encoder has none."""
         raise ValueError("an encoder has no log-probabilities along an order; use masked_log_probs")
 
 
@@ -956,15 +958,13 @@ def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, T, H, D/H) by (T, 1, D/H) angles, rotate-half pairing (Su et al.
-    2021)."""
+    """Rotary embedding (Su et al. 2021) of (B, T, H, D/H) by (T, 1, D/H) angles, in halves."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def sinusoids(rows: int, dim: int, std: float) -> Tensor:
-    """Sine and cosine waves over the rows, wavelengths from 2 pi to pi * rows in geometric steps:
-    (rows, dim)."""
+    """(rows, dim) sines and cosines of wavelengths from 2 pi to pi * rows, in geometric steps."""
     frequency = (2 / rows) ** torch.linspace(0, 1, (dim + 1) // 2)
     angle = torch.arange(rows).unsqueeze(1) * frequency
     waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]

@@ -49,7 +49,7 @@ from typing import Annotated
 import torch
 from annotated_types import Interval
 
-from model import AOGPT, HEAD_CHUNK_ELEMENTS, Block
+from model import AOGPT, Block, head_chunk
 from runtime.devices import GPU, GPUS
 from runtime.files import check_output, write_json
 from runtime.ranges import Count, Positive, check_values
@@ -294,7 +294,7 @@ def block_bytes(config: Config, checkpointing: str) -> int:
     kept += streams * 8 * h * D  # the MLP, before and after GELU
     if m.target == "adaln":
         kept += 8 * h * D  # its table; that of the noise level has a row a sequence, not a token
-    if m.adaln:
+    if m.has_adaln:
         kept += 2 * f * D + 2 * h * D  # normed inputs, gated outputs
     if m.start == "hidden":
         kept += h * D  # attention's output, joined with that of input 0
@@ -311,7 +311,7 @@ def activation_bytes(config: Config, sequences: int) -> int:
     m, h, checkpointing = config.model, element_bytes(config), config.train.activation_checkpointing
     tokens = sequences * m.block_size
     final_norm = 2 * FLOAT * m.n_embd  # its input and its output
-    if m.adaln:
+    if m.has_adaln:
         final_norm += FLOAT * m.n_embd
     if m.target == "adaln":
         final_norm += h * m.n_embd
@@ -319,11 +319,6 @@ def activation_bytes(config: Config, sequences: int) -> int:
     if checkpointing == "selective" and m.target == "adaln":
         kept += m.n_layer * m.block_size * 6 * m.n_embd * h
     return kept
-
-
-def chunk_rows(config: Config) -> int:
-    """Tokens whose logits the uncompiled head computes at once, if it has more than these."""
-    return max(256, HEAD_CHUNK_ELEMENTS // config.model.vocab_size)
 
 
 def working_bytes(config: Config, sequences: int) -> dict[str, int]:
@@ -334,7 +329,7 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
     if t.compile:
         logits = 2 * h * tokens * m.vocab_size
     else:
-        logits = 12 * min(tokens, chunk_rows(config)) * m.vocab_size
+        logits = 12 * min(tokens, head_chunk(m.vocab_size)) * m.vocab_size
     head = logits + FLOAT * m.n_embd * (m.vocab_size + tokens)
     block = tokens * (block_bytes(config, "none") - block_bytes(config, t.activation_checkpointing))
     gradients = tokens * m.n_embd * (FLOAT + 4 * h)  # of the residuals and inside the MLP
@@ -378,7 +373,7 @@ def flops_again_per_token(config: Config) -> float:
     again = 0
     if t.activation_checkpointing == "block":
         again += 24 * m.n_layer * m.n_embd**2 + 4 * m.n_layer * m.n_embd * m.block_size
-    if not t.compile and t.micro_batch_size * m.block_size > chunk_rows(config):
+    if not t.compile and t.micro_batch_size * m.block_size > head_chunk(m.vocab_size):
         again += 2 * m.n_embd * m.vocab_size
     return again
 
