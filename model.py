@@ -774,8 +774,8 @@ class ItemLayout:
     slot: Tensor
     """(N,) its cache slot; items too many (N is >= the steps computed) have the unused one."""
     item_of_cell: Tensor
-    """(B, W) the item of each cell of the rectangle. A cell past the end of its row gets any item,
-    and its result is not read."""
+    """(B, W) the item of each cell of the rectangle. A cell past the end of its row repeats some
+    other item, and its result is not read."""
     length: int
     """Cache slots that are read."""
 
