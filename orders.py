@@ -63,10 +63,12 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
     # T^2 / 2^65) are broken by position. Column 0 is the coin of a mixture.
     bits = philox_bits(seed, step, rows, length + 1)
     order = torch.from_numpy(bits[:, 1:].argsort(axis=1, kind="stable"))
+    if config.kind == "random":
+        return order
     if config.kind == "mixture":
         coin = torch.from_numpy(to_uniform(bits[:, :1]))
-        order = torch.where(coin < config.l2r_prob, identity, order)
-    return order
+        return torch.where(coin < config.l2r_prob, identity, order)
+    raise NotImplementedError(f"orders of kind {config.kind!r}")
 
 
 def sample_orders(
