@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from checkpoints.errors import CheckpointError
-from checkpoints.folder import reason_of
+from checkpoints.on_disk import reason_of
 from runtime.processes import lost_process
 
 # else it logs how long every step of a save took

@@ -15,7 +15,7 @@ from typing import Literal
 import safetensors.torch
 import torch
 
-from checkpoints import folder, released, store
+from checkpoints import on_disk, released, store
 from checkpoints.errors import CheckpointError
 from model import AOGPT, ModelConfig
 
@@ -116,12 +116,12 @@ def copy_parameters(model: AOGPT, weights: dict[str, torch.Tensor]) -> None:
 def find_checkpoint(path: Path) -> tuple[Path, dict] | None:
     """The checkpoint that a path means, and its state; None where it means something else."""
     if path.is_dir():
-        is_checkpoint = (path / folder.STATE).is_file() or (path / "state.pt").is_file()
+        is_checkpoint = (path / on_disk.STATE).is_file() or (path / "state.pt").is_file()
         if is_checkpoint or store.step_of(path) is not None:
-            return path, folder.read_state(path)
+            return path, on_disk.read_state(path)
         return store.read_newest(path)
     if path.name == "best" and (best := store.best_of(path.parent)):
-        return best, folder.read_state(best)
+        return best, on_disk.read_state(best)
     return None
 
 
@@ -163,7 +163,7 @@ def download(repo: str) -> Path:
             f"there is no {repo} here; Hugging Face repos need: pip install huggingface_hub"
         ) from error
     except Exception as error:  # no network, no such repo, no access: each has a class of its own
-        reason = folder.reason_of(error)
+        reason = on_disk.reason_of(error)
         raise CheckpointError(
             f"there is no {repo} here, and it could not be had from Hugging Face: {reason}"
         ) from error
@@ -191,7 +191,7 @@ def read_file(path: Path) -> dict:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dict; {SUPPORTED}")
     if str(state.get("format")).startswith("aogpt-checkpoint-"):
-        raise CheckpointError(f"{path} is {folder.OLD_FORMAT}")
+        raise CheckpointError(f"{path} is {on_disk.OLD_FORMAT}")
     return state
 
 
@@ -221,7 +221,7 @@ Contents = tuple[ModelConfig, dict[str, torch.Tensor], dict]
 
 
 def _trained(path: Path, state: dict, weights: str) -> Contents:
-    tensors = folder.read_all(path, state, "ema." if weights == "ema" else "model.")
+    tensors = on_disk.read_all(path, state, "ema." if weights == "ema" else "model.")
     data = state["data"]
     origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
     origin |= {"step": state["step"], "weights": weights}

@@ -4,7 +4,7 @@ A run folder holds
 
     config.toml                 the resolved configuration
     metrics.jsonl               a JSON object a line: training and validation losses
-    checkpoints/step_00001000   the newest few checkpoints (see folder.py), and the best one
+    checkpoints/step_00001000   the newest few checkpoints (see on_disk.py), and the best one
     best                        the name of the one with the lowest validation loss, on one line
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoints import folder
+from checkpoints import on_disk
 from checkpoints.errors import CheckpointError
 from runtime.files import write_text
 from runtime.processes import Processes
@@ -47,7 +47,7 @@ def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
 def refuse_old_format(run_folder: Path) -> None:
     """Raise CheckpointError for a run of an earlier version: it must not be started anew over."""
     if old := sorted((Path(run_folder) / "checkpoints").glob("step_*.pt")):
-        raise CheckpointError(f"{old[-1]} is {folder.OLD_FORMAT}")
+        raise CheckpointError(f"{old[-1]} is {on_disk.OLD_FORMAT}")
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def write(run_folder: Path, state: dict, tensors: dict[str, Tensor], keep: int) 
     """Write a checkpoint, by this process alone.
 
     Args:
-        state: what is no tensor; see folder.KEYS.
+        state: what is no tensor; see on_disk.KEYS.
         keep: how many of the newest to keep, besides the best one.
 
     Raises CheckpointError if it cannot be written; those before it stay as they were."""
@@ -65,11 +65,11 @@ def write(run_folder: Path, state: dict, tensors: dict[str, Tensor], keep: int) 
     try:
         shutil.rmtree(temporary_of(path), ignore_errors=True)
         temporary_of(path).mkdir(parents=True)
-        folder.write_tensors(temporary_of(path), tensors)
+        on_disk.write_tensors(temporary_of(path), tensors)
         complete(run_folder, state, tensors, keep)
-    except folder.WRITE_ERRORS as error:
+    except on_disk.WRITE_ERRORS as error:
         shutil.rmtree(temporary_of(path), ignore_errors=True)  # on a full disk, its room is needed
-        raise CheckpointError(folder.reason_of(error)) from error
+        raise CheckpointError(on_disk.reason_of(error)) from error
     return path
 
 
@@ -81,7 +81,7 @@ def temporary_of(path: Path) -> Path:
 def complete(run_folder: Path, state: dict, tensors: dict[str, Tensor], keep: int) -> None:
     """Make a checkpoint of the parts that have been written, and let it count."""
     path = path_of(run_folder, state["step"])
-    folder.complete(temporary_of(path), path, state, tensors)
+    on_disk.complete(temporary_of(path), path, state, tensors)
     settle(run_folder, state, keep)
 
 
@@ -148,7 +148,7 @@ def read_newest(run_folder: Path, procs: Processes | None = None) -> tuple[Path,
     for path in reversed(paths):
         state, problem = None, None
         try:
-            state = folder.read_state(path, share)
+            state = on_disk.read_state(path, share)
         except CheckpointError as error:
             problem = str(error)
         # Damaged for one is damaged for all: they must go on from the same step.

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import folder, store
+from checkpoints import on_disk, store
 from data.loader import load_meta, read_tokens
 from data.prepare import Prepare, prepare
 from data.tokenizers import get_tokenizer
@@ -264,8 +264,8 @@ class Hostile:
 def read_checkpoint(path):
     """What a checkpoint holds, all its tensors under "tensors", without what depends on how many
     processes wrote it."""
-    state = folder.read_state(path)
-    tensors = folder.read_all(path, state)
+    state = on_disk.read_state(path)
+    tensors = on_disk.read_all(path, state)
     return {k: v for k, v in state.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
 
 

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from helpers import Hostile, assert_same, flip_byte, limited_file_size, read_checkpoint
 
-from checkpoints import folder, store
+from checkpoints import on_disk, store
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load, load_model
 from model import AOGPT, ModelConfig
@@ -183,7 +183,7 @@ def truncate(path, share):
 def change_state(path, **changes):
     """Another state.json with a checksum that fits."""
     contents = json.loads((path / "state.json").read_text()) | changes
-    contents["sha256"] = folder.digest(contents)
+    contents["sha256"] = on_disk.digest(contents)
     (path / "state.json").write_text(json.dumps(contents))
 
 
@@ -197,9 +197,9 @@ DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the mes
     "empty state": (lambda p: truncate(p / "state.json", 0), "state.json cannot be read"),
     "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json cannot be read"),
     "other state": (lambda p: (p / "state.json").write_text("[1]"), "state.json is damaged"),
-    "incomplete": (lambda p: change_state(p, format=folder.FORMAT, parts={}), "is not its own"),
+    "incomplete": (lambda p: change_state(p, format=on_disk.FORMAT, parts={}), "is not its own"),
     "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
-    "only the state": (lambda p: [f.unlink() for f in folder.parts(p)], "is missing"),
+    "only the state": (lambda p: [f.unlink() for f in on_disk.parts(p)], "is missing"),
 }
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import train
-from checkpoints import folder, store
+from checkpoints import on_disk, store
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load
 from runtime.processes import processes
@@ -183,7 +183,7 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_
     done = run_script("tests/parallel_jobs.py", f"killed={write_config(config)}", check=False)
     saved = config.run_folder / "checkpoints"
     assert done.returncode == -9 and names(saved) == [".step_00000004.tmp", "step_00000002"]
-    part = folder.parts(saved / ".step_00000004.tmp")[0]
+    part = on_disk.parts(saved / ".step_00000004.tmp")[0]
     os.truncate(part, part.stat().st_size // 2)  # as if it had happened a little earlier
     (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
     (config.run_folder / ".best.tmp").touch()  # and the pointer been written
@@ -224,20 +224,20 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 
 
 def lose_the_first(path, other):
-    folder.parts(path)[0].unlink()
+    on_disk.parts(path)[0].unlink()
 
 
 def cut_the_second(path, other):
-    part = folder.parts(path)[1]
+    part = on_disk.parts(path)[1]
     os.truncate(part, part.stat().st_size - 1)
 
 
 def mix_in_another(path, other):
-    shutil.copy(folder.parts(other)[0], path / "shard-x.safetensors")
+    shutil.copy(on_disk.parts(other)[0], path / "shard-x.safetensors")
 
 
 def swap_in_another(path, other):
-    shutil.copy(folder.parts(other)[1], folder.parts(path)[1])
+    shutil.copy(on_disk.parts(other)[1], on_disk.parts(path)[1])
 
 
 DAMAGES = [lose_the_first, cut_the_second, mix_in_another, swap_in_another]

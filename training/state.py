@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints import folder, store
+from checkpoints import on_disk, store
 from checkpoints.background import BackgroundWriter
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
@@ -125,7 +125,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def plain_values(state: State, best: dict | None, config: Config, data_meta: dict) -> dict:
-    """Everything else: values of JSON. The names are those of checkpoints.folder.KEYS."""
+    """Everything else: values of JSON. The names are those of checkpoints.on_disk.KEYS."""
     return {
         "step": state.progress.step,
         "best": best,
@@ -154,7 +154,7 @@ def restore(state: State, path: Path, saved: dict) -> None:
             empty.setdefault(name, {})[key] = new
     restore_state(state.model, state.optimizer, empty)
 
-    folder.read_tensors(path, saved, named_tensors(state))
+    on_disk.read_tensors(path, saved, named_tensors(state))
     state.ema.updates.fill_(saved["ema"]["updates"])
     for key in ("step", "best", "skipped", "skipped_in_a_row"):
         setattr(state.progress, key, saved[key])
