@@ -68,7 +68,7 @@ def train(config: Config, procs: Processes) -> int:
     """
     data, val_data = open_data(config, procs)
     stop = StopRequest(procs)
-    state = start(config, data.meta, procs, procs.print0)
+    state = start(config, data.meta, procs)
     if state.progress.step >= config.train.steps:
         return already_finished(config, procs, state.progress)
     introduce(config, data, state.model, procs)

@@ -114,14 +114,14 @@ def copy_parameters(model: AOGPT, weights: dict[str, torch.Tensor]) -> None:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, dict] | None:
-    """The checkpoint that a path means, and its state; None where it means something else."""
+    """The checkpoint that a path means, and its values; None where it means something else."""
     if path.is_dir():
         is_checkpoint = (path / on_disk.STATE).is_file() or (path / "state.pt").is_file()
         if is_checkpoint or store.step_of(path) is not None:
-            return path, on_disk.read_state(path)
+            return path, on_disk.read_values(path)
         return store.read_newest(path)
     if path.name == "best" and (best := store.best_of(path.parent)):
-        return best, on_disk.read_state(best)
+        return best, on_disk.read_values(best)
     return None
 
 
@@ -220,12 +220,12 @@ def _read_json(path: Path) -> dict:
 Contents = tuple[ModelConfig, dict[str, torch.Tensor], dict]
 
 
-def _trained(path: Path, state: dict, weights: str) -> Contents:
-    tensors = on_disk.read_all(path, state, "ema." if weights == "ema" else "model.")
-    data = state["data"]
+def _trained(path: Path, values: dict, weights: str) -> Contents:
+    tensors = on_disk.read_all(path, values, "ema." if weights == "ema" else "model.")
+    data = values["data"]
     origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
-    origin |= {"step": state["step"], "weights": weights}
-    return ModelConfig(**state["model_config"]), tensors, origin
+    origin |= {"step": values["step"], "weights": weights}
+    return ModelConfig(**values["model_config"]), tensors, origin
 
 
 def _exported(tensors: dict, settings: dict, weights: str) -> Contents:

@@ -38,6 +38,10 @@ OLD_FORMAT = (
     "or train anew"
 )
 STATE = "state.json"
+# Of the values that are no tensors (training.state.plain_values). A checkpoint that lacks one of
+# these is refused, so a new key makes all older checkpoints unreadable. If that is meant, raise
+# FORMAT as well: then users read that the format has changed, rather than that a key is missing. If
+# it is not, leave the key out here and give it a default where it is read.
 KEYS = ("step", "model_config", "ema", "config", "data", "best", "skipped", "skipped_in_a_row")
 WRITE_ERRORS = (OSError, RuntimeError, safetensors.SafetensorError)  # of a disk that is full
 
@@ -51,19 +55,21 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     torch.distributed.checkpoint could do it, too, but copies all of them in memory on the way and
     takes three times as long."""
     path = folder / "part.safetensors"
+    # save_file makes a file that only its owner can read. It is to have the permissions that the
+    # user's umask gives to new files: those of an empty file, made first.
     path.touch()
-    readable_by = path.stat().st_mode  # as the user's umask says; save_file would make it private
+    permissions = path.stat().st_mode
     safetensors.torch.save_file(tensors, path)
-    path.chmod(readable_by)
+    path.chmod(permissions)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
-def complete(temporary: Path, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
+def complete(temporary: Path, path: Path, values: dict, tensors: dict[str, Tensor]) -> None:
     """Make a checkpoint of a folder in which all parts are written; `path` is to be its name.
 
-    state: what is no tensor: KEYS. tensors: only their dtypes and shapes are taken here."""
-    contents = state | {"format": FORMAT, "torch": str(torch.__version__)}
+    values: what is no tensor: KEYS. tensors: only their dtypes and shapes are taken here."""
+    contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
     contents["tensors"] = {
         name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
         for name, tensor in tensors.items()
@@ -90,7 +96,7 @@ def digest(contents: dict) -> str:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_state(path: Path, share: slice = slice(None)) -> dict:
+def read_values(path: Path, share: slice = slice(None)) -> dict:
     """What a checkpoint holds besides its tensors, after a look at the checksums of its parts.
 
     share: which of the parts to check, where several processes divide them among themselves.
@@ -125,7 +131,7 @@ def read_state(path: Path, share: slice = slice(None)) -> dict:
     return contents
 
 
-def read_tensors(path: Path, state: dict, targets: dict[str, Tensor]) -> None:
+def read_tensors(path: Path, values: dict, targets: dict[str, Tensor]) -> None:
     """Fill tensors with what a checkpoint has under their names, whoever wrote it.
 
     A process alone fills whole tensors; one of several, whose tensors are cut among all (DTensor),
@@ -136,9 +142,9 @@ def read_tensors(path: Path, state: dict, targets: dict[str, Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
 
     for name, tensor in targets.items():
-        if name not in state["tensors"]:
+        if name not in values["tensors"]:
             raise CheckpointError(f"{path} lacks {name}")
-        _, *shape = state["tensors"][name]
+        _, *shape = values["tensors"][name]
         if shape != list(tensor.shape):
             raise CheckpointError(
                 f"{name} is {tuple(shape)} in {path}, {tuple(tensor.shape)} in the model"
@@ -153,14 +159,14 @@ def read_tensors(path: Path, state: dict, targets: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
 
 
-def read_all(path: Path, state: dict, prefix: str = "") -> dict[str, Tensor]:
+def read_all(path: Path, values: dict, prefix: str = "") -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, whole, by the rest of their names."""
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, (dtype, *shape) in state["tensors"].items()
+        for name, (dtype, *shape) in values["tensors"].items()
         if name.startswith(prefix)
     }
-    read_tensors(path, state, tensors)
+    read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 

@@ -53,20 +53,20 @@ def refuse_old_format(run_folder: Path) -> None:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def write(run_folder: Path, state: dict, tensors: dict[str, Tensor], keep: int) -> Path:
+def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
     """Write a checkpoint, by this process alone.
 
     Args:
-        state: what is no tensor; see on_disk.KEYS.
+        values: what is no tensor; see on_disk.KEYS.
         keep: how many of the newest to keep, besides the best one.
 
     Raises CheckpointError if it cannot be written; those before it stay as they were."""
-    path = path_of(run_folder, state["step"])
+    path = path_of(run_folder, values["step"])
     try:
         shutil.rmtree(temporary_of(path), ignore_errors=True)
         temporary_of(path).mkdir(parents=True)
         on_disk.write_tensors(temporary_of(path), tensors)
-        complete(run_folder, state, tensors, keep)
+        let_count(run_folder, values, tensors, keep)
     except on_disk.WRITE_ERRORS as error:
         shutil.rmtree(temporary_of(path), ignore_errors=True)  # on a full disk, its room is needed
         raise CheckpointError(on_disk.reason_of(error)) from error
@@ -78,23 +78,26 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def complete(run_folder: Path, state: dict, tensors: dict[str, Tensor], keep: int) -> None:
-    """Make a checkpoint of the parts that have been written, and let it count."""
-    path = path_of(run_folder, state["step"])
-    on_disk.complete(temporary_of(path), path, state, tensors)
-    settle(run_folder, state, keep)
+def let_count(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> None:
+    """Make a checkpoint of the parts that have been written, and let it count as one of the run: it
+    may be the best, and older ones go."""
+    path = path_of(run_folder, values["step"])
+    on_disk.complete(temporary_of(path), path, values, tensors)
+    settle(run_folder, values, keep)
 
 
-def settle(run_folder: Path, state: dict, keep: int) -> None:
-    """Point to the best checkpoint and drop old ones, as the newest one, with this state, asks for.
+def settle(run_folder: Path, values: dict, keep: int) -> None:
+    """Point to the best checkpoint and drop old ones, as the values of the newest one ask for.
 
     A kill just before or within this leaves a run whose newest checkpoint is complete but not
     settled. So it is called again when a run goes on; done twice, it does nothing the second time.
     The pointer moves first: what it points to is never dropped."""
-    best = state["best"] and path_of(run_folder, state["best"]["step"])
-    if best and best.is_dir() and best_of(run_folder) != best:
-        write_text(Path(run_folder) / "best", best.name + "\n")
-    for old in find(run_folder, up_to=state["step"])[:-keep]:
+    if values["best"] is not None:
+        best = path_of(run_folder, values["best"]["step"])
+        if best.is_dir() and best_of(run_folder) != best:
+            write_text(Path(run_folder) / "best", best.name + "\n")
+    oldest_first = find(run_folder, up_to=values["step"])
+    for old in oldest_first[:-keep]:  # all but the newest `keep`
         if old != best_of(run_folder):
             # Renamed first: a folder that is half removed must not pass for a checkpoint.
             shutil.rmtree(temporary_of(old), ignore_errors=True)
@@ -127,7 +130,7 @@ def remove_partial(run_folder: Path) -> None:
 
 
 def read_newest(run_folder: Path, procs: Processes | None = None) -> tuple[Path, dict] | None:
-    """The newest checkpoint that can be read, and its state; None if the run has none at all.
+    """The newest checkpoint that can be read, and its values; None if the run has none at all.
 
     procs: the processes of a run. All must call; they divide the checking of checksums among
     themselves and return the same. A checkpoint that is damaged is named on stderr and passed over.
@@ -135,10 +138,11 @@ def read_newest(run_folder: Path, procs: Processes | None = None) -> tuple[Path,
     Raises CheckpointError if all are, or if the run is of an earlier version, and ValueError if the
     processes do not see the same files."""
     refuse_old_format(run_folder)
-    main, share = procs is None or procs.main, slice(None)
-    gather = procs.gather if procs else lambda value: [value]
-    if procs:
-        share = slice(procs.rank, None, procs.world_size)
+    if procs is None:
+        main, gather, share = True, lambda value: [value], slice(None)
+    else:
+        main, gather = procs.main, procs.gather
+        share = slice(procs.rank, None, procs.world_size)  # every world_size-th part
     paths = find(run_folder)
     if any(others != paths for others in gather(paths)):
         raise ValueError(
@@ -146,15 +150,15 @@ def read_newest(run_folder: Path, procs: Processes | None = None) -> tuple[Path,
             "all share"
         )
     for path in reversed(paths):
-        state, problem = None, None
+        values, problem = None, None
         try:
-            state = on_disk.read_state(path, share)
+            values = on_disk.read_values(path, share)
         except CheckpointError as error:
             problem = str(error)
         # Damaged for one is damaged for all: they must go on from the same step.
         problems = [text for text in gather(problem) if text]
         if not problems:
-            return path, state
+            return path, values
         if main:
             print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
     if paths:

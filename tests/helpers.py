@@ -264,9 +264,9 @@ class Hostile:
 def read_checkpoint(path):
     """What a checkpoint holds, all its tensors under "tensors", without what depends on how many
     processes wrote it."""
-    state = on_disk.read_state(path)
-    tensors = on_disk.read_all(path, state)
-    return {k: v for k, v in state.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
+    values = on_disk.read_values(path)
+    tensors = on_disk.read_all(path, values)
+    return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
 
 
 def newest(config):

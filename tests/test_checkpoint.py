@@ -208,8 +208,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     damage, words = DAMAGES[how]
     damage(newest)
-    path, state = store.read_newest(tmp_path)
-    assert path == older and state["step"] == 1
+    path, values = store.read_newest(tmp_path)
+    assert path == older and values["step"] == 1
     warning = capsys.readouterr().err
     assert f"warning: {newest}" in warning and words in warning and "the one before it" in warning
     with pytest.raises(CheckpointError, match=f"{newest}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -27,7 +27,9 @@ from training.warm_start import warm_start
 
 @dataclass
 class Progress:
-    """Where the run stands; the rest that changes is in model, average and optimizer."""
+    """Where the run stands; the rest that changes is in model, average and optimizer.
+
+    A checkpoint holds every field under its name (checkpoints.on_disk.KEYS lists them, too)."""
 
     step: int = 0
     best: dict | None = None
@@ -49,33 +51,46 @@ class State:
 # ---- beginning -----------------------------------------------------------------------------------
 
 
-def start(config: Config, data_meta: dict, procs: Processes, print0: Callable) -> State:
+def start(config: Config, data_meta: dict, procs: Processes) -> State:
     """The run's state: new, started from other weights, or as its newest checkpoint left it.
 
     Raises ValueError if the run in the folder is another one; CheckpointError if there are
     checkpoints, but none that can be read."""
     torch.manual_seed(config.seed)
-    found = store.read_newest(config.run_folder, procs)
-    weights = None
-    if found:
-        path, saved = found
-        check_same_run(config, data_meta, path, saved, print0)
-    elif config.train.init_from:
-        weights = initial_weights(config)
-        print0(f"started from the weights of {config.train.init_from}")
+    checkpoint = store.read_newest(config.run_folder, procs)
+    if checkpoint is None:
+        return start_new(config, procs)
+    return resume(config, data_meta, procs, *checkpoint)
 
-    # Drawing weights that a checkpoint replaces would take minutes for a large model.
-    model = parallel.build(config, procs, weights, empty=found is not None)
-    ema = EMA(model, config.optim.ema_decay)
-    state = State(model, ema, make_optimizer(model, config), Progress())
+
+def start_new(config: Config, procs: Processes) -> State:
+    weights = None  # drawn at random
+    if config.train.init_from:
+        weights = initial_weights(config)
+        procs.print0(f"started from the weights of {config.train.init_from}")
+    state = new_state(config, parallel.build(config, procs, weights))
     if procs.main:
         store.remove_partial(config.run_folder)
-    if found:
-        restore(state, path, saved)
-        if procs.main:  # what a kill right after this checkpoint has left undone
-            store.settle(config.run_folder, saved, config.checkpoint.keep)
-        print0(f"resumed from {path}")
     return state
+
+
+def resume(config: Config, data_meta: dict, procs: Processes, path: Path, values: dict) -> State:
+    """The state that the checkpoint at `path` holds; values: those of it that are no tensors."""
+    check_same_run(config, data_meta, path, values, procs.print0)
+    # empty: to draw weights that are then replaced would take minutes for a large model.
+    state = new_state(config, parallel.build(config, procs, empty=True))
+    if procs.main:
+        store.remove_partial(config.run_folder)
+    restore(state, path, values)
+    if procs.main:  # what a kill right after this checkpoint has left undone
+        store.settle(config.run_folder, values, config.checkpoint.keep)
+    procs.print0(f"resumed from {path}")
+    return state
+
+
+def new_state(config: Config, model: AOGPT) -> State:
+    ema = EMA(model, config.optim.ema_decay)
+    return State(model, ema, make_optimizer(model, config), Progress())
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
@@ -86,10 +101,10 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
 
 
 def check_same_run(
-    config: Config, data_meta: dict, path: Path, saved: dict, print0: Callable
+    config: Config, data_meta: dict, path: Path, values: dict, print0: Callable
 ) -> None:
     """Say what has changed since a checkpoint. Raises ValueError for what cannot change."""
-    old = configuration.from_dict(saved["config"], str(path))
+    old = configuration.from_dict(values["config"], str(path))
     for key, (before, after) in configuration.differences(old, config).items():
         if key.startswith("model.") or key == "optim.kind":
             what = "architecture" if key.startswith("model.") else "optimizer"
@@ -98,13 +113,13 @@ def check_same_run(
                 f" the {what} of a run cannot change; set it back, or start another run with --name"
             )
         print0(f"changed since {path}: {key} = {after!r} (was {before!r})")
-    tokenizer, now = saved["data"]["tokenizer"], data_meta["tokenizer"]
+    tokenizer, now = values["data"]["tokenizer"], data_meta["tokenizer"]
     if tokenizer != now:
         raise ValueError(
             f"{config.run_folder} was trained on {tokenizer} tokens, but {config.data.folder} holds"
             f" {now} tokens; use the data it was trained on, or start another run with --name"
         )
-    if saved["data"]["splits"]["train"]["sha256"] != data_meta["splits"]["train"]["sha256"]:
+    if values["data"]["splits"]["train"]["sha256"] != data_meta["splits"]["train"]["sha256"]:
         print0(f"changed since {path}: the training data in {config.data.folder}")
 
 
@@ -126,38 +141,44 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 def plain_values(state: State, best: dict | None, config: Config, data_meta: dict) -> dict:
     """Everything else: values of JSON. The names are those of checkpoints.on_disk.KEYS."""
-    return {
-        "step": state.progress.step,
-        "best": best,
-        "skipped": state.progress.skipped,
-        "skipped_in_a_row": state.progress.skipped_in_a_row,
-        "ema": {"updates": int(state.ema.updates), "decay": state.ema.decay},
-        "model_config": asdict(state.model.config),
-        "config": configuration.to_dict(config),
-        "data": data_meta,
-    }
+    values = asdict(state.progress)
+    values["best"] = best  # which progress has only once this checkpoint is written
+    values["ema"] = {"updates": int(state.ema.updates), "decay": state.ema.decay}
+    values["model_config"] = asdict(state.model.config)
+    values["config"] = configuration.to_dict(config)
+    values["data"] = data_meta
+    return values
 
 
 @torch.no_grad()
-def restore(state: State, path: Path, saved: dict) -> None:
+def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint, whatever processes wrote it and there are now."""
     # An optimizer keeps nothing before its first step: it gets tensors that can be filled first.
-    # They are cut among processes as their parameters are, but for numbers such as the step.
-    parameters, empty = dict(state.model.named_parameters()), {}
-    for entry, (dtype, *shape) in saved["tensors"].items():
-        if entry.startswith("optimizer."):
-            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
-            like = parameters[name]
-            dtype = getattr(torch, dtype)
-            whole = list(like.shape) == shape
-            new = torch.zeros_like(like, dtype=dtype) if whole else torch.zeros(shape, dtype=dtype)
-            empty.setdefault(name, {})[key] = new
-    restore_state(state.model, state.optimizer, empty)
+    optimizer_state = empty_optimizer_state(state.model, values["tensors"])
+    restore_state(state.model, state.optimizer, optimizer_state)
+    on_disk.read_tensors(path, values, named_tensors(state))
 
-    on_disk.read_tensors(path, saved, named_tensors(state))
-    state.ema.updates.fill_(saved["ema"]["updates"])
-    for key in ("step", "best", "skipped", "skipped_in_a_row"):
-        setattr(state.progress, key, saved[key])
+    state.ema.updates.fill_(values["ema"]["updates"])
+    for field in fields(Progress):
+        setattr(state.progress, field.name, values[field.name])
+
+
+def empty_optimizer_state(model: AOGPT, entries: dict[str, list]) -> dict[str, dict[str, Tensor]]:
+    """Zeros for the optimizer's tensors of a checkpoint, by the name of the parameter and the key.
+
+    entries: [dtype, *shape] of all tensors of the checkpoint, by name."""
+    parameters, empty = dict(model.named_parameters()), {}
+    for entry, (dtype_name, *shape) in entries.items():
+        if not entry.startswith("optimizer."):
+            continue
+        name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+        parameter, dtype = parameters[name], getattr(torch, dtype_name)
+        if list(parameter.shape) == shape:
+            zeros = torch.zeros_like(parameter, dtype=dtype)  # cut among processes as that is
+        else:  # a number, such as the step
+            zeros = torch.zeros(shape, dtype=dtype)
+        empty.setdefault(name, {})[key] = zeros
+    return empty
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -192,9 +213,10 @@ class Saver:
         self.unfinished = state, best, path
         arguments = config.run_folder, values, tensors, config.checkpoint.keep
         if self.background:
-            # Later only shapes are asked of the tensors: training may change their values.
-            complete = functools.partial(store.complete, *arguments)
-            self.background.start(store.temporary_of(path), tensors, complete)
+            # start copies the tensors before it returns, so that training may go on to change them.
+            # let_count, called when the copies are written, asks them for dtypes and shapes alone.
+            let_count = functools.partial(store.let_count, *arguments)
+            self.background.start(store.temporary_of(path), tensors, let_count)
             return
         error = None
         if self.procs.main:
@@ -202,7 +224,8 @@ class Saver:
                 store.write(*arguments)
             except CheckpointError as failure:
                 error = str(failure)
-        self._end(self.procs.gather(error)[0])
+        error_of_main = self.procs.gather(error)[0]  # which alone has tried to write
+        self._end(error_of_main)
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written. Returns the last checkpoint; None, after a warning,
@@ -216,10 +239,11 @@ class Saver:
             self._end(error)
         return self.written
 
-    close = wait
+    close = wait  # for contextlib.closing: no run ends with a checkpoint half written
 
     def _end(self, error: str | None) -> None:
-        (state, best, path), self.unfinished = self.unfinished, None
+        state, best, path = self.unfinished
+        self.unfinished = None
         if error is None:
             state.progress.best, self.written = best, path
             return
