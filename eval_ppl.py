@@ -26,20 +26,13 @@ from evaluation.eval_sets import EvalSet, open_eval_set
 from evaluation.likelihood import BatchRunner, ScoringTask, score
 from evaluation.perplexity_table import markdown, notes, result_rows
 from model import ModelConfig
-from orders import OrderConfig
+from orders import ORDER_SETTINGS, OrderConfig
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.files import check_output, write_atomically, write_json, write_text
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
-
-ORDER_SETTINGS = {  # of --orders; the other kinds have none
-    "mixture": ("l2r_prob",),
-    "fixed_random": ("seed",),
-    "fixed_blockwise": ("block", "seed"),
-}
-
 
 # ---- options -------------------------------------------------------------------------------------
 
@@ -131,11 +124,18 @@ def parse_orders(text: str) -> OrderConfig:
 def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
     """The distributions to score, by name. Raises ValueError where the model has no such likelihood
     or no ensembles of it."""
-    encoder, blind = config.is_encoder, config.target == "none"
-    # An encoder sees a set of tokens, in no order; a decoder that is not told which position comes
-    # next can only know the one order that it was trained on.
-    possible = ("random",) if encoder else ("l2r",) if blind else ("l2r", "random")
-    reason = "is an encoder" if encoder else "is not told its target position"
+    # What the model can be asked for, and, where that is one kind only, why.
+    one_kind_only, no_ensemble = None, None
+    if config.is_encoder:  # it sees a set of tokens, in no order
+        possible = ("random",)
+        one_kind_only = "is an encoder"
+        no_ensemble = "its predictions do not depend on the order of the context"
+    elif config.target == "none":  # a decoder that can only know the order it was trained on
+        possible = ("l2r",)
+        one_kind_only = "is not told its target position"
+        no_ensemble = "it knows one order only"
+    else:
+        possible = ("l2r", "random")
     if a.orders == ():
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
     named = {text: parse_orders(text) for text in a.orders or possible}
@@ -145,17 +145,15 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
                 f"--orders {text}: the model's block size is {config.block_size}; "
                 "give a smaller block"
             )
-        if blind and orders.kind not in possible:
+        if one_kind_only and orders.kind not in possible:
             raise ValueError(
-                f"this model {reason} and has no {text!r} perplexity; give --orders {possible[0]}"
+                f"this model {one_kind_only} and has no {text!r} perplexity; "
+                f"give --orders {possible[0]}"
             )
     if set(a.ensemble) != {1}:
-        if blind:
-            what = "it knows one order only"
-            if encoder:
-                what = "its predictions do not depend on the order of the context"
+        if no_ensemble:
             raise ValueError(
-                f"this model {reason}: {what}, so there is no ensemble of orders; "
+                f"this model {one_kind_only}: {no_ensemble}, so there is no ensemble of orders; "
                 "leave out --ensemble"
             )
         if all(orders.kind != "random" for orders in named.values()):
@@ -180,7 +178,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     facts = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
 
-    results, token_nll, lines = [], {}, []
+    results, losses_by_array, lines = [], {}, []
     for eval_set in eval_sets:
         for name, distribution in orders.items():
             # Ensembles are estimated for uniformly random orders only.
@@ -190,7 +188,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 eval_set=eval_set,
                 name=name,
                 orders=distribution,
-                sizes=sizes,
+                ensemble_sizes=sizes,
                 seed=a.seed,
                 max_draws=a.max_draws,
                 target_se=a.target_se,
@@ -199,7 +197,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             scores = score(task, runner)
             results += result_rows(task, scores, a.weights)
             if a.per_token:
-                token_nll[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
+                # 1 is the ensemble size: ensembles do not score every token.
+                losses_by_array[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
             # After every task, so that a job that is killed loses none.
             if procs.main:
                 lines = [loaded.describe(), "", *markdown(results, entropies), ""]
@@ -208,7 +207,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                     write_json(a.json, {"results": results, "entropies": entropies} | facts)
                     write_text(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
                 if a.per_token:
-                    write_tokens(a.per_token, eval_sets, token_nll)
+                    write_tokens(a.per_token, eval_sets, losses_by_array)
     if procs.main:
         print("\n".join(lines))
 
@@ -226,10 +225,10 @@ def ensemble_notes(a: Arguments, orders: dict[str, OrderConfig]) -> list[str]:
     return lines
 
 
-def write_tokens(path: Path, eval_sets: list[EvalSet], nll: dict[str, Tensor]) -> None:
+def write_tokens(path: Path, eval_sets: list[EvalSet], losses: dict[str, Tensor]) -> None:
     """Arrays TEXT/ORDERS/1/nll (N, T), NaN where a token is not scored; TEXT/tokens (N, T) in
     sequence order, -1 after the end of a shorter last row; TEXT/blocks (N,)."""
-    arrays = {name: values.numpy() for name, values in nll.items()}
+    arrays = {name: values.numpy() for name, values in losses.items()}
     for eval_set in eval_sets:
         blocks = min(eval_set.count, eval_set.dataset.num_blocks)
         tokens = eval_set.tokens(range(blocks))

@@ -18,6 +18,13 @@ from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, Probability, Seed, check_values
 
 OrderKind = Literal["l2r", "random", "mixture", "fixed_random", "fixed_blockwise"]
+ORDER_SETTINGS = {  # fields of OrderConfig that a kind reads besides `kind`
+    "l2r": (),
+    "random": (),
+    "mixture": ("l2r_prob",),
+    "fixed_random": ("seed",),
+    "fixed_blockwise": ("block", "seed"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,11 @@ class OrderConfig:
 
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")
+
+    @property
+    def is_fixed(self) -> bool:
+        """All sequences have one and the same order: nothing is drawn."""
+        return self.kind not in ("random", "mixture")
 
 
 def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:

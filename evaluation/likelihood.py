@@ -47,8 +47,8 @@ class ScoringTask:
     name: str
     """Of the orders, as the user wrote them."""
     orders: OrderConfig
-    sizes: tuple[int, ...]
-    """Other than (1,) for uniformly random orders only."""
+    ensemble_sizes: tuple[int, ...]
+    """Rising; 1 is no ensemble. Sizes above 1 are for uniformly random orders only."""
     seed: int
     max_draws: int
     target_se: float | None
@@ -57,14 +57,14 @@ class ScoringTask:
     """Keep the loss of every token."""
 
     @property
-    def larger(self) -> tuple[int, ...]:
-        """The sizes of true ensembles."""
-        return tuple(size for size in self.sizes if size > 1)
+    def true_ensembles(self) -> tuple[int, ...]:
+        """Those of the sizes that are above 1."""
+        return tuple(size for size in self.ensemble_sizes if size > 1)
 
     @property
     def exact(self) -> bool:
         """A single order is scored, without randomness."""
-        return self.orders.kind in ("l2r", "fixed_random", "fixed_blockwise")
+        return self.orders.is_fixed
 
     @property
     def joint(self) -> bool:
@@ -79,12 +79,13 @@ class ScoringTask:
         """(N,) tokens of each row that count."""
         return self.eval_set.lengths() - self.loaded.scored_from
 
-    def contexts(self, draws: int) -> int:
-        """Draws of the ensembles' contexts that go with so many draws of orders: two at least, if
-        there are two of those, since a single one does not show its error."""
-        if not self.larger:
+    def gain_draws(self, loss_draws: int) -> int:
+        """How many draws of the ensembles' gains, each with a context of its own, so many draws of
+        losses call for: two at least, if there are two of those, since a single one does not show
+        its error."""
+        if not self.true_ensembles:
             return 0
-        return max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT))
+        return max(min(loss_draws, 2), math.ceil(loss_draws / ORDERS_PER_CONTEXT))
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -111,24 +112,19 @@ class BatchRunner:
 
         float32: whatever the dtype of the runner is."""
         eval_set, title = task.eval_set, f"{task.eval_set.name} {task.name}"
-        device, dtype = self.procs.device, torch.float32 if float32 else self.dtype
+        dtype = torch.float32 if float32 else self.dtype
         share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
         parts, row = [], share.start
-        hidden = None if self.procs.main else True  # None: shown where there is a terminal
-        with tqdm(total=len(share), desc=title, unit="seq", disable=hidden, leave=False) as bar:
+        # tqdm's disable=None: shown where there is a terminal.
+        disable = None if self.procs.main else True
+        with tqdm(total=len(share), desc=title, unit="seq", disable=disable, leave=False) as bar:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 if row < blocks:
                     end = min(end, blocks)  # the row after the blocks has another length
                 rows = range(row, end)
-                part = None
-                try:
-                    with autocast(device, dtype):
-                        part = work(eval_set.tokens(rows).to(device), rows).cpu()
-                except (MemoryError, RuntimeError) as error:
-                    if not out_of_memory(error):
-                        raise
-                if part is None:  # not in the except clause: there, the error keeps tensors alive
+                part = self._try_pass(task, work, rows, dtype)
+                if part is None:  # memory ran out
                     self._halve()
                     continue
                 parts.append(part)
@@ -137,6 +133,26 @@ class BatchRunner:
         # A process has no part if there are fewer rows than processes.
         found = self.procs.gather(torch.cat(parts) if parts else None)
         return torch.cat([part for part in found if part is not None])
+
+    def _try_pass(
+        self,
+        task: ScoringTask,
+        work: Callable[[Tensor, range], Tensor],
+        rows: range,
+        dtype: torch.dtype,
+    ) -> Tensor | None:
+        """work(tokens, rows) on the CPU; None if memory ran out.
+
+        A function of its own, since the error keeps tensors alive: when this has returned, both are
+        gone, and their memory can be used again."""
+        device = self.procs.device
+        try:
+            with autocast(device, dtype):
+                return work(task.eval_set.tokens(rows).to(device), rows).cpu()
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
 
     def _halve(self) -> None:
         if self.given or self.batch_size == 1:
@@ -185,7 +201,7 @@ def score(task: ScoringTask, runner: BatchRunner) -> Scores:
         losses.append(nll.nanmean(dim=1))
         if task.per_token:
             token_sums = token_sums + nll
-        while len(gains) < task.contexts(len(losses)):
+        while len(gains) < task.gain_draws(len(losses)):
             gains.append(_draw_gains(task, runner, draw=len(gains)))
         estimates = _estimates(task, losses, gains)
         stopped = _why_stop(task, [loss for loss, _ in estimates.values()], len(losses))
@@ -209,8 +225,16 @@ def _draw_losses(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
 def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor:
     """One draw of the losses of a batch, (B, T), or their means over the tokens, (B, 1), which is
     less to gather from the processes."""
-    model, total, scored_from = task.loaded.model, task.eval_set.count, task.loaded.scored_from
-    nll = token_nll(model, tokens, task.orders, task.seed, draw, rows, total, scored_from)
+    nll = token_nll(
+        task.loaded.model,
+        tokens,
+        task.orders,
+        seed=task.seed,
+        draw=draw,
+        rows=rows,
+        total=task.eval_set.count,
+        scored_from=task.loaded.scored_from,
+    )
     if not task.per_token:
         return nll.nanmean(dim=1, keepdim=True)
     missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks
@@ -225,7 +249,7 @@ def _draw_gains(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
 
     def work(tokens: Tensor, rows: range) -> Tensor:
         model, size = task.loaded.model, runner.batch_size
-        return cheap_gains(model, tokens, task.larger, task.seed, draw, rows, size)
+        return cheap_gains(model, tokens, task.true_ensembles, task.seed, draw, rows, size)
 
     return runner.run(task, work, float32=True)
 
@@ -238,13 +262,14 @@ def _estimates(
     weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
     nll = torch.stack(losses, dim=1)
     if task.exact:
-        nll = nll[:, 0]  # known exactly: no Monte Carlo error
+        nll = nll[:, 0]  # (N,) rather than (N, 1): for `estimate`, known without Monte Carlo error
     found = {1: (estimate(nll, joint=task.joint, weights=weights), None)}
-    # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
-    for i, size in enumerate(task.larger):
-        gain = torch.stack(gains, dim=1)[..., i]
+    # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts:
+    # estimate(nll, gain) is of the sum of its parts.
+    for i, size in enumerate(task.true_ensembles):
+        gain = torch.stack(gains, dim=1)[..., i]  # (N, draws of gains)
         found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
-    return {size: found[size] for size in task.sizes}
+    return {size: found[size] for size in task.ensemble_sizes}
 
 
 def _why_stop(task: ScoringTask, estimates: list[Estimate], draws: int) -> str | None:

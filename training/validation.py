@@ -49,19 +49,20 @@ def validation_orders(config: Config) -> dict[str, OrderConfig]:
     orders = {"l2r": OrderConfig("l2r")}
     if config.model.target != "none":
         orders["random"] = OrderConfig("random")
-    if final_orders(config).kind.startswith("fixed"):
-        orders["fixed"] = final_orders(config)
+    own = final_orders(config)
+    if own.is_fixed and own.kind != "l2r":
+        orders["fixed"] = own
     return orders
 
 
 def best_by(config: Config) -> str:
     """The name of the orders whose validation loss says which checkpoint is the best: the run's
     own."""
-    kind, names = final_orders(config).kind, validation_orders(config)
-    if kind.startswith("fixed"):
+    names = validation_orders(config)
+    if "fixed" in names:
         return "fixed"
     # A mixture is random orders but for a few. A model without target positions has l2r alone.
-    return "l2r" if kind == "l2r" or "random" not in names else "random"
+    return "l2r" if final_orders(config).kind == "l2r" or "random" not in names else "random"
 
 
 def final_orders(config: Config) -> OrderConfig:
