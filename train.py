@@ -42,7 +42,7 @@ from training.batches import Batch, PendingLosses, accumulation_steps, micro_bat
 from training.config import Config
 from training.metrics import Log
 from training.optimizers import learning_rates, move, set_learning_rates
-from training.parallel import compiled, micro_step, replicate
+from training.parallel import compiled, gradient_exchange, replicate
 from training.state import Progress, Saver, State, start
 from training.validation import best_by, evaluate
 
@@ -95,11 +95,12 @@ def training_loop(
     progress = state.progress
     model, losses = replicate(state.model, procs), PendingLosses()
     with closing(micro_batches(data, config, procs, progress.step)) as batches:
-        while progress.step < config.train.steps and not stop.agreed:
+        while progress.step < config.train.steps and not stop.requested:
             # An optimizer step. Its loss stays on the device: nobody waits for it here, so that the
             # next step is queued while the GPU is still at this one.
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)
+            # From here on, progress.step counts this step: it is the number of steps made.
             losses.add(progress.step, loss, norm)
             report(losses.arrived(), config, progress, log)
 
@@ -107,12 +108,12 @@ def training_loop(
             # for the others' gradients. Each sees its own signals, and losses arrive at each in its
             # own time, so they agree here, by one small message between CPUs.
             stop.agree(failed=progress.skipped_in_a_row >= config.train.max_skipped_steps)
-            if stop.failed:
+            if stop.failed:  # some steps late, as the losses are
                 raise ValueError(non_finite_message(config, progress))
 
             last = progress.step == config.train.steps
             evaluating = val_data and (last or progress.step % config.eval.interval == 0)
-            saving = last or stop.agreed or progress.step % config.checkpoint.interval == 0
+            saving = last or stop.requested or progress.step % config.checkpoint.interval == 0
             if evaluating or saving:
                 # Both read the weights, hence wait for the device anyway: let the log and the
                 # counts of skipped steps catch up, for they belong into the checkpoint.
@@ -121,12 +122,14 @@ def training_loop(
                 saver.wait()
             best = progress.best
             if evaluating:
-                averaged, last_weights = evaluate(state.model, state.ema, val_data, config, procs)
-                log.validation(averaged, last_weights)
-                val_loss, _ = averaged[best_by(config)]
+                losses_ema, losses_last = evaluate(state.model, state.ema, val_data, config, procs)
+                log.validation(losses_ema, losses_last)
+                val_loss, _ = losses_ema[best_by(config)]
                 if best is None or val_loss < best["loss"]:
                     best = {"step": progress.step, "loss": val_loss}
             if saving or best != progress.best:
+                # The saver sets progress.best to this one, but only once its checkpoint exists:
+                # under fsdp that is in the next saver.wait().
                 saver.save(state, best)
                 log.restart_clock()  # the speed in the log is that of training alone
     return saver.wait()
@@ -142,6 +145,7 @@ def report(
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
+        # Steps are counted from 1 in the log, but from 0 where something is drawn or scheduled.
         log.training(step, loss, norm, learning_rates(step - 1, config))
 
 
@@ -151,25 +155,25 @@ def report(
 def train_step(
     step: int, model, optimizer, batches: Iterator[Batch], config: Config, procs: Processes
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the global batch of `step`, clipped.
+    """Gradients of the global batch of `step`, which counts from 0, clipped.
 
     Returns (loss, gradient norm): 0-dimensional tensors on the device, the same on every process.
     """
     if config.model.dropout:
         # What dropout drops follows from the step, too, so that a resumed run drops the same; and
         # every process drops something else.
-        (bits,) = philox_bits(config.seed, step, range(procs.rank, procs.rank + 1), 1).flatten()
-        torch.manual_seed(int(bits))
+        one_row = range(procs.rank, procs.rank + 1)
+        torch.manual_seed(int(philox_bits(config.seed, step, one_row, width=1)[0, 0]))
     set_learning_rates(optimizer, learning_rates(step, config))
 
     # The sum of the gradients of all micro-batches is that of the global batch, in less memory. It
-    # is exchanged between the processes in the last backward pass (see micro_step).
+    # is exchanged between the processes in the last backward pass (see gradient_exchange).
     micro_steps = accumulation_steps(config, procs)
     dtype = pick_dtype(config.train.dtype, procs.device)
     total = torch.zeros((), device=procs.device)
-    for micro in range(micro_steps):
+    for index in range(micro_steps):
         batch = next(batches)
-        with micro_step(model, micro == micro_steps - 1, config):
+        with gradient_exchange(model, last=index == micro_steps - 1, config=config):
             with autocast(procs.device, dtype):
                 loss = training_loss(model, batch, config, step) / micro_steps
             loss.backward()
@@ -191,8 +195,9 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             _, group = config.stage(step)
             return groupwise_loss(model, batch.tokens, batch.order, group)
         case "score_entropy":
-            vocab = config.model.mask_token
-            return score_entropy(model, batch.tokens, batch.masks, vocab).mean()
+            # [MASK] comes right after the tokens, so its id is the number of tokens.
+            vocab_size = config.model.mask_token
+            return score_entropy(model, batch.tokens, batch.masks, vocab_size).mean()
         case "lambda_dce" | "k_dce" | "t_dce":  # which differ in how their masks are drawn
             return masked_nll(model, batch.tokens, batch.masks).mean()
 

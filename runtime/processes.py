@@ -193,8 +193,8 @@ class StopRequest:
     def __init__(self, procs: Processes):
         self.procs = procs
         self.signalled = False  # this process
-        self.agreed = False  # any process was asked to stop: all know
-        self.failed = False  # any process has failed: all know
+        self.requested = False  # any process was asked to stop: all know, since `agree`
+        self.failed = False  # any process has failed: all know, since `agree`
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -205,7 +205,7 @@ class StopRequest:
         self.signalled = True
 
     def agree(self, failed: bool = False) -> None:
-        """Set `agreed` if any process was asked to stop, and `failed` if any has failed.
+        """Set `requested` if any process was asked to stop, and `failed` if any has failed.
 
         One small message between the CPUs (gloo), which waits for no GPU.
 
@@ -214,8 +214,8 @@ class StopRequest:
         """
         if self.launcher and os.getppid() != self.launcher:
             raise ChildProcessError("torchrun, which started this process, has ended")
-        self.agreed, self.failed = self.signalled, failed
+        self.requested, self.failed = self.signalled, failed
         if self.procs.world_size > 1:
             flags = torch.tensor([float(self.signalled), float(failed)])
             dist.all_reduce(flags)
-            self.agreed, self.failed = (flags > 0).tolist()
+            self.requested, self.failed = (flags > 0).tolist()

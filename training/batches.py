@@ -54,10 +54,9 @@ def make_batch(tokens: Tensor, config: Config, step: int, batch_rows: range) -> 
     if config.objective.kind in DECODER_OBJECTIVES:
         orders, _ = config.stage(step)
         return DecoderBatch(tokens, orders_at(orders, config.seed, step, batch_rows, length))
-    size = config.train.batch_size
-    return EncoderBatch(
-        tokens, masks_at(config.objective, config.seed, step, batch_rows, size, length)
-    )
+    global_size = config.train.batch_size
+    masks = masks_at(config.objective, config.seed, step, batch_rows, global_size, length)
+    return EncoderBatch(tokens, masks)
 
 
 def accumulation_steps(config: Config, procs: Processes) -> int:
@@ -78,15 +77,15 @@ def micro_batches(
     consecutive sequences, of which process r takes the r-th part. So which sequences and orders a
     step trains on does not depend on the number of processes.
     """
-    size, device = config.train.micro_batch_size, procs.device
+    micro_size, device = config.train.micro_batch_size, procs.device
     block_size, random_prob = config.model.block_size, config.data.random_length_prob
     micro_steps = accumulation_steps(config, procs)
 
-    def make(step: int, micro: int) -> Batch:
-        first = (micro * procs.world_size + procs.rank) * size
-        batch_rows = range(first, first + size)
+    def make(step: int, index: int) -> Batch:
+        first = (index * procs.world_size + procs.rank) * micro_size
+        batch_rows = range(first, first + micro_size)
         tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
-        (length,) = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)
+        length = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)[0]
         tokens = tokens[:, :length].contiguous()
         batch = make_batch(tokens, config, step, batch_rows)
         return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
@@ -95,14 +94,17 @@ def micro_batches(
         return tensor.to(device, non_blocking=True)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        ahead: deque = deque()
+        # When a batch is handed out, the thread has been told to make the one after it. So the loop
+        # is always one batch ahead, and at its end the last one is left over.
+        ahead = None
         for step in range(first_step, config.train.steps):
-            for micro in range(micro_steps):
-                ahead.append(thread.submit(make, step, micro))
-                if len(ahead) == 2:
-                    yield ahead.popleft().result().map(to_device)
-        while ahead:
-            yield ahead.popleft().result().map(to_device)
+            for index in range(micro_steps):
+                following = thread.submit(make, step, index)
+                if ahead is not None:
+                    yield ahead.result().map(to_device)
+                ahead = following
+        if ahead is not None:
+            yield ahead.result().map(to_device)
 
 
 class PendingLosses:
@@ -117,20 +119,22 @@ class PendingLosses:
         self.pending: deque = deque()
 
     def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        values, copied = torch.stack([loss.detach(), norm.detach()]), None
-        if values.is_cuda:
-            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        self.pending.append((step, values, copied))
+        on_device = torch.stack([loss.detach(), norm.detach()])
+        if on_device.is_cuda:
+            host = torch.empty(2, pin_memory=True).copy_(on_device, non_blocking=True)
+            copy_done = torch.cuda.Event()
+            copy_done.record()
+        else:
+            host, copy_done = on_device, None  # there already
+        self.pending.append((step, host, copy_done))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
         """Yield (step, loss, norm) of the steps whose numbers are here; with `wait`, of all."""
         while self.pending:
-            step, values, copied = self.pending[0]
-            if copied and not wait and not copied.query():
-                return
-            if copied:
-                copied.synchronize()
+            step, host, copy_done = self.pending[0]
+            if copy_done is not None:
+                if not wait and not copy_done.query():
+                    return
+                copy_done.synchronize()
             self.pending.popleft()
-            yield step, *values.tolist()
+            yield step, *host.tolist()

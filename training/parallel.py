@@ -176,7 +176,9 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def micro_step(model: nn.Module, last: bool, config: Config) -> contextlib.AbstractContextManager:
+def gradient_exchange(
+    model: nn.Module, last: bool, config: Config
+) -> contextlib.AbstractContextManager:
     """A context for the forward and backward pass of one micro-batch. Gradients are exchanged in
     the last one of a step, or, to hold fewer of them under fsdp, in each."""
     exchange = last or config.train.reduce_every_micro_batch
