@@ -97,7 +97,9 @@ def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str,
 PREFIXES = r"^((_orig_mod|module)\.)+"  # of torch.compile and DistributedDataParallel
 
 # Their modules -> ours, in the order of their parameters(); within a module, the weight comes
-# before the bias.
+# before the bias. The order matters: the averaged weights of AO-GPT and sigma-GPT are a list
+# without names, so `averaged` tells them by their places. The names of single tensors (wte, wtpe,
+# wnonee, lm_head) stand also in the layouts and in what they share, below.
 GPT_BLOCK = {
     "ln_1": "norm1",
     "attn.c_attn": "attn.qkv",
