@@ -42,7 +42,7 @@ def full_state(state):
 
 def start(config, procs):
     data = TokenDataset(config.data.folder, "train", config.model.block_size)
-    return states.start(config, data.meta, procs, lambda *_: None), data
+    return states.start(config, data.meta, procs), data
 
 
 def run(config, procs):
