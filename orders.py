@@ -48,7 +48,7 @@ class OrderConfig:
     @property
     def is_fixed(self) -> bool:
         """All sequences have one and the same order: nothing is drawn."""
-        return self.kind not in ("random", "mixture")
+        return self.kind in ("l2r", "fixed_random", "fixed_blockwise")
 
 
 def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:
