@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AOGPT, HEAD_CHUNK_ELEMENTS, Encoder, KVCache, ragged
@@ -30,7 +31,7 @@ from sampling.passes import (
     shapes_of,
     steps_of,
 )
-from sampling.plans import Plan, stack_plans
+from sampling.plans import Plan, l2r_plan, stack_plans
 from sampling.token_choice import (
     ACCEPTED,
     CORRECTED,
@@ -137,14 +138,17 @@ def generate(
 
     Raises ValueError for what does not fit together; where memory does not suffice and the batch
     may not be halved; and after the last step if the model's output was not finite. Whoever
-    generates in a loop should keep an `Engine`.
+    generates in a loop should keep an `Engine`, whose batch size is fixed.
     """
     B, T = plan.order.shape
     for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; give at least 1, or None for all")
-    tokens, uniforms = _check(model, plan, tokens, uniforms, generator)
+    choice = choice or TokenChoice()
+    tokens, uniforms = _check(model, plan, choice, tokens, uniforms, generator)
     halve = batch_size is None if halve is None else halve
+    # The cache and the buffers are known to fit or not before anything is allocated. What a step
+    # takes beside them is found out by running out of memory.
     size = _size_that_fits(model, T, min(B, batch_size or B), halve)
     generated = 0
 
@@ -156,7 +160,7 @@ def generate(
 
     while True:
         try:
-            engine = Engine(model, size, T, choice or TokenChoice(), vocab_size, compile)
+            engine = Engine(model, size, T, choice, vocab_size, compile)
             return engine.run(plan, tokens, uniforms, count)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
@@ -170,12 +174,12 @@ def generate(
         engine = None
         release_memory(model.wte.weight.device)
         size //= 2
-        count(-generated)
+        count(-generated)  # take back what was reported; `generated` is 0 again
 
 
-def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
+def _check(model, plan, choice, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
     """Tokens, 0 where they are not given, and uniforms, both (B, T); ValueError if they do not fit
-    model and plan."""
+    model, plan and choice."""
     (B, T), config = plan.order.shape, model.config
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
@@ -190,8 +194,13 @@ def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
             "speculative decoding needs a decoder that is told its target position; use another "
             "plan"
         )
+    if plan.draft and choice.noise != "float64":
+        raise ValueError(
+            f"speculative decoding draws exactly; {choice.noise} noise has no meaning there"
+        )
+    given = plan.given_positions()
     if tokens is None:
-        if plan.given().any():
+        if given.any():
             raise ValueError("the plan has given positions: pass their tokens")
         tokens = torch.zeros(B, T, dtype=torch.long)
     if uniforms is None:
@@ -201,11 +210,11 @@ def _check(model, plan, tokens, uniforms, generator) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
     if not ((uniforms >= 0) & (uniforms < 1)).all():
         raise ValueError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
-    given = tokens.cpu()[plan.given()]
+    prompt = tokens.cpu()[given]
     ids = config.vocab_size if config.mask_token is None else config.mask_token
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < ids:
+    if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < ids:
         raise ValueError(f"a given token is outside the model's vocabulary of {ids}")
-    return tokens.cpu().where(plan.given(), 0), uniforms
+    return tokens.cpu().where(given, 0), uniforms
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -224,7 +233,7 @@ def _size_that_fits(model, length: int, batch_size: int, halve: bool) -> int:
     """The batch size, halved for as long as its cache and buffers do not fit into memory; where it
     may not be halved, a ValueError that says which size would fit.
 
-    Only what is known exactly is looked at. What a step needs beside it is found out by running it.
+    Only what is known exactly is looked at, not what a step needs beside it.
     """
     device = model.wte.weight.device
     free, one = available_memory(device), bytes_per_sample(model, length)
@@ -292,28 +301,25 @@ class Engine(nn.Module):
         self.compiled_step = self.compiled_predict = None
         if compile:
             mode = "reduce-overhead" if device.type == "cuda" else "default"
-            self.compiled_step = _compiled(self.step, mode)
+            self.compiled_step = _compiled(self.take_step, mode)
             self.compiled_predict = _compiled(self.predict, mode)
 
     @torch.no_grad()
     def generate(
         self, plan: Plan, tokens=None, *, generator=None, uniforms=None, progress=None
     ) -> Generation:
-        """As the function of that name, for plans of T positions, B samples at a time."""
+        """As the function of that name, with the same checks, for plans of T positions, always B
+        samples at a time."""
         if plan.order.shape[1] != self.T:
             raise ValueError(
                 f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
             )
-        return self.run(plan, *_check(self.model, plan, tokens, uniforms, generator), progress)
+        checked = _check(self.model, plan, self.choice, tokens, uniforms, generator)
+        return self.run(plan, *checked, progress)
 
     @torch.no_grad()
     def run(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None) -> Generation:
-        """`generate` without its checks."""
-        if plan.draft and self.choice.noise != "float64":
-            raise ValueError(
-                f"speculative decoding draws exactly; {self.choice.noise} noise has no meaning "
-                "there"
-            )
+        """`generate` of what `_check` has checked."""
         batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
         if self.shapes is not None and not plan.draft:
             # Of all batches at once: the fewest shapes that serve them.
@@ -330,11 +336,8 @@ class Engine(nn.Module):
         # 1. Fill the batch up with samples of length 0, and the buffers with it.
         rows, missing = len(plan), self.B - len(plan)
         if missing:
-            nothing = torch.zeros(missing, self.T, dtype=torch.long)
-            order = torch.arange(self.T).expand(missing, -1)
-            empty = Plan(order, nothing, nothing.new_zeros(missing), plan.unmask_by, plan.draft)
-            plan = stack_plans([plan, empty])
-            tokens, uniforms = (torch.cat([v, nothing.to(v)]) for v in (tokens, uniforms))
+            plan = stack_plans([plan, l2r_plan(missing, length=0)], self.T)
+            tokens, uniforms = (F.pad(v, (0, 0, 0, missing)) for v in (tokens, uniforms))
         self.order[:, : self.T].copy_(plan.order)
         self.tokens[:, : self.T].copy_(tokens.gather(1, plan.order))
         self.uniforms[:, : self.T].copy_(uniforms)
@@ -342,11 +345,11 @@ class Engine(nn.Module):
         self.padded = bool((plan.length < self.T).any())
         self.log_probs.zero_()
         # 2. Generate.
-        step = plan.step.where(plan.generated(), -1)
         if plan.draft:
-            calls, forwards, step = self._speculate(plan, step, progress)
+            calls, forwards, step = self._speculate(plan, progress)
         else:
             calls, forwards = self._follow(plan, progress)
+            step = plan.step.where(plan.generated(), -1)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, : self.T].isfinite().all():
             raise ValueError(
@@ -365,41 +368,35 @@ class Engine(nn.Module):
         steps = steps_of(plan, self.passes)
         shapes = shapes_of(plan, steps)
         if self.shapes is not None:
-            self.shapes.prepare(shapes)
             shapes = [self.shapes.fit(shape) for shape in shapes]
-        reach = self.passes.reach(steps, self.T, compiled=self.shapes is not None)
+        extents = self.passes.extents(steps, self.T, compiled=self.shapes is not None)
         unmasked = steps.size.sum(dim=1).tolist()
-        # All that the loop needs goes to the device in one piece, before it begins.
+        # All that the loop needs goes to the device in one piece, before it begins: (G, 4, B), the
+        # four fields of a step after one another.
         on_device = torch.stack(steps, dim=1).to(self.order.device)
-        take_step = self.compiled_step or self.step
+        take_step = self.compiled_step or self.take_step
         for g, shape in enumerate(shapes):
-            take_step(Step(*on_device[g]), plan.unmask_by, shape, reach[g])
+            take_step(Step(*on_device[g]), plan.unmask_by, shape, extents[g])
             if progress is not None:
                 progress(unmasked[g])
         return len(shapes), int(steps.count.sum())
 
-    def step(self, step: Step, unmask_by: str, shape: StepShape, reach: int) -> None:
+    def take_step(self, step: Step, unmask_by: str, shape: StepShape, extent: int) -> None:
         """One step: pure tensor code whose shapes are the host numbers alone."""
         # 1. Predict.
-        hidden, item = self.predict(step, shape, reach)
+        hidden, item = self.predict(step, shape, extent)
         # 2. Let the model choose which positions come next, unless the plan says so.
         if unmask_by != "order":
             item = self._reorder(hidden, item, step, unmask_by, shape.candidates)
         # 3. Draw the tokens of the next `size` slots of each row.
         row, slot = self._slots(step.known, step.size, shape.unmasked)
         for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
-            logits = self._logits(hidden[item[rows, slots]])
-            few = len(logits)
-            if logits.device.type == "cpu":
-                few = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
-            parts = zip(logits.split(few), rows.split(few), slots.split(few), strict=True)
-            for part, r, s in parts:
-                self._write(r, s, choose_tokens(part, self._uniforms(r, s), self.choice), part)
+            self._draw_tokens(rows, slots, self._logits(hidden[item[rows, slots]]))
 
-    def predict(self, step: Step, shape: StepShape, reach: int) -> tuple[Tensor, Tensor]:
+    def predict(self, step: Step, shape: StepShape, extent: int) -> tuple[Tensor, Tensor]:
         """Hidden states, and which of them predicts each slot, as the passes' `predict` says."""
         length = self.length if self.padded else None
-        return self.passes.predict(self.tokens, self.order, length, step, shape, reach)
+        return self.passes.predict(self.tokens, self.order, length, step, shape, extent)
 
     def _slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T for
@@ -420,8 +417,9 @@ class Engine(nn.Module):
         )
         # 2. Their place by slot. Known slots stay in front (infinity; the sort is stable), slots
         #    that a row does not have stay behind, and so does slot T.
-        scores = torch.full_like(self.log_probs, -torch.inf)
-        scores[row, slot] = score.to(scores.dtype)
+        shape = (self.B, self.T + 1)
+        scores = torch.full(shape, -torch.inf, dtype=torch.float, device=score.device)
+        scores[row, slot] = score.float()
         slots = torch.arange(self.T + 1, device=scores.device)
         scores = scores.where(slots >= step.known[:, None], torch.inf)
         scores = scores.where(slots < self.T, -torch.inf)
@@ -450,6 +448,16 @@ class Engine(nn.Module):
         """The uniform number of the position in each slot, (N,)."""
         return self.uniforms[row, self.order[row, slot]]
 
+    def _draw_tokens(self, row: Tensor, slot: Tensor, logits: Tensor) -> None:
+        """Draw and store the tokens of the slots; on a CPU a few at a time."""
+        size = len(logits)
+        if logits.device.type == "cpu":
+            size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
+        chunks = zip(row.split(size), slot.split(size), logits.split(size), strict=True)
+        for row, slot, logits in chunks:
+            tokens = choose_tokens(logits, self._uniforms(row, slot), self.choice)
+            self._write(row, slot, tokens, logits)
+
     def _write(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
         """Store tokens (N,) and their log-probabilities."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -459,38 +467,40 @@ class Engine(nn.Module):
 
     # ---- self-speculative decoding ---------------------------------------------------------------
 
-    def _speculate(self, plan: Plan, step: Tensor, progress) -> tuple[int, int, Tensor]:
+    def _speculate(self, plan: Plan, progress) -> tuple[int, int, Tensor]:
         """Draft and verify until every row is complete (Guo & Ermon 2025); model calls,
-        token-forwards, and the round (B, T) of each slot, -1 where it is given.
+        token-forwards, and the round (B, T) in which each slot was settled, -1 for the others.
 
         How many drafts a row accepts depends on the model, so every round waits once for it.
         """
-        known = (plan.valid() & (plan.step < 0)).sum(dim=1)
+        known = plan.given_positions().sum(dim=1)
         cached, slots = torch.zeros_like(known), torch.arange(self.T)
+        round_of = torch.full_like(plan.step, -1)
         rounds, calls, forwards = 0, 0, 0
         while (left := plan.length - known).any():
             # 1. Draft up to `draft` slots of each row in parallel.
             size = left.clamp(max=plan.draft)
             count = (size > 0) * (known - cached + size)
-            draft_probs = self._draft(Step(cached, known, count, size))
+            draft_probs = self._draft(Step(cached=cached, known=known, count=count, size=size))
             calls, forwards = calls + 1, forwards + int(count.sum())
             # 2. Verify all but the first, which was drawn given all that it depends on. Where
             #    something is left behind a full draft, the same pass predicts one slot more.
             bonus = (left > plan.draft).long()
-            verified = (size > 0) * (size - 1 + bonus)
-            settled = size
-            if verified.any():
-                settled = self._verify(known, size, verified, draft_probs)
-                calls, forwards = calls + 1, forwards + int(verified.sum())
-            # 3. What is settled is known, and the verification left it in the cache.
+            n_verify = (size > 0) * (size - 1 + bonus)
+            settled = size  # if no row has anything to verify: single slots, the last of their rows
+            if n_verify.any():
+                settled = self._verify(known, size, n_verify, draft_probs)
+                calls, forwards = calls + 1, forwards + int(n_verify.sum())
+            # 3. What is settled is known. Of its inputs the draft pass left the first in the cache,
+            #    the verification the others.
             reached = known + settled
             newly = (slots >= known[:, None]) & (slots < reached[:, None])
-            step = step.where(~newly, rounds)
+            round_of = round_of.where(~newly, rounds)
             rounds += 1
-            known = cached = torch.where(size > 0, reached, known)
+            known = cached = reached
             if progress is not None:
                 progress(int(newly.sum()))
-        return calls, forwards, step
+        return calls, forwards, round_of
 
     def _draft(self, step: Step) -> Tensor:
         """Draw the next `size` slots of each row in parallel; the distributions (sum of size, V)
@@ -500,7 +510,7 @@ class Engine(nn.Module):
         self._write(row, slot, draw(probs, self._uniforms(row, slot)), logits)
         return probs
 
-    def _verify(self, known: Tensor, size: Tensor, verified: Tensor, draft_probs: Tensor) -> Tensor:
+    def _verify(self, known: Tensor, size: Tensor, n_verify: Tensor, draft_probs: Tensor) -> Tensor:
         """Settle the drafts of a round; how many slots of each row are settled, (B,).
 
         A draft x is kept with probability min(1, q(x) / p(x)), where p is the distribution that it
@@ -508,18 +518,29 @@ class Engine(nn.Module):
         The first that is not kept is drawn again from (q - p)+, and those after it are dropped:
         what is settled then follows q (Leviathan et al. 2023).
 
+        Example: known = 3, three drafts a, b, c (size = 3) and a bonus slot (n_verify = 3). As in
+        `AOGPT.parallel_hidden`, input i holds the token of slot i - 1 and predicts slot i:
+
+            slot, input   input token   slot holds   column
+            3             x of slot 2   a            -        settled, and its input is cached
+            4             a             b            0
+            5             b             c            1
+            6             c             nothing      2        bonus: drawn if b and c are kept
+
+        If b is kept and c is not, `stop` is column 1: a, b and a new token in slot 5 are settled.
+
         Args, (B,) each and on the host:
             known: tokens known before the round. size: slots drafted, from slot `known` on.
-            verified: slots from `known` + 1 on to verify: the drafts after the first, and the
+            n_verify: slots from `known` + 1 on to verify: the drafts after the first, and the
                 bonus slot after them where there is one.
             draft_probs: as `_draft` gives them.
         """
-        # 1. Predict all drafts in one causal pass, as if they were known. N = sum of verified:
-        #    entry n is verified slot number `column[n]`, counted from 0, of row `row[n]`.
-        step = Step(known + 1, known + size, verified, verified)
+        # 1. Predict all drafts in one causal pass, as if they were known. N = sum of n_verify:
+        #    entry n is slot `known` + 1 + `column[n]` of row `row[n]`.
+        step = Step(cached=known + 1, known=known + size, count=n_verify, size=n_verify)
         logits, row, slot = self._predict_slots(step, first=known + 1)
         q = probabilities(logits, self.choice)  # (N, V)
-        known, size, verified = (v.to(q.device) for v in (known, size, verified))
+        known, size, n_verify = (v.to(q.device) for v in (known, size, n_verify))
         column = slot - known[row] - 1
         is_draft = column < (size - 1)[row]  # the others are bonus slots
         # Drafts stand in draft_probs row after row; the first of each row, which needs no
@@ -531,28 +552,30 @@ class Engine(nn.Module):
         token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
         coin = fresh_uniforms(uniforms, ACCEPTED)
         accept = coin * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
-        # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it a
-        #    rejected draft or the bonus slot; `verified`, one past the last, where there is none.
-        not_kept = torch.where(accept & is_draft, self.T, column)
-        stop = verified.scatter_reduce(0, row, not_kept, "amin")
+        # Log-probabilities under q replace those of the draft. This also writes slots that are not
+        # kept; step 4 or the next round overwrites them.
         self._write(row, slot, token.squeeze(1), logits)
-        # 4. Draw that slot again: a rejected draft from (q - p)+, with a fresh uniform number,
-        #    since its own decided the draft;
-        # 5. or the bonus token from q, whose number has not been used yet.
-        #    `last` (B,): the entry, of N, of column `stop` of each row; some other entry in rows
-        #    without such a slot, which draw into slot T.
-        last = (verified.cumsum(0) - verified + stop).clamp(max=len(q) - 1)
-        weights = (q[last] - p[last]).clamp(min=0)
+        # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it a
+        #    rejected draft or the bonus slot; `n_verify`, one past the last, where there is none.
+        not_kept = torch.where(accept & is_draft, self.T, column)
+        stop = n_verify.scatter_reduce(0, row, not_kept, "amin")
+        draws = stop < n_verify
+        # 4. Draw the slot of that column: a rejected draft from (q - p)+, with a fresh uniform
+        #    number, since its own decided the draft; a bonus token from q, with its own.
+        #    `entry` (B,): which of the N entries that slot is. Rows without such a slot take some
+        #    other entry, and draw into slot T.
+        entry = (n_verify.cumsum(0) - n_verify + stop).clamp(max=len(q) - 1)
+        weights = (q[entry] - p[entry]).clamp(min=0)
         # p = q up to rounding leaves nothing to draw from, and q is right then.
-        weights = torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, q[last])
-        corrected = fresh_uniforms(uniforms[last], CORRECTED)
-        uniforms = torch.where(is_draft[last], corrected, uniforms[last])
-        stopped = stop < verified
-        slot = torch.where(stopped, known + 1 + stop, self.T)
+        weights = torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, q[entry])
+        corrected = fresh_uniforms(uniforms[entry], CORRECTED)
+        uniforms = torch.where(is_draft[entry], corrected, uniforms[entry])
+        slot = torch.where(draws, known + 1 + stop, self.T)
         row = torch.arange(self.B, device=q.device)
-        self._write(row, slot, draw(weights, uniforms), logits[last])
+        self._write(row, slot, draw(weights, uniforms), logits[entry])
         # Settled: the first draft (if the row drafted at all), those accepted, and the one drawn.
-        return (size.clamp(max=1) + stop + stopped).cpu()
+        drafted = size > 0
+        return (drafted + stop + draws).cpu()
 
     def _predict_slots(self, step: Step, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (N, V) of `size` slots of each row from `first` on, their rows and slots (N,).
@@ -560,15 +583,18 @@ class Engine(nn.Module):
         step, first: on the host, since how far a round gets is not known before it.
         """
         compiled = self.shapes is not None
-        total = int(step.size.sum())
-        shape = StepShape(int(step.count.sum()), int(step.count.max()), 0, 0)
+        # `predict` looks at the inputs alone: no slots are drawn in it, none are candidates.
+        shape = StepShape(
+            items=int(step.count.sum()), width=int(step.count.max()), unmasked=0, candidates=0
+        )
         if compiled:
             shape = self.shapes.fit(shape)
-        (reach,) = self.passes.reach(Step(*(v[None] for v in step)), self.T, compiled)
-        *step, first = torch.stack([*step, first]).to(self.order.device)
-        step = Step(*step)
-        hidden, item = (self.compiled_predict or self.predict)(step, shape, reach)
-        row, slot = self._slots(first, step.size, total)
+        (extent,) = self.passes.extents(Step(*(v[None] for v in step)), self.T, compiled)
+        total = int(step.size.sum())
+        *fields, first = torch.stack([*step, first]).to(self.order.device)
+        on_device = Step(*fields)
+        hidden, item = (self.compiled_predict or self.predict)(on_device, shape, extent)
+        row, slot = self._slots(first, on_device.size, total)
         return self._logits(hidden[item[row, slot]]), row, slot
 
 

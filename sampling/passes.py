@@ -56,11 +56,13 @@ class DecoderPasses(nn.Module):
         self.modulations = model.modulations()
 
     @staticmethod
-    def inputs(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        """`cached` and `count` of all steps, (G, B)."""
+    def cached_and_count(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """`cached` and `count` of all steps, (G, B); as in the example of
+        `AOGPT.parallel_hidden`."""
         nothing = torch.zeros_like(known[:1])
         if plan.unmask_by == "order":
-            # The first copy of a step is the true input of its slot and stays in the cache.
+            # The inputs of known tokens stay in the cache, and so does the first target of a step
+            # (slot 3 of the example): of its copies it alone is the true input of its slot.
             cached = torch.cat([nothing, known[:-1] + 1])
             return cached, (size > 0) * (known - cached + size)
         # Every position left is a candidate. The copies stand for an order that is yet to be
@@ -69,13 +71,13 @@ class DecoderPasses(nn.Module):
         return cached, (size > 0) * (plan.length - cached)
 
     @staticmethod
-    def reach(steps: Step, length: int, compiled: bool) -> list[int]:
-        """Of every step, how many slots of the cache are read; compiled, a multiple of 256 or all
-        (`length`), so that it seldom changes."""
-        reach = (steps.cached + steps.count).amax(dim=1).tolist()
+    def extents(steps: Step, length: int, compiled: bool) -> list[int]:
+        """How much each step's pass covers, for a decoder: slots of the cache that are read.
+        Compiled, a multiple of 256 or all (`length`), so that it seldom changes."""
+        slots = (steps.cached + steps.count).amax(dim=1).tolist()
         if compiled:
-            return [min(length, -(-slots // 256) * 256) for slots in reach]
-        return reach
+            return [min(length, -(-n // 256) * 256) for n in slots]
+        return slots
 
     def predict(
         self,
@@ -84,7 +86,7 @@ class DecoderPasses(nn.Module):
         length: Tensor | None,
         step: Step,
         shape: StepShape,
-        reach: int,
+        extent: int,
     ) -> tuple[Tensor, Tensor]:
         """One pass.
 
@@ -92,19 +94,22 @@ class DecoderPasses(nn.Module):
             tokens, order: (B, T + 1), in prediction order; the last column means nothing.
             length: (B,) if some rows are shorter than T, else None.
             step, shape: what is fed; `shape` may be larger than needed.
-            reach: as `reach` gives it.
+            extent: as `extents` gives it.
 
         Returns: hidden states (N, D), and the item (B, T + 1) that predicts each entry of the
         order, which means something for those fed as targets.
         """
-        inputs = ParallelPass(step.cached, step.known, step.count, shape.items, shape.width, reach)
+        one_pass = ParallelPass(
+            step.cached, step.known, step.count, shape.items, shape.width, length=extent
+        )
         hidden = self.model.parallel_hidden(
-            tokens, order[:, :-1], inputs, self.cache, self.modulations
+            tokens, order[:, :-1], one_pass, self.cache, self.modulations
         )
         # Items stand row after row, those of a row in the order of their slots from `cached` on.
-        slots = torch.arange(order.shape[1], device=order.device)
-        first = step.count.cumsum(0) - step.count - step.cached
-        return hidden, (first[:, None] + slots).clamp(0, shape.items - 1)
+        slot = torch.arange(order.shape[1], device=order.device)
+        row_start = step.count.cumsum(0) - step.count
+        item = row_start[:, None] + (slot - step.cached[:, None])
+        return hidden, item.clamp(0, shape.items - 1)
 
 
 class EncoderPasses(nn.Module):
@@ -118,24 +123,24 @@ class EncoderPasses(nn.Module):
         self.model = model
 
     @staticmethod
-    def inputs(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    def cached_and_count(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(known), (size > 0) * plan.length
 
     @staticmethod
-    def reach(steps: Step, length: int, compiled: bool) -> list[int]:
-        """Of every step, how many rows are fed: those that unmask something; compiled, all."""
+    def extents(steps: Step, length: int, compiled: bool) -> list[int]:
+        """For an encoder: rows that are fed, those that unmask something; compiled, all."""
         if compiled:
             return [steps.size.shape[1]] * len(steps.size)
         return (steps.size > 0).sum(dim=1).tolist()
 
-    def predict(self, tokens, order, length, step, shape, reach) -> tuple[Tensor, Tensor]:
+    def predict(self, tokens, order, length, step, shape, extent) -> tuple[Tensor, Tensor]:
         T = order.shape[1] - 1
         # 1. The tokens in sequence order, [MASK] where they are not known.
         known = torch.arange(T, device=order.device) < step.known[:, None]
         ordered = torch.where(known, tokens[:, :T], self.model.config.mask_token)
-        inputs = torch.empty_like(ordered).scatter_(1, order[:, :T], ordered)
+        sequence = torch.empty_like(ordered).scatter_(1, order[:, :T], ordered)
         # 2. The rows that unmask something, first of all rows.
-        rows = (step.size == 0).to(torch.uint8).argsort(stable=True)[:reach]
+        rows = (step.size == 0).to(torch.uint8).argsort(stable=True)[:extent]
         lengths = torch.full_like(rows, T) if length is None else length[rows]
         # 3. The noise level of the share of masked tokens. In float64: bfloat16 would round a share
         #    near 1 to an infinite level.
@@ -143,11 +148,11 @@ class EncoderPasses(nn.Module):
         if self.model.config.noise:
             masked = 1 - step.known[rows].double() / lengths.clamp(min=1)
             sigma = log_linear_noise(masked)
-        hidden = self.model.hidden(inputs[rows], sigma, None if length is None else lengths)
+        hidden = self.model.hidden(sequence[rows], sigma, None if length is None else lengths)
         # 4. The hidden state of position p of the i-th row fed is item i T + p.
-        places = torch.arange(len(rows), device=order.device) * T
-        first = torch.zeros_like(step.known).scatter_(0, rows, places)
-        return hidden.flatten(0, 1), first[:, None] + order
+        starts = torch.arange(len(rows), device=order.device) * T
+        row_start = torch.zeros_like(step.known).scatter_(0, rows, starts)
+        return hidden.flatten(0, 1), row_start[:, None] + order
 
 
 Passes = DecoderPasses | EncoderPasses
@@ -156,9 +161,9 @@ Passes = DecoderPasses | EncoderPasses
 def steps_of(plan: Plan, passes: Passes | type[Passes]) -> Step:
     """All steps of a plan, (G, B), on the host."""
     size = group_sizes(plan).T
-    given = (plan.valid() & (plan.step < 0)).sum(dim=1)
+    given = plan.given_positions().sum(dim=1)
     known = given + size.cumsum(dim=0) - size
-    cached, count = passes.inputs(plan, known, size)
+    cached, count = passes.cached_and_count(plan, known, size)
     return Step(cached, known, count, size)
 
 
@@ -192,7 +197,7 @@ class CompiledShapes:
         waiting = sorted(needs, key=max, reverse=True)
         while waiting := [need for need in waiting if self._find(need) is None]:
             largest = self._rounded(max(waiting[0]))
-            level = [need for need in waiting if 4 * max(*need, 8) >= largest]
+            level = [need for need in waiting if not self._too_large(largest, need)]
             columns = zip(*level, strict=True)
             self.made.append(StepShape(*(self._rounded(max(numbers)) for numbers in columns)))
 
@@ -205,9 +210,14 @@ class CompiledShapes:
     def _find(self, need: StepShape) -> StepShape | None:
         for shape in self.made:
             enough = all(n <= size for n, size in zip(need, shape, strict=True))
-            if enough and max(shape) <= 4 * max(*need, 8):
+            if enough and not self._too_large(max(shape), need):
                 return shape
         return None
+
+    @staticmethod
+    def _too_large(largest: int, need: StepShape) -> bool:
+        """Whether a step should not take a shape whose largest number is this."""
+        return largest > 4 * max(*need, 8)
 
     @staticmethod
     def _rounded(n: int) -> int:

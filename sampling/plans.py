@@ -99,7 +99,7 @@ class Plan:
         """BoolTensor (B, T): the entries of `order` whose tokens are generated."""
         return (self.step >= 0) & self.valid()
 
-    def given(self) -> Tensor:
+    def given_positions(self) -> Tensor:
         """BoolTensor (B, T), by position: those whose tokens come from the user."""
         given = (self.step < 0) & self.valid()
         return torch.empty_like(given).scatter_(1, self.order, given)

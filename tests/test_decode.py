@@ -326,7 +326,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
         random_tokens(TOKENS, 7, LENGTH, seed=9),
     )
     got = generate(model, plan, tokens, generator=seeded(10))
-    assert torch.equal(got.tokens[plan.given()], tokens[plan.given()])
+    assert torch.equal(got.tokens[plan.given_positions()], tokens[plan.given_positions()])
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
     for b, length in enumerate(LENGTHS.tolist()):
         row, context = got.tokens[b, :length], given[b, :length].nonzero().flatten().tolist()
@@ -658,7 +658,7 @@ def narrow(monkeypatch):
     sizes tried."""
 
     def set_most(most):
-        sizes, step = [], Engine.step
+        sizes, step = [], Engine.take_step
 
         def limited(self, *arguments, **numbers):
             if sizes[-1:] != [self.B]:
@@ -667,7 +667,7 @@ def narrow(monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return step(self, *arguments, **numbers)
 
-        monkeypatch.setattr(Engine, "step", limited)
+        monkeypatch.setattr(Engine, "take_step", limited)
         return sizes
 
     return set_most
@@ -732,7 +732,7 @@ def test_other_errors_of_a_step_are_not_taken_for_too_little_memory(monkeypatch)
     def broken(*arguments, **numbers):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(Engine, "step", broken)
+    monkeypatch.setattr(Engine, "take_step", broken)
     with pytest.raises(RuntimeError, match="something else"):
         generate(text_model(), l2r_plan(8, LENGTH), generator=seeded(0))
 
@@ -866,7 +866,7 @@ def test_no_step_waits_for_the_device(system, mode):
     """The first run may load kernels; in the second anything that waits for the device raises."""
     model = make_system(system, 0, torch.float32, 0.7, TOKENS, block_size=16).cuda()
     made = Engine(model, 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
-    step, plan = made.step, make_plan(mode, 7, LENGTHS)
+    step, plan = made.take_step, make_plan(mode, 7, LENGTHS)
     uniforms = torch.rand(7, LENGTH, dtype=torch.float64)
     made.generate(plan, uniforms=uniforms)
 
@@ -877,7 +877,7 @@ def test_no_step_waits_for_the_device(system, mode):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    made.step = guarded
+    made.take_step = guarded
     got = made.generate(plan, uniforms=uniforms)
     assert (got.tokens < 11).all()
 

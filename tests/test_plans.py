@@ -39,7 +39,7 @@ def test_given_positions_come_first_in_ascending_order(mode, lengths):
     length = torch.as_tensor(lengths).expand(10)
     existing = torch.arange(9) < length[:, None]
     assert torch.equal(plan.length, length) and torch.equal(plan.valid(), existing)
-    assert torch.equal(plan.given(), given & existing)
+    assert torch.equal(plan.given_positions(), given & existing)
     assert torch.equal(plan.generated().sum(dim=1), (~given & existing).sum(dim=1))
     for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
         context = [p for p in range(len(order)) if row[p]]
