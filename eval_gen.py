@@ -24,7 +24,8 @@ from annotated_types import Interval
 from checkpoints.load import Loaded, load
 from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge
-from evaluation.sample_sets import SampleSet, read_sample_sets, score_samples
+from evaluation.sample_sets import SampleSet, read_sample_sets
+from evaluation.scoring import score_samples
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.files import check_output, write_atomically, write_json, write_jsonl, write_text
@@ -39,8 +40,9 @@ from sampling.records import generation_cost, sample_records
 from sampling.token_choice import TokenChoice
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler,
-# width, and how numbers are written. Rows are printed one by one, each as soon as it is known, so
-# that widths cannot wait for the longest cell.
+# width, and how numbers are written. evaluation/scoring.py makes the rows and says where a new
+# measure goes; "repeated" is its repetition of 4-grams. Rows are printed one by one, each as soon
+# as it is known, so that widths cannot wait for the longest cell.
 COLUMNS = (
     ("T", "temperature", 4, "g"),
     ("top-p", "top_p", 5, "g"),

@@ -17,7 +17,7 @@ import sample
 from checkpoints import load as checkpoint
 from checkpoints import store
 from data.tokenizers import BytesTokenizer, get_tokenizer
-from evaluation import judges, sample_sets
+from evaluation import judges, sample_sets, scoring
 from runtime.processes import Processes
 
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_score
     tokens = [list(text.encode()) for text in ("xyz", TEXT)]
     rows = [{"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)} for ids in tokens]
     samples = sample_sets.SampleSet("run", rows, {}, {}, "bytes")
-    row = sample_sets.score_samples(samples, load(bigram), 4, ALONE)
+    row = scoring.score_samples(samples, load(bigram), 4, ALONE)
     assert row["unscored_samples"] == 1 and row["samples"] == 2 and row["scored_tokens"] == 5
     assert row["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6)
     assert math.isnan(row["per_sample"][0]["perplexity"]) and row["distinct_1"] == (1 + 1 / 2) / 2
