@@ -160,23 +160,24 @@ def mdm_plan(
         raise ValueError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
     check_value(schedule, Schedule, "the schedule")
     samples = _Samples(batch_size, length, given)
-    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its uniform
-    # number. Sorting by these numbers gives a uniformly random order, whatever the schedule.
-    share = samples.uniforms(generator)
-    order, index = samples.order_by(share)
+    # Inverse CDF: a position unmasks when the share of unmasked positions (1 minus that of the
+    # schedule) has risen to its uniform number. Sorting by these numbers gives a uniformly random
+    # order, whatever the schedule.
+    uniforms = samples.uniforms(generator)
+    order, index = samples.order_by(uniforms)
     if not even:
-        step = (_elapsed(share.gather(1, order), schedule) * steps).long()
+        step = (_elapsed(uniforms.gather(1, order), schedule) * steps).long()
         return samples.plan(order, index, step.clamp(max=steps - 1))
     # Entry `index` of n unmasks where the share of unmasked positions is expected to pass it. More
-    # steps than positions would leave some empty.
+    # steps than positions would leave some empty: a row takes n at most.
     n = (samples.length - samples.given.sum(dim=1))[:, None]
-    steps = n.clamp(max=steps)
+    row_steps = n.clamp(max=steps)
     if schedule == "linear":  # in integers, so that groups differ by at most one
-        step = index * steps // n.clamp(min=1)
+        step = index * row_steps // n.clamp(min=1)
     else:
         middle = ((index + 0.5) / n.clamp(min=1)).clamp(0, 1)
-        step = (_elapsed(middle.double(), schedule) * steps).long()
-    return samples.plan(order, index, step.clamp(max=steps - 1))
+        step = (_elapsed(middle.double(), schedule) * row_steps).long()
+    return samples.plan(order, index, step.clamp(max=row_steps - 1))
 
 
 def adaptive_plan(
@@ -204,9 +205,9 @@ def speculative_plan(
     verified in one causal pass. Left to right, or in a uniformly random order if a generator is
     given; either way the samples follow the joint distribution of one position a step."""
     if generator is None:
-        plan = l2r_plan(batch_size, length, given, draft)
+        plan = l2r_plan(batch_size, length, given, group=draft)
     else:
-        plan = random_plan(batch_size, length, generator, given, draft)
+        plan = random_plan(batch_size, length, generator, given, group=draft)
     return dataclasses.replace(plan, draft=draft)
 
 
@@ -234,7 +235,12 @@ def group_sizes(plan: Plan) -> Tensor:
     """Positions in each group of each row, LongTensor (B, G), empty groups at the end.
 
     Steps in which a row unmasks nothing are left out: groups of a row are its own non-empty steps,
-    so the number of model calls is that of the longest row.
+    so the number of model calls is that of the row with most groups. An example, of a row whose
+    first entry is given:
+
+        step     -1  0  0  3  5  5
+        starts       x     x  x
+        group     0  1  1  2  3  3     sizes 2, 1, 2
     """
     generated = plan.generated()
     before = torch.full_like(plan.step[:, :1], -1)
@@ -250,7 +256,8 @@ def group_sizes(plan: Plan) -> Tensor:
 
 
 def _elapsed(share: Tensor, schedule: Schedule) -> Tensor:
-    """1 - t, where t is the time at which this share of the positions is unmasked."""
+    """1 - t, where t is the time at which this share u of the positions is unmasked: u = 1 - t, or
+    u = 1 - sin(pi t / 2) (cosine)."""
     return share if schedule == "linear" else (1 - share).acos() * (2 / math.pi)
 
 
@@ -287,6 +294,7 @@ class _Samples:
 
         key: (B, T) by position, numbers from 0 to below T.
         """
+        # Given positions take the keys from -T to -1: before all others, in ascending order.
         key = torch.where(self.given, self.position.to(key.dtype) - self.T, key)
         key = torch.where(self.valid, key, self.T)
         order = key.argsort(dim=1, stable=True)

@@ -66,8 +66,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     ranked before it tells whether it belongs to the nucleus. If it does not, as happens with
     probability 1 - top_p at most, it is drawn again from the nucleus proper. That, too, is exact:
     P(i) + (1 - P(nucleus)) P(i) / P(nucleus) = P(i) / P(nucleus). Its uniform number is a new one,
-    made of the bits of the first: where in its share the first one fell would depend on the last
-    bits of the logits, and these on the batch.
+    made by hashing the first. To use the first once more, stretched from the share that was
+    rejected to [0, 1), would amplify the rounding of the logits, which depends on the batch.
 
     Args:
         logits: (N, V). uniforms: float64 (N,) in [0, 1).
@@ -78,7 +78,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return logits.argmax(dim=-1)
     probs = _tempered(logits, choice)
     if choice.noise != "float64":
-        kept = _truncated(probs, choice.top_p)
+        kept = _top_p(probs, choice.top_p)
         return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
 
     # 1. Draw from all tokens.
@@ -103,7 +103,7 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
     if choice.greedy:
         certain = torch.zeros_like(logits, dtype=torch.float64)
         return certain.scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    probs = _truncated(_tempered(logits, choice), choice.top_p).double()
+    probs = _top_p(_tempered(logits, choice), choice.top_p).double()
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
@@ -160,8 +160,12 @@ def _cut(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 
 # ---- top-p: the nucleus --------------------------------------------------------------------------
 
+# One rule, "a token is kept if less than `wanted` is ranked before it, the lower id first among
+# equals", in three forms; change all: the nucleus of all rows (`_nucleus`), whether one token of
+# each row is outside (`_outside_nucleus`), one row from the top down to a token (`_draw_again`).
 
-def _truncated(probs: Tensor, top_p: float) -> Tensor:
+
+def _top_p(probs: Tensor, top_p: float) -> Tensor:
     if top_p == 1:
         return probs
     return _nucleus(probs, top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
@@ -179,10 +183,10 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
     if probs.dtype == torch.float64:
         integer, halvings = torch.int64, 63
     # 1. Between `low` and `high` lies the boundary: the mass above `high` stays below `wanted`,
-    #    the mass above `low` does not (-1, below all bits, stands for "less than nothing").
+    #    the mass above `low` does not. No float has the bits -1: they stand for "below zero".
     high = probs.amax(dim=-1, keepdim=True).view(integer)
     low = torch.full_like(high, -1)
-    # 2. Halve until they are neighbours.
+    # 2. Halve until they are neighbours. `middle` is rounded up, so that it is never -1.
     for _ in range(halvings):
         middle = low + (high - low + 1) // 2
         below = _mass_above(probs, middle.view(probs.dtype)) < wanted
@@ -193,8 +197,8 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _ties_kept(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
-    """How many tokens of probability `least` the nucleus holds beside the more probable ones; <= 0:
-    not even those."""
+    """How many tokens of probability `least` the nucleus holds beside the more probable ones; 0 or
+    less where those alone reach `wanted`."""
     return ((wanted - _mass_above(probs, least)) / least.double()).ceil()
 
 
@@ -215,11 +219,11 @@ def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     p = probs.gather(1, token[:, None])
     ties = _ties_kept(probs, p, wanted)
     equal = _compare(torch.eq, probs, p, probs)
-    if _may_branch(probs) and float(equal.sum()) == len(
-        probs
-    ):  # each token is equal to itself alone
+    # The usual case: every token is as probable as itself alone.
+    if _may_branch(probs) and float(equal.sum()) == len(probs):
         return (ties <= 0).squeeze(1)
-    # Among equals the lower id ranks first: count those before the token.
+    # Among equals the lower id ranks first: count those before the token. Ids are exact as float32
+    # up to 2**24.
     ids = torch.arange(probs.shape[-1], device=probs.device, dtype=probs.dtype)
     earlier = _compare(torch.lt, ids, token[:, None].to(probs.dtype), probs)
     return (earlier.mul_(equal).sum(dim=-1, keepdim=True) >= ties).squeeze(1)
@@ -244,7 +248,9 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The index (N,) where each uniform number falls in the cumulative weights of its row, and the
     total weight (N, 1).
 
-    In two stages, so that no float64 sum as long as the vocabulary is written to memory.
+    In two stages, so that no float64 sum as long as the vocabulary is written to memory: for a
+    table whose size is a multiple of 64, as `ModelConfig.vocab_size` recommends. Of another size
+    the blocks are shorter, at worst a token each, which is slower and no less right.
     """
     # 1. Cumulative weights at the ends of blocks of up to 64 tokens.
     size = math.gcd(weights.shape[-1], 64)
