@@ -2,9 +2,9 @@
 
 A text that repeats itself is easy to predict: perplexity alone would reward it.
 
-python eval_gen.py out/aogpt out/encoder --steps 64 128 256 --settings 1,1 0.9,0.95 --plot gen.png
-python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 2 4 --json result.json
-python eval_gen.py --samples samples.jsonl --judge gpt2-large
+    python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95 --plot gen.png
+    python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
+    python eval_gen.py --samples samples.jsonl --judge gpt2-large
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Needs: pip install -r requirements-harness.txt
 
-python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
-python eval_tasks.py out/aogpt_small --tasks lambada_openai hellaswag --order random --num-orders 16
-torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
+    python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
+    python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
+    torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
 """
 
 from __future__ import annotations
