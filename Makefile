@@ -3,7 +3,7 @@
 # make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
-# make soak:       jobs of several processes that are killed, stopped and hung, some ten minutes: results/soak.md.
+# make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3

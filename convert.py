@@ -1,6 +1,6 @@
 """Write any supported weights in this project's own format: model.safetensors and config.json.
 
-    python convert.py SRC DST
+python convert.py SRC DST
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ WARM_UP_TOKENS = 8
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
-    """Run folders (out/NAME) or checkpoint files to sample from; all stand in one table and one
+    """Run folders (out/NAME) or checkpoints to sample from; all stand in one table and one
     plot."""
     judge: str = "gpt2-large"
     """Hugging Face id or folder of a causal language model (it needs transformers), or a run,

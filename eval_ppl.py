@@ -130,7 +130,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
         possible = ("random",)
         one_kind_only = "is an encoder"
         no_ensemble = "its predictions do not depend on the order of the context"
-    elif config.target == "none":  # a decoder that can only know the order it was trained on
+    elif config.l2r_only:  # a decoder that can only know the order it was trained on
         possible = ("l2r",)
         one_kind_only = "is not told its target position"
         no_ensemble = "it knows one order only"
@@ -176,7 +176,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     runner = BatchRunner(procs, dtype, config.block_size, a.batch_size)
     entropies = {s.name: s.entropies() for s in eval_sets} if procs.main else {}
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
-    facts = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
+    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
 
     results, losses_by_array, lines = [], {}, []
     for eval_set in eval_sets:
@@ -204,7 +204,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 lines = [loaded.describe(), "", *markdown(results, entropies), ""]
                 lines += notes(results, a.target_se) + ensemble_notes(a, orders)
                 if a.json:
-                    write_json(a.json, {"results": results, "entropies": entropies} | facts)
+                    write_json(a.json, {"results": results, "entropies": entropies} | origin)
                     write_text(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
                 if a.per_token:
                     write_tokens(a.per_token, eval_sets, losses_by_array)

@@ -28,7 +28,7 @@ from runtime.reports import provenance
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Settings):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), checkpoint file, exported or released weights."""
+    """Run folder (out/NAME), checkpoint, exported or released weights."""
     tasks: tuple[str, ...]
     """Tasks, groups or tags of the harness by name (also with *), or the YAML files of tasks."""
     include_path: Path | None = None

@@ -140,6 +140,11 @@ class ModelConfig:
         return self.attention == "full"
 
     @property
+    def l2r_only(self) -> bool:
+        """A decoder that is not told which position it predicts: a plain GPT."""
+        return not self.is_encoder and self.target == "none"
+
+    @property
     def has_adaln(self) -> bool:
         return self.noise or self.target == "adaln"
 

@@ -1,8 +1,8 @@
 """Generate text with a trained model.
 
-    python sample.py out/quickstart --mode mdm --steps 64
-    python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl FILE
-    python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:9] of it" --html FILE
+python sample.py out/quickstart --mode mdm --steps 64
+python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl FILE
+python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:9] of it" --html FILE
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from checkpoints import load as checkpoint
+from checkpoints.load import Loaded, load
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
@@ -41,7 +41,7 @@ from sampling.records import generation_cost, sample_records, write_records
 @dataclass(frozen=True)
 class Arguments(SamplingOptions, ModelOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME) or checkpoint file."""
+    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     prompt: str | None = None
     """Text that every sample begins with."""
     infill: str | None = None
@@ -84,7 +84,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     a = with_mode_defaults(a)
     check_files(a)
     requests = read_requests(a)
-    loaded = checkpoint.load(a.run, a.weights, procs.device)
+    loaded = load(a.run, a.weights, procs.device)
     dtype = pick_dtype(a.dtype, procs.device)
     tokenizer = get_tokenizer(loaded.tokenizer)
     block_size = loaded.model.config.block_size
@@ -107,8 +107,8 @@ def sample(a: Arguments, procs: Processes) -> None:
         return
 
     cost = generation_cost(samples, time.perf_counter() - started)
-    facts = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = facts.pop("settings") | facts
+    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
+    settings = origin.pop("settings") | origin
     prompts = [(request.kind, request.text) for request in requests]
     records = sample_records(samples, tokenizer, prompts)
     if a.jsonl:
@@ -226,12 +226,9 @@ def encode_infill(
     return tokens
 
 
-def check_contexts(
-    loaded: checkpoint.Loaded, requests: list[Request], contexts: list[Context]
-) -> None:
+def check_contexts(loaded: Loaded, requests: list[Request], contexts: list[Context]) -> None:
     """ValueError if the model cannot do what is asked for."""
     config = loaded.model.config
-    l2r_only = not config.is_encoder and config.target == "none"
     for request, context in zip(requests, contexts, strict=True):
         if loaded.scored_from and context[0] is None:
             raise ValueError(
@@ -239,7 +236,7 @@ def check_contexts(
                 "continue, or an infill that begins with text"
             )
         text_after_mask = any(token is not None for token in context[context.index(None) :])
-        if l2r_only and text_after_mask:
+        if config.l2r_only and text_after_mask:
             raise ValueError(
                 f"{request.place}: this model is not told its target position and can only "
                 "continue a text: write one mask, at the end"

@@ -79,9 +79,8 @@ def decode_cached(
         targets = items.targets_of(fresh, size)
         state.unmask(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
         state.token_forwards += int((fresh + size)[active].sum())
-        cached = torch.where(
-            active, known + 1, cached
-        )  # the first copy of the last known token is its true input
+        # The first copy of the last known token is its true input.
+        cached = torch.where(active, known + 1, cached)
         known = known + size
     return state.result()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks import common
 from benchmarks.baselines import decode_cached, decode_uncached
 from benchmarks.common import SIZES, BenchOptions, Rates
-from checkpoints import load as checkpoint
+from checkpoints.load import load
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.ranges import Count, NonNegative
@@ -269,7 +269,7 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
     if options.run is None:
         config, vocab_size = SIZES[options.size]
         return common.random_model(config, options.seed, device), vocab_size
-    loaded = checkpoint.load(options.run, device=device)
+    loaded = load(options.run, device=device)
     c = loaded.model.config
     if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
         raise ValueError(

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from benchmarks.common import SIZES, BenchOptions
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
-from runtime.devices import autocast, peak_flops, pick_device, pick_dtype
+from runtime.devices import autocast, has_compiler, peak_flops, pick_device, pick_dtype
 from runtime.ranges import Count
 from runtime.reports import markdown_table, new_figure, png
 from training.averages import EMA
@@ -58,7 +57,7 @@ class TrainOptions(BenchOptions):
     systems: tuple[System, ...] = ("aogpt", "gpt", "per-token")
     """aogpt: AO-GPT, random orders with 10% left to right, compiled. gpt: the same model without
     target positions, left to right, compiled. per-token: AO-GPT as one writes it first
-    (baselines.PerToken), uncompiled. aogpt-eager, gpt-eager: the first two, uncompiled."""
+    (benchmarks/baselines.py), uncompiled. aogpt-eager, gpt-eager: the first two, uncompiled."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     repeats: Count = 5
     """Steps of every system that are timed, in turn; the median counts."""
@@ -117,8 +116,7 @@ def check_settings(options: TrainOptions) -> None:
     if options.profile is not None and options.profile.is_file():
         raise ValueError(f"--profile {options.profile} is a file; name a folder")
     compiled = [name for name in options.systems if name in COMPILED]
-    compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
-    if compiled and pick_device(options.device).type == "cpu" and not compiler:
+    if compiled and pick_device(options.device).type == "cpu" and not has_compiler():
         raise ValueError(
             f"{' and '.join(compiled)}: compiling needs a C++ compiler on a CPU and there is none; "
             "name systems that are not compiled, e.g. --systems aogpt-eager gpt-eager per-token"

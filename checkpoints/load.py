@@ -17,7 +17,7 @@ import torch
 
 from checkpoints import on_disk, released, store
 from checkpoints.errors import CheckpointError
-from model import AOGPT, ModelConfig
+from model import AOGPT, ModelConfig, Transformer
 
 EXPORT_FORMAT = "aogpt-export-1"
 EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`
@@ -33,7 +33,7 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 class Loaded:
     """A model ready to use, and where it came from."""
 
-    model: AOGPT
+    model: Transformer
     path: str
     """The checkpoint, or the file of its weights."""
     step: int
@@ -68,7 +68,10 @@ def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu")
         raise ValueError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
     found = find_checkpoint(path)
-    file = found[0] if found else weights_file(path) if path.is_dir() else path
+    if found:
+        file = found[0]
+    else:
+        file = weights_file(path) if path.is_dir() else path
     try:
         if found:
             config, tensors, origin = _trained(*found, weights)
@@ -89,13 +92,15 @@ def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu")
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 
-def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
+def load_model(
+    path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu"
+) -> Transformer:
     """The model of `load`."""
     return load(path, weights, device).model
 
 
 @torch.no_grad()
-def copy_parameters(model: AOGPT, weights: dict[str, torch.Tensor]) -> None:
+def copy_parameters(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
     """Copy named weights into the model in place. Raises ValueError if names or shapes differ."""
     parameters = dict(model.named_parameters())
     if parameters.keys() != weights.keys():

@@ -35,7 +35,7 @@ FORMAT = "aogpt-checkpoint-3"
 OLD_FORMAT = (
     "of format aogpt-checkpoint-2, which an earlier version wrote; this version reads "
     f"{FORMAT}: convert it with the version that wrote it (python checkpoint.py convert SRC DST), "
-    "or train anew"
+    "then start a new run from the export with --train.init-from"
 )
 STATE = "state.json"
 # Of the values that are no tensors (training.state.plain_values). A checkpoint that lacks one of

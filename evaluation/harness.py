@@ -171,8 +171,7 @@ class HarnessModel(TemplateLM):
             raise ValueError(
                 "this model is an encoder and has no left-to-right likelihood; take order random"
             )
-        untold = not self.is_encoder and config.target == "none"
-        if untold and (a.order, a.mode) != ("l2r", "l2r"):
+        if config.l2r_only and (a.order, a.mode) != ("l2r", "l2r"):
             raise ValueError(
                 "this model is not told its target position; take order l2r and mode l2r"
             )

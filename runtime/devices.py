@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,3 +126,8 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done all that it was asked to; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
+    return any(map(shutil.which, ("c++", "g++", "clang++")))

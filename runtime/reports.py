@@ -41,13 +41,13 @@ def provenance(
         more: whatever else, such as the checkpoint.
     """
     settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
-    facts = {
+    origin = {
         "command": command(),
         "settings": settings,
         "device": str(device),
         "processes": processes,
     }
-    return facts | {"versions": versions()} | more
+    return origin | {"versions": versions()} | more
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def _check(model, plan, choice, tokens, uniforms, generator) -> tuple[Tensor, Te
         raise ValueError(
             f"samples of {T} tokens, but the model was built for up to {config.block_size}"
         )
-    if plan.draft and (config.is_encoder or config.target == "none"):
+    if plan.draft and (config.is_encoder or config.l2r_only):
         raise ValueError(
             "speculative decoding needs a decoder that is told its target position; use another "
             "plan"

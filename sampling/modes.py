@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import AOGPT, ModelConfig
+from model import ModelConfig, Transformer
 from runtime.processes import Processes
 from runtime.ranges import LARGEST, Count, Probability, check_values, flag
 from sampling.engine import Generation, generate
@@ -129,8 +129,7 @@ def with_default_steps(options: Options, contexts: list[Context]) -> Options:
 
 def check_mode(options: SamplingOptions, config: ModelConfig) -> None:
     """ValueError if a model of this shape cannot generate so. options: with the mode's defaults."""
-    untold = not config.is_encoder and config.target == "none"
-    if untold and (options.mode != "l2r" or options.group_size > 1):
+    if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
         if options.mode == "l2r":
             what = f"--group-size {options.group_size}"
@@ -215,7 +214,7 @@ def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -
 
 
 def generate_distributed(
-    model: AOGPT,
+    model: Transformer,
     planned: PlannedSamples,
     choice: TokenChoice,
     vocab_size: int,

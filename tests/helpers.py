@@ -7,7 +7,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from data.tokenizers import get_tokenizer
 from model import ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
+from runtime.devices import has_compiler
 from runtime.processes import Processes
 from training import config as configuration
 from training.config import (
@@ -48,10 +48,7 @@ needs_gpt2 = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken"
 )
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))),
-    reason="torch.compile needs a C++ compiler",
-)
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 
 # ---- data and runs -------------------------------------------------------------------------------
 

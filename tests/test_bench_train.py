@@ -3,7 +3,6 @@ arguments."""
 
 import dataclasses
 import json
-import shutil
 import statistics
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from benchmarks.baselines import PerToken
 from benchmarks.train import PHASES, Trainee, TrainOptions
 from model import AOGPT, ModelConfig
 from orders import OrderConfig, orders_at
+from runtime.devices import has_compiler
 
-COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
+COMPILER = has_compiler()
 CPU = torch.device("cpu")
 BASE = "gpt" if COMPILER else "per-token"
 
@@ -284,7 +284,7 @@ def test_impossible_settings_are_refused_by_name(settings, words):
 
 
 def test_compiling_without_a_compiler_is_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(bench.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench, "has_compiler", lambda: False)
     with pytest.raises(
         ValueError, match="aogpt and gpt: .* C[+][+] compiler .* --systems aogpt-eager"
     ):

@@ -81,9 +81,6 @@ class OptimConfig(_Section):
     start from AdamW's rate."""
     muon_momentum: BelowOne = 0.95
 
-    def __post_init__(self):
-        super().__post_init__()
-
 
 @dataclass(frozen=True)
 class TrainConfig(_Section):
@@ -245,7 +242,7 @@ class Config:
         for stage in stages:
             # An order that never changes can be learnt without being told; one drawn anew cannot.
             drawn = stage.kind == "random" or (stage.kind == "mixture" and stage.l2r_prob < 1)
-            if drawn and model.target == "none":
+            if drawn and model.l2r_only:
                 raise ValueError(
                     f"order.kind = {stage.kind!r} needs a model that is told its target position, "
                     "but model.target is 'none'; set model.target to 'adaln' or 'input', or "

@@ -49,7 +49,7 @@ from typing import Annotated
 import torch
 from annotated_types import Interval
 
-from model import AOGPT, Block, head_chunk
+from model import AOGPT, Block, Transformer, head_chunk
 from runtime.devices import GPU, GPUS
 from runtime.files import check_output, write_json
 from runtime.ranges import Count, Positive, check_values
@@ -178,7 +178,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def meta_model(config: Config) -> AOGPT:
+def meta_model(config: Config) -> Transformer:
     """The model without its weights: names, shapes and counts."""
     with torch.device("meta"):
         return AOGPT(config.model)
@@ -198,7 +198,7 @@ def share_of(shape: torch.Size, world_size: int) -> int:
     return -(-shape[0] // world_size) * math.prod(shape[1:])
 
 
-def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
+def state_bytes(config: Config, model: Transformer, world_size: int) -> dict[str, int]:
     """Weights, gradients, optimizer state and averaged weights of the fullest GPU."""
     ways = world_size if config.train.parallel == "fsdp" else 1
     muon = muon_matrices(model) if config.optim.kind == "muon" else {}
@@ -211,7 +211,7 @@ def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]
     return {"weights": weights, "gradients": weights, "optimizer": optimizer, "ema": weights}
 
 
-def memory_by_part(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
+def memory_by_part(config: Config, model: Transformer, world_size: int) -> dict[str, int]:
     """Everything that the fullest GPU holds, bytes by part."""
     sequences = config.train.micro_batch_size
     return state_bytes(config, model, world_size) | {
@@ -225,7 +225,7 @@ def memory_by_part(config: Config, model: AOGPT, world_size: int) -> dict[str, i
 # ---- what passes: weights in use, gradients in reduction -----------------------------------------
 
 
-def block_and_outside(model: AOGPT) -> tuple[int, int]:
+def block_and_outside(model: Transformer) -> tuple[int, int]:
     """Parameters of the largest block and of everything outside of blocks: what fsdp gathers at
     once."""
     blocks = [
@@ -236,7 +236,7 @@ def block_and_outside(model: AOGPT) -> tuple[int, int]:
     return max(blocks), sum(p.numel() for p in model.parameters()) - sum(blocks)
 
 
-def in_use_bytes(config: Config, model: AOGPT) -> int:
+def in_use_bytes(config: Config, model: Transformer) -> int:
     """Weights in the form in which they compute."""
     h, sharded = element_bytes(config), config.train.parallel == "fsdp"
     in_use = 0
@@ -253,7 +253,7 @@ def in_use_bytes(config: Config, model: AOGPT) -> int:
     return in_use
 
 
-def in_reduction_bytes(config: Config, model: AOGPT, world_size: int) -> int:
+def in_reduction_bytes(config: Config, model: Transformer, world_size: int) -> int:
     """Gradients on their way to the other GPUs, beside those that every GPU keeps."""
     t, sharded = config.train, config.train.parallel == "fsdp"
     on_the_way = 0
@@ -339,11 +339,11 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
 # ---- what would fit ------------------------------------------------------------------------------
 
 
-def fits(config: Config, model: AOGPT, world_size: int, usable: int) -> bool:
+def fits(config: Config, model: Transformer, world_size: int, usable: int) -> bool:
     return sum(memory_by_part(config, model, world_size).values()) <= usable
 
 
-def largest_micro_batch(config: Config, model: AOGPT, world_size: int, usable: int) -> int:
+def largest_micro_batch(config: Config, model: Transformer, world_size: int, usable: int) -> int:
     """Of the divisors of a GPU's share of the batch, the largest that fits; 0 where none does."""
     for size in reversed(divisors(config.train.batch_size // world_size)):
         train = dataclasses.replace(config.train, micro_batch_size=size)
@@ -352,7 +352,7 @@ def largest_micro_batch(config: Config, model: AOGPT, world_size: int, usable: i
     return 0
 
 
-def smallest_world(config: Config, model: AOGPT, usable: int) -> int | None:
+def smallest_world(config: Config, model: Transformer, usable: int) -> int | None:
     """The smallest power of two of GPUs on which the configuration fits as it is."""
     t, size = config.train, 1
     while size <= LARGEST_WORLD:
@@ -378,7 +378,7 @@ def flops_again_per_token(config: Config) -> float:
     return again
 
 
-def sent_bytes(config: Config, model: AOGPT, world_size: int) -> int:
+def sent_bytes(config: Config, model: Transformer, world_size: int) -> int:
     """Bytes that each GPU sends in a step. ddp: an all-reduce of the gradients. fsdp: in every
     micro-batch two all-gathers of the weights of blocks and one of the others, and a reduce-scatter
     of the gradients. Gradients move once a step, or with train.reduce_every_micro_batch once a

@@ -36,7 +36,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import batch_lengths
-from model import AOGPT
+from model import Transformer
 from runtime.devices import peak_flops, pick_dtype
 from runtime.files import json_object, read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
@@ -47,7 +47,7 @@ class Log:
     """metrics.jsonl, the progress bar and Weights & Biases, on the main process only; on the others
     its methods do nothing."""
 
-    def __init__(self, config: Config, procs: Processes, model: AOGPT, progress):
+    def __init__(self, config: Config, procs: Processes, model: Transformer, progress):
         """progress: state.Progress; its step and count of skipped steps are read as they change."""
         self.config, self.procs, self.progress, self.active = config, procs, progress, procs.main
         self.path = config.run_folder / "metrics.jsonl"

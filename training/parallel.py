@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from data.loader import LENGTHS
 from model import AOGPT, Transformer
-from runtime.devices import pick_dtype
+from runtime.devices import has_compiler, pick_dtype
 from runtime.processes import Processes
 from training.config import Config
 
@@ -153,7 +152,7 @@ def compiled(model: Transformer, config: Config, procs: Processes):
     if not config.train.compile:
         yield
         return
-    if procs.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    if procs.device.type == "cpu" and not has_compiler():
         raise ValueError(
             "train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile"
         )

@@ -15,7 +15,7 @@ from checkpoints import on_disk, store
 from checkpoints.background import BackgroundWriter
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
-from model import AOGPT
+from model import AOGPT, Transformer
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
@@ -42,7 +42,7 @@ class Progress:
 class State:
     """Everything that training changes. Data, orders and learning rate follow from the step."""
 
-    model: AOGPT
+    model: Transformer
     ema: EMA
     optimizer: torch.optim.AdamW | MuonAdamW
     progress: Progress
@@ -88,7 +88,7 @@ def resume(config: Config, data_meta: dict, procs: Processes, path: Path, values
     return state
 
 
-def new_state(config: Config, model: AOGPT) -> State:
+def new_state(config: Config, model: Transformer) -> State:
     ema = EMA(model, config.optim.ema_decay)
     return State(model, ema, make_optimizer(model, config), Progress())
 
@@ -163,7 +163,9 @@ def restore(state: State, path: Path, values: dict) -> None:
         setattr(state.progress, field.name, values[field.name])
 
 
-def empty_optimizer_state(model: AOGPT, entries: dict[str, list]) -> dict[str, dict[str, Tensor]]:
+def empty_optimizer_state(
+    model: Transformer, entries: dict[str, list]
+) -> dict[str, dict[str, Tensor]]:
     """Zeros for the optimizer's tensors of a checkpoint, by the name of the parameter and the key.
 
     entries: [dtype, *shape] of all tensors of the checkpoint, by name."""

@@ -47,7 +47,7 @@ def validation_orders(config: Config) -> dict[str, OrderConfig]:
     if config.model.is_encoder:  # an encoder knows no order
         return {"random": OrderConfig("random")}
     orders = {"l2r": OrderConfig("l2r")}
-    if config.model.target != "none":
+    if not config.model.l2r_only:
         orders["random"] = OrderConfig("random")
     own = final_orders(config)
     if own.is_fixed and own.kind != "l2r":
