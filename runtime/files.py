@@ -89,9 +89,8 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
         raise ValueError(
             f"{path} line {line}: this is not UTF-8; save the file as UTF-8"
         ) from error
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # str.splitlines would also cut at what JSON strings may hold
+    # str.splitlines would also cut at what JSON strings may hold
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path} line {number}", line.removesuffix("\r")
 

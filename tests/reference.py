@@ -389,7 +389,7 @@ def fixed_plans(free, given, counts):
 def plan_distribution(conditional, plans, n_given=0):
     """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens of a group
     are independent, each drawn given the groups before it in the order in which they were
-    revealed."""
+    unmasked."""
     total = 0
     for probability, order, counts in plans:
         product, known = torch.ones_like(next(iter(conditional.values()))), n_given
@@ -408,7 +408,7 @@ def one_stage_distribution(conditional, length, steps):
 
     From time t to s < t every masked position computes its distribution over V + 1 outcomes: stay
     masked with probability s/t, take token v with probability (1 - s/t) p(v | context). Positions
-    revealed in the same step enter the order in uniformly random order. A state is (revealed
+    unmasked in the same step enter the order in uniformly random order. A state is (unmasked
     positions in order, their tokens): `reached[context][x]` is the probability of being there with
     the tokens that sequence x has at these positions."""
     reached = {(): torch.ones_like(next(iter(conditional.values())))}
@@ -418,11 +418,11 @@ def one_stage_distribution(conditional, length, steps):
         for context, weight in reached.items():
             masked = [p for p in range(length) if p not in context]
             for size in range(len(masked) + 1):
-                for revealed in itertools.combinations(masked, size):
+                for unmasked in itertools.combinations(masked, size):
                     probability = weight * stay ** (len(masked) - size)
-                    for position in revealed:
+                    for position in unmasked:
                         probability = probability * ((1 - stay) * conditional[context, position])
-                    for perm in itertools.permutations(revealed):
+                    for perm in itertools.permutations(unmasked):
                         state, share = context + perm, probability / math.factorial(size)
                         following[state] = following.get(state, 0) + share
         reached = following
@@ -647,9 +647,8 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
         int(number),
     )
     schedule = "cosine" if "cosine" in kind else "linear"
-    size = (
-        1 if kind.startswith("speculative") else number
-    )  # the exact joint of the order, whatever is drafted
+    # speculative: the exact joint of the order, whatever is drafted
+    size = 1 if kind.startswith("speculative") else number
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
     if kind in ("confidence", "entropy"):
         expected = adaptive_distribution(conditional, vocab_size, length, kind, number, context)
@@ -690,7 +689,7 @@ def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
 
 
 def uncached_log_probs(model, tokens, plan):
-    """Each revealed position under the order (known before its group, it, the rest), in one
+    """Each unmasked position under the order (known before its group, it, the rest), in one
     uncached pass each."""
     result = torch.zeros(tokens.shape)
     rows = zip(plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True)

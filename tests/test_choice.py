@@ -293,9 +293,8 @@ def test_top_k_and_nucleus_of_random_settings_are_the_definition(seed):
     generator = np.random.default_rng(seed)
     vocab = int(generator.integers(2, 40))
     logits = generator.normal(size=vocab) * generator.choice([0.5, 2, 8])
-    logits = np.round(
-        logits, int(generator.integers(0, 6))
-    )  # rounded to 0 to 5 decimals: with many ties or none
+    # rounded to 0 to 5 decimals: with many ties or none
+    logits = np.round(logits, int(generator.integers(0, 6)))
     choice = TokenChoice(
         generator.uniform(0.3, 2),
         generator.uniform(0.01, 0.99),
@@ -358,9 +357,8 @@ def test_float32_noise_never_draws_what_is_less_probable_than_its_bits_allow():
     p = 1e-9
     logits = torch.full((tail + 1,), math.log(p), dtype=torch.float64)
     logits[0] = math.log1p(-tail * p)
-    low = torch.linspace(1 - tail * p, 1, n + 2, dtype=torch.float64)[
-        1:-1
-    ]  # uniforms that belong to the tail
+    # uniforms that belong to the tail
+    low = torch.linspace(1 - tail * p, 1, n + 2, dtype=torch.float64)[1:-1]
     exact = choose_tokens(logits.expand(n, -1), low, TokenChoice())
     assert (exact > 0).all() and len(exact.unique()) == n
     noisy = choose_tokens(logits.expand(n, -1), low, TokenChoice(noise="float32"))

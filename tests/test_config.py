@@ -1,4 +1,4 @@
-"""config.py: files, overrides, and errors that name key, file and nearest valid name."""
+"""training/config.py: files, overrides, and errors that name key, file and nearest valid name."""
 
 import dataclasses
 import math

@@ -40,9 +40,8 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
     )
     assert status == 0, err
     for result in json.loads(report.read_text())["results"]:
-        assert (
-            0 < result["nll"] < math.log(257)
-        )  # eight steps teach it more than the uniform distribution
+        # eight steps teach it more than the uniform distribution
+        assert 0 < result["nll"] < math.log(257)
 
     mode = "l2r" if path.stem in ("gpt", "gpt2") else "mdm"
     status, out, err = script(sample, run, "--mode", mode, "--num-samples", 2, "--prompt", "The ")

@@ -252,9 +252,8 @@ EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
     sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     model = make_system(system, seed, dtype, 0.7, TOKENS, **sizes)
-    if (
-        model.config.tied_head
-    ):  # token vectors of size 1 in the head would leave every prediction certain
+    # token vectors of size 1 in the head would leave every prediction certain
+    if model.config.tied_head:
         with torch.no_grad():
             model.norm_f.weight *= 0.2
             model.norm_f.bias *= 0.2
@@ -317,9 +316,8 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     uncached model prefers."""
     model, given = text_model(system), some_given(7, LENGTH, seed=7)
     given[2:4] = False
-    if (
-        model.config.position == "rotary"
-    ):  # relative: without any token given, no position is preferred to another
+    # relative: without any token given, no position is preferred to another
+    if model.config.position == "rotary":
         given[:, 0] = True
     plan, tokens = (
         make_plan(mode, 7, LENGTHS, given, seed=8),
@@ -410,9 +408,8 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     for size in (2, 3, 100):
         parts = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=size)
         assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.step, whole.step)
-        assert (
-            parts.log_probs - whole.log_probs
-        ).abs().max() < 1e-5  # stored as float32, in steps of up to 1e-6
+        # stored as float32, in steps of up to 1e-6
+        assert (parts.log_probs - whole.log_probs).abs().max() < 1e-5
         assert (parts.token_forwards, parts.length.tolist()) == (
             whole.token_forwards,
             LENGTHS.tolist(),
@@ -530,9 +527,8 @@ def work(monkeypatch):
     seen, hidden, logits = {"items": [], "heads": 0}, AOGPT.parallel_hidden, AOGPT.logits
 
     def parallel_hidden(self, ordered, order, feed, *more):
-        assert feed.items == int(feed.count.sum()) and feed.width == int(
-            feed.count.max()
-        )  # not compiled: no padding
+        # not compiled: no padding
+        assert feed.items == int(feed.count.sum()) and feed.width == int(feed.count.max())
         seen["items"].append(feed.items)
         return hidden(self, ordered, order, feed, *more)
 

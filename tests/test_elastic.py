@@ -59,6 +59,7 @@ def disturbed(reference, out, **changes):
 def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     undisturbed_ddp, tmp_path, start
 ):
+    # Short, because the test waits it out: the hanging rank is noticed only when the time is over.
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=15.0)
     job, (rng, (moment,)) = start(config, "--max-restarts=1"), jobs.random_moments(0, 1)
     jobs.kill(job, 0, moment, rng)

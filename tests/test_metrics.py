@@ -1,5 +1,5 @@
-"""metrics.py and plots.py: what an evaluation line holds, curves by step of the order, and runs
-drawn against each other."""
+"""training/metrics.py and training/plots.py: what an evaluation line holds, curves by step of the
+order, and runs drawn against each other."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def held_out(data, count):
+def val_data(data, count):
     return TokenDataset(data, "val", LENGTH).blocks(range(count))
 
 
@@ -53,7 +53,7 @@ def test_an_evaluation_line_holds_losses_of_both_weights_curves_and_costs(run):
 def test_a_curve_is_the_mean_over_sequences_of_the_loss_at_every_step(run, data, kind):
     model = checkpoint.load_model(run, "ema")
     order = orders_at(OrderConfig(kind), 7, 0, range(7), LENGTH)
-    expected = -model.token_log_probs(held_out(data, 7), order).double().mean(dim=0)
+    expected = -model.token_log_probs(val_data(data, 7), order).double().mean(dim=0)
     last = lines_of(run)[-1]
     # batches of 4 and 3 against one of 7: float32 rounding only
     np.testing.assert_allclose(last[f"val_curve_{kind}"], expected, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of
     encoder, data
 ):
     config = encoder_config(tiny_config(data, ""))
-    model, tokens = checkpoint.load_model(encoder, "ema"), held_out(data, 7)
+    model, tokens = checkpoint.load_model(encoder, "ema"), val_data(data, 7)
     masked = evaluation_masks(7, 0, range(7), 7, LENGTH).masked
     log_probs = model.masked_log_probs(tokens, masked)
     expected = [[] for _ in range(LENGTH)]

@@ -102,6 +102,15 @@ def test_the_probabilities_of_all_sequences_sum_to_one_under_every_order(variant
         assert abs(logs.sum(dim=1).exp().sum() - 1) < 1e-12  # 81 terms in float64
 
 
+def test_the_order_of_the_context_matters_to_a_decoder():
+    """Conditionals are order-dependent; without this the tests of orders elsewhere would show
+    nothing."""
+    model, tokens = make_system("AO-GPT"), random_tokens(TOKENS, 1, 6, seed=0)
+    orders = torch.tensor([[0, 1, 2, 3, 4, 5], [2, 0, 3, 1, 4, 5]])
+    last = model.token_log_probs(tokens.expand(2, 6), orders)[:, 4]
+    assert abs(last[0] - last[1]) > 1e-2
+
+
 def test_dropout_acts_in_training_only():
     model = make_system("AO-GPT", dropout=0.5)
     tokens, order = random_tokens(TOKENS, 2, 9, seed=0), random_orders(2, 9, seed=0)

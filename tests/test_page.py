@@ -4,10 +4,9 @@ where there is none)."""
 import math
 import re
 import shutil
-import time
 
 import pytest
-from helpers import data_of
+from helpers import data_of, wait_for
 
 from sampling.page import PageSample, render
 
@@ -21,20 +20,15 @@ HOSTILE = [
     "__DATA__",
     "]]>",
 ]
-# positions 0 and 1 are given; steps 1 and 3 reveal nothing; position 4 is the first half of a
+# positions 0 and 1 are given; steps 1 and 3 unmask nothing; position 4 is the first half of a
 # character
 MIXED = PageSample(
     ["Once", " upon", "\n\n", " a", "", "é", " time"],
     [-1, -1, 5, 0, 4, 2, 4],
     [math.nan, 0.0, -1.5, -20.0, -0.25, -2.1, math.log(0.123)],
 )
-REVEALED = [
-    {0, 1},
-    {0, 1, 3},
-    {0, 1, 3, 5},
-    {0, 1, 3, 4, 5, 6},
-    set(range(7)),
-]  # after each of the page's steps
+# after each of the page's steps
+UNMASKED = [{0, 1}, {0, 1, 3}, {0, 1, 3, 5}, {0, 1, 3, 4, 5, 6}, set(range(7))]
 
 
 def test_data_survives():
@@ -94,7 +88,7 @@ def show(browser, tmp_path):
     """Opens a document as a file; in the end nothing else was asked for and nothing was complained
     of."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(600_000)  # as helpers.wait_for
     requests, complaints, addresses = [], [], set()
 
     def show(samples, settings=None, fragment=""):
@@ -126,10 +120,7 @@ def state(tab) -> tuple[set[int], str]:
 def wait_until(tab, condition: str) -> None:
     """Until the JavaScript holds; playwright's own wait uses eval, which the page's security policy
     refuses."""
-    deadline = time.monotonic() + 60
-    while not tab.evaluate(condition):
-        assert time.monotonic() < deadline, f"{condition} does not come"
-        time.sleep(0.01)
+    wait_for(lambda: tab.evaluate(condition))
 
 
 def slide(tab, step: int) -> None:
@@ -152,20 +143,20 @@ BOXES = """() => [...document.querySelectorAll(".token")].map(
     (token) => JSON.stringify(token.getClientRects()))"""
 
 
-def test_the_slider_shows_what_is_revealed_by_then(show):
+def test_the_slider_shows_what_is_unmasked_by_then(show):
     tab = show([MIXED])
     boxes = tab.evaluate(BOXES)
     for step in (0, 3, 1, 4, 2):
         slide(tab, step)
-        count = len(REVEALED[step]) - 2
+        count = len(UNMASKED[step]) - 2
         assert state(tab) == (
-            REVEALED[step],
+            UNMASKED[step],
             f"step {step} of 4, {count} of 5 tokens (and 2 given)",
         )
         now = tab.evaluate(
             "() => [...document.querySelectorAll('#text .now')].map(token => token.position)"
         )
-        assert set(now) == (REVEALED[step] - REVEALED[step - 1] if step else set())
+        assert set(now) == (UNMASKED[step] - UNMASKED[step - 1] if step else set())
         after = tab.evaluate(BOXES)
         assert after == boxes, "the layout jumps"
 
@@ -180,10 +171,10 @@ def test_keys(show):
         ("ArrowRight", 4),
     ]:
         tab.keyboard.press(key)
-        assert state(tab)[0] == REVEALED[step]
+        assert state(tab)[0] == UNMASKED[step]
     tab.locator("#slider").focus()  # a range has arrow keys of its own: one step all the same
     tab.keyboard.press("ArrowLeft")
-    assert state(tab)[0] == REVEALED[3]
+    assert state(tab)[0] == UNMASKED[3]
 
 
 def test_play_pause_and_speed(show):
@@ -238,9 +229,8 @@ def test_every_token_tells_its_probability(show):
     }
     for position, lines in expected.items():
         token = tab.locator("#text .token").nth(position)
-        box = token.evaluate(
-            "token => token.getClientRects()[0].toJSON()"
-        )  # the first line of a token of several
+        # the first line of a token of several
+        box = token.evaluate("token => token.getClientRects()[0].toJSON()")
         tab.mouse.move(box["x"] + 3, box["y"] + 8)
         assert tab.locator("#tip").inner_text().split("\n") == lines
         tab.mouse.move(5, 5)
@@ -259,7 +249,7 @@ def test_the_fragment_is_the_state(show):
         [PageSample(["x"], [0], [-1.0]), MIXED, PageSample(["y"], [-1], [0.0])],
         fragment="#sample=2&step=1",
     )
-    assert state(tab)[0] == REVEALED[1] and tab.locator("#sample").input_value() == "1"
+    assert state(tab)[0] == UNMASKED[1] and tab.locator("#sample").input_value() == "1"
     tab.keyboard.press("ArrowRight")
     tab.wait_for_url("**#sample=2&step=2")
     tab.evaluate("() => { location.hash = '#sample=1&step=0' }")
@@ -281,9 +271,8 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
     texts = tab.locator("#text .token").evaluate_all(
         "tokens => tokens.map(token => token.textContent)"
     )
-    assert (
-        texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]
-    )  # a lone surrogate does not travel back from the browser
+    # a lone surrogate does not travel back from the browser
+    assert texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]
     assert tab.locator("#settings dd").evaluate("e => e.textContent") == HOSTILE[0]
     for position in range(len(HOSTILE)):
         tab.locator("#text .token").nth(position).focus()
@@ -300,8 +289,8 @@ def test_scrubbing_through_a_thousand_steps_touches_every_token_once(show):
         """() => {
             show(0);
             let count = 0;
-            const one = reveal;
-            reveal = (...values) => { count += 1; one(...values); };
+            const one = unmask;
+            unmask = (...values) => { count += 1; one(...values); };
             for (let i = 0; i <= 1024; i++) show(i);
             return count;
         }"""

@@ -134,9 +134,8 @@ def test_a_run_of_four_processes_goes_on_with_two_under_the_plain_script(everywh
     runs, _ = everywhere
     source = runs["fsdp", 4]
     config = change(source, name="script", train__parallel="fsdp")
-    shutil.copytree(
-        source.run_folder, config.run_folder
-    )  # which makes the link to the best one a folder
+    # This makes the link to the best one a folder.
+    shutil.copytree(source.run_folder, config.run_folder)
     shutil.rmtree(store.find(config.run_folder)[-1])
     done = torchrun(2, "train.py", write_config(config))
     assert f"resumed from {store.path_of(config.run_folder, MOVED)}" in done.stdout
@@ -297,10 +296,8 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_less(short, name
         torch.set_default_dtype(torch.float32)
     (expected, all_of_it), (selective, some), (block, least) = results
     assert any(g.abs().sum() > 0 for g in expected.values())
-    for ours in (
-        selective,
-        block,
-    ):  # the same operations on the same numbers, summed in the same order
+    # the same operations on the same numbers, summed in the same order
+    for ours in (selective, block):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
     assert least < 0.9 * some and some < 0.9 * all_of_it
 

@@ -209,9 +209,8 @@ def test_even_cosine_plan_has_the_rounded_expected_sizes(n, steps):
     assert sum(sizes) == n
     if n >= 2 * steps > 2:
         assert sizes[0] < n / steps < sizes[-1]
-        assert all(
-            b >= a - 1 for a, b in itertools.pairwise(sizes)
-        )  # the expected sizes rise; rounding takes 1
+        # the expected sizes rise; rounding takes 1
+        assert all(b >= a - 1 for a, b in itertools.pairwise(sizes))
 
 
 def steps_of(counts):

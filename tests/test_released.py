@@ -44,9 +44,8 @@ def fill(shapes, seed):
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1:
             noise = 0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise
-        elif "embed" not in name and ".w" not in name.removesuffix(
-            ".weight"
-        ):  # wte, wpe, wtpe, wnonee keep their size
+        # wte, wpe, wtpe, wnonee keep their size
+        elif "embed" not in name and ".w" not in name.removesuffix(".weight"):
             noise = noise / math.sqrt(shape[1])
         state[name] = noise
     return state

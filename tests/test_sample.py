@@ -363,9 +363,8 @@ def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, d
     _, out, _ = script(sample, run, *arguments)
     middle = get_tokenizer("bytes").decode(line["tokens"][4:7])
     assert f"the \033[1m{middle}\033[0mé\033[1m" in out
-    assert (
-        "\033" not in script(sample, run, "--num-samples", 1)[1]
-    )  # nothing given, nothing to tell apart
+    # nothing given, nothing to tell apart
+    assert "\033" not in script(sample, run, "--num-samples", 1)[1]
 
 
 # ---- the page ------------------------------------------------------------------------------------

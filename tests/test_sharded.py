@@ -276,6 +276,7 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, t
             for name, p in loaded.model.named_parameters():
                 assert_same(p.detach(), tensors[prefix + name], name)
             assert (loaded.step, loaded.weights) == (store.step_of(source), weights)
+    assert run_script("sample.py", best, "--num-samples", 1).stdout
     run_script("convert.py", config.run_folder, tmp_path / "export")
     assert names(tmp_path / "export") == ["config.json", "model.safetensors"]
     exported = load_file(tmp_path / "export" / "model.safetensors")

@@ -50,7 +50,6 @@ from training.config import Config, StageConfig
 LENGTH = TINY["block_size"]
 
 every_system = pytest.mark.parametrize("system", SYSTEMS)
-every_decoder = pytest.mark.parametrize("system", DECODERS)
 every_encoder = pytest.mark.parametrize("system", ENCODERS)
 
 
@@ -434,6 +433,47 @@ def test_stratified_rates_lower_the_variance_of_the_batch_loss(seed, batch):
     assert stratified.var() < independent.var() * 2 / batch
 
 
+def copying_encoder(length):
+    """An encoder that predicts token 0, the surer the more of it is seen: its loss depends on the
+    rate of the mask alone.
+
+    Queries of zero average the values of all positions; the value of token 0 moves the coordinate
+    that the head reads."""
+    sizes = {"block_size": length, "n_layer": 1, "n_head": 2, "n_embd": 8}
+    model = make_system("encoder AO-GPT", tokens=V, **sizes)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        for norm in (model.norm_f, model.blocks[0].norm1, model.blocks[0].norm2):
+            norm.weight.fill_(1)
+        model.wte.weight[0, 0] = model.wte.weight[V, 1] = 1
+        model.blocks[0].attn.qkv.weight[16:] = torch.eye(8)
+        model.blocks[0].attn.proj.weight[2, 0] = 1
+        model.head.weight[0, 2] = 4
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_lambda_dce_batches_vary_less_than_those_of_independent_rates(seed):
+    """The whole loss, masks drawn: 500 batches of 8 each way fix a ratio of variances to 9%. What
+    is left is the randomness of masks of a given rate, the same both ways."""
+    length, batch = 64, 8
+    model, tokens = copying_encoder(length), torch.zeros(batch, length, dtype=torch.long)
+    stratified, independent, generator = [], [], seeded(seed)
+    for step in range(500):
+        masks = drawn_masks("lambda_dce", seed, step, range(batch), batch, length)
+        stratified.append(masked_nll(model, tokens, masks).mean())
+        rate = torch.rand(batch, generator=generator, dtype=torch.float64)
+        masked = torch.rand(batch, length, generator=generator, dtype=torch.float64) < rate[:, None]
+        independent.append(masked_nll(model, tokens, Masks(masked, 1 / rate, rate)).mean())
+    stratified, independent = torch.stack(stratified), torch.stack(independent)
+    assert stratified.var() < 0.6 * independent.var()
+    # The same loss in expectation: 4.5 standard errors, two-sided 7e-6.
+    error = math.sqrt((stratified.var() + independent.var()) / 500)
+    assert abs(stratified.mean() - independent.mean()) < 4.5 * error
+
+
 # ---- score entropy -------------------------------------------------------------------------------
 
 N_SCORES = 3  # positions of the joint distribution: 27 sequences, 7 masks
@@ -515,6 +555,26 @@ def test_score_entropy_is_least_at_the_true_ratios(seed, t):
         step = size * torch.randn(shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
             assert mean_score_entropy(best + step, joint, t) > least + 1e-3 * size**2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_descent_on_score_entropy_finds_the_true_ratios(seed):
+    """From outputs of 0, Newton's method for each free output (the loss is separable): to 1e-6 in a
+    few steps. States of small probability are reached too, because a Newton step does not depend on
+    the scale of the loss."""
+    joint, t = random_joint(seed), 0.5
+    best = true_outputs(joint)
+    outputs = torch.zeros_like(best).requires_grad_()
+    for _ in range(30):
+        loss = mean_score_entropy(outputs, joint, t)
+        (gradient,) = torch.autograd.grad(loss, outputs, create_graph=True)
+        (curvature,) = torch.autograd.grad(gradient.sum(), outputs)
+        step = torch.where(curvature > 0, gradient / curvature.clamp(min=1e-300), 0.0)
+        outputs = (outputs - step.clamp(-1, 1)).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(mean_score_entropy(outputs, joint, t), outputs)
+    assert gradient.abs().max() < 1e-12
+    used = best.abs().sum(-1) > 0  # masked positions; the others are in no loss
+    assert (outputs - best)[used].abs().max() < 1e-6
 
 
 # ---- two streams ---------------------------------------------------------------------------------
