@@ -1,7 +1,8 @@
 """Measure speed, as ratios between systems that run side by side.
 
-python bench.py decode --size medium --batch-size 32 --steps 64 256 1024 --plot decoding.png
-python bench.py train --size small --batch-size 16 --markdown training.md --profile traces
+Examples:
+    python bench.py decode --size medium --batch-size 32 --steps 64 256 1024 --plot decoding.png
+    python bench.py train --size small --batch-size 16 --markdown training.md --profile traces
 """
 
 import tyro

@@ -1,6 +1,7 @@
 """Write any supported weights in this project's own format: model.safetensors and config.json.
 
-python convert.py SRC DST
+Examples:
+    python convert.py SRC DST
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Generate text with a trained model.
 
-python sample.py out/quickstart --mode mdm --steps 64
-python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl FILE
-python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:9] of it" --html FILE
+Examples:
+    python sample.py out/quickstart --mode mdm --steps 64
+    python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl FILE
+    python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:9] of it" --html FILE
 """
 
 from __future__ import annotations
