@@ -23,16 +23,10 @@ MOMENTS = ("step", "evaluation", "checkpoint")
 
 
 class Job:
-    """torchrun with train.py, or another script, in the background; its output goes to a file.
-    `end` leaves no process of it behind."""
+    """torchrun with train.py, in the background; its output goes to a file. `end` leaves no process
+    of it behind."""
 
-    def __init__(
-        self,
-        config,
-        *options,
-        launcher=("--standalone", "--nproc_per_node=2"),
-        script=("train.py",),
-    ):
+    def __init__(self, config, *options, launcher=("--standalone", "--nproc_per_node=2")):
         self.config, path = config, write_config(config)
         name, value = "AOGPT_JOB", secrets.token_hex(8)
         self.mark = f"{name}={value}"  # in the environment of all its processes
@@ -41,7 +35,7 @@ class Job:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
-                [*torchrun, *script, str(path)], cwd=ROOT, env=env, stdout=file, stderr=file
+                [*torchrun, "train.py", str(path)], cwd=ROOT, env=env, stdout=file, stderr=file
             )
 
     @property

