@@ -541,7 +541,7 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
     refused, prompts, monkeypatch, draw
 ):
     load = checkpoint.load
-    monkeypatch.setattr(checkpoint, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
+    monkeypatch.setattr(sample, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
     rows = prompts([{"prompt": "a"}, {"prompt": ""}])
     for arguments, place in (
         ([], "--prompt"),
