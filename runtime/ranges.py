@@ -6,7 +6,7 @@
         mode: Literal["mdm", "l2r"] = "mdm"
 
         def __post_init__(self):
-            check_values(self)      # --num-samples is 0; give at least 1
+            check_values(self)  # "--num-samples is 0; give a number at least 1 and at most 2**31"
 
 The bounds are those of the package annotated_types, which pydantic and hypothesis understand, too.
 """
