@@ -804,6 +804,7 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
     assert counted_graphs.frame_count == graphs and torch.equal(again.tokens, eager.tokens)
 
 
+@pytest.mark.slow
 def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
     counted_graphs, monkeypatch
 ):

@@ -54,6 +54,7 @@ def disturbed(reference, out, **changes):
     return change(reference, out=str(out), checkpoint__interval=4, checkpoint__keep=2, **changes)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     undisturbed_ddp, tmp_path, start

@@ -123,6 +123,7 @@ def test_orders_of_any_distribution(evaluate):
     assert results["fixed_random:seed=4", 1]["monte_carlo_error"] == 0
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
     for path, options in (
         (run, "--max-sequences 21 --num-orders 4 --seed 1 --ensemble 1 4 --target-se 0.02"),

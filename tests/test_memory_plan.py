@@ -172,6 +172,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_shares_are_those_of_fsdp_on_2_3_and_4_processes(tmp_path):
     # heads of 15: nothing divides evenly
     config = small(train__parallel="fsdp", model__n_embd=60, model__qk_norm=True)
