@@ -60,20 +60,24 @@ class ModelConfig:
     attention: Literal["causal", "full"] = "causal"
     """causal: a decoder, causal along the order. full: an encoder that sees all positions, masked
     ones as [MASK]."""
-    target: Literal["none", "input", "adaln", "shared", "per_block", "two_stream"] = "adaln"
+    target: Literal["none", "input", "adaln", "shared", "per_block", "two_stream", "rotary"] = (
+        "adaln"
+    )
     """How a step of a decoder is told the position it predicts. none: not at all (plain
     left-to-right GPT); input: a full-width embedding added to the input (sigma-GPT); adaln: it
     modulates every normalisation (AO-GPT); shared: one full-width table added again before every
     block; per_block: a table per block; two_stream: a query stream that starts from the target
-    position and reads a content stream (XLNet, A3). An encoder has "none"."""
+    position and reads a content stream (XLNet, A3); rotary: by the rotation of its queries alone
+    (see `position`). An encoder has "none"."""
     cond_dim: Count = 128
     """Width of the vector that adaLN is computed from."""
     noise: bool = False
     """adaLN on the noise level of an encoder (SEDD)."""
     mask_token: int | None = None
     """Id of [MASK] in an encoder: the first id after the tokenizer's; below vocab_size."""
-    position: Literal["learned", "rotary"] = "learned"
-    """rotary: rotated queries and keys, base 10000 (encoders)."""
+    position: Literal["learned", "rotary", "both"] = "learned"
+    """learned: a table with a row per position, added to the inputs. rotary: rotated queries and
+    keys, base 10000; those of a decoder as `Rotation` says. both: the two together."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = True
     """Biases of LayerNorm."""
@@ -101,6 +105,8 @@ class ModelConfig:
             raise ValueError(
                 f"model.n_embd ({self.n_embd}) must be a multiple of model.n_head ({self.n_head})"
             )
+        if self.rotates and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head width, but it is {self.head_dim}")
         if self.is_encoder:
             self._check_encoder()
         else:
@@ -119,17 +125,19 @@ class ModelConfig:
                 "needs the first id after the tokenizer's, below model.vocab_size "
                 f"({self.vocab_size}): 50257 for gpt2, 257 for bytes"
             )
-        width = self.n_embd // self.n_head
-        if self.position == "rotary" and width % 2:
-            raise ValueError(f"rotary positions need an even head width, but it is {width}")
 
     def _check_decoder(self) -> None:
-        for name, value in (("mask_token", None), ("noise", False), ("position", "learned")):
+        for name, value in (("mask_token", None), ("noise", False)):
             if getattr(self, name) != value:
                 raise ValueError(
                     f"model.{name} = {getattr(self, name)!r} is for encoders; set model.attention "
                     "to 'full'"
                 )
+        if self.target == "rotary" and not self.rotates:
+            raise ValueError(
+                "model.target = 'rotary' tells a step its target by rotating its queries; set "
+                "model.position to 'rotary'"
+            )
         if self.start == "hidden" and self.target == "two_stream":
             raise ValueError(
                 "model.start = 'hidden' leaves the first query of two_stream nothing to read"
@@ -147,6 +155,18 @@ class ModelConfig:
     @property
     def has_adaln(self) -> bool:
         return self.noise or self.target == "adaln"
+
+    @property
+    def has_position_table(self) -> bool:
+        return self.position != "rotary"
+
+    @property
+    def rotates(self) -> bool:
+        return self.position != "learned"
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -208,18 +228,43 @@ class AttentionMask:
     """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
 
 
+@dataclass
+class Rotation:
+    """The rotary angles of one pass, the same in every block: cosines and sines, see `rotate`.
+
+    The score of a query rotated to position p and a key rotated to position r depends on p - r, not
+    on p and r themselves (Su et al., arXiv 2104.09864). A decoder has two positions at every step:
+    its input's and its target's. A key is rotated to the position of its own input, so that it
+    stays as it is in the cache, whatever is predicted later; a query to the *target* position of
+    its step. So a score depends on how far the key's token lies from the token that is predicted,
+    and "the word before the one I predict" is the same pattern everywhere in a sequence. With a
+    learned table of positions it has to be learned for every pair of positions on its own.
+    """
+
+    keys: tuple[Tensor, Tensor]
+    queries: tuple[Tensor, Tensor]
+    second_stream: tuple[Tensor, Tensor] | None = None
+    """Of the query stream of two_stream. Then `queries` are those of the content stream, which must
+    not know targets: they are rotated as the keys are."""
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.attn_bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.attn_bias)
-        head_dim = config.n_embd // config.n_head
-        self.q_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x, mask: AttentionMask, rotary=None, cache=None, queries=None, query_mask=None
+        self,
+        x,
+        mask: AttentionMask,
+        rotation: Rotation | None = None,
+        cache=None,
+        queries=None,
+        query_mask=None,
     ):
         """x (B, T, D) -> the same shape. In a parallel pass, which has a cache: items, (N, D).
 
@@ -228,19 +273,22 @@ class Attention(nn.Module):
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
         q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if rotation is not None:
+            q, k = rotate(q, *rotation.queries), rotate(k, *rotation.keys)
         if cache is not None:
             k, v = cache.update(k, v)  # now with those of earlier passes
         y = self._attend(q, k, v, mask, cache)
         if queries is None:
             return y
         # Queries have neither keys nor values, so they need the first third of the projection only.
-        # And no rotary positions: those are for encoders, this is for decoders.
         D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
-        q = F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
-        return y, self._attend(self.q_norm(q), k, v, query_mask, cache)
+        q = self.q_norm(
+            F.linear(queries, self.qkv.weight[:D], bias).unflatten(-1, (self.n_head, -1))
+        )
+        if rotation is not None:
+            q = rotate(q, *rotation.second_stream)
+        return y, self._attend(q, k, v, query_mask, cache)
 
     def _attend(self, q, k, v, mask: AttentionMask, cache: LayerCache | None) -> Tensor:
         """q (B, T, H, D/H) or of items (N, H, D/H); k, v (B, keys, H, D/H) -> projected, as x."""
@@ -288,7 +336,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
-        self, x, mask, rows_of_targets, condition=None, modulation=None, rotary=None, cache=None
+        self, x, mask, rows_of_targets, condition=None, modulation=None, rotation=None, cache=None
     ):
         """One block; with adaLN as in the paper, section 3.
 
@@ -300,7 +348,7 @@ class Block(nn.Module):
                 the identity: its table has a row per sequence, (B, 1, ...), which broadcasts.
             condition: (positions, cond_dim), what adaLN is computed from.
             modulation: (positions, 6 D), the output of adaLN, where that is known already.
-            rotary: `rotary_angles`, of an encoder.
+            rotation: `Rotation`; None without rotary positions.
             cache: `LayerCache`, of a parallel pass.
 
         Returns: of the shape of x.
@@ -308,14 +356,14 @@ class Block(nn.Module):
         if self.wtpe is not None:
             x = x + rows_of_targets(self.wtpe.weight)
         if self.adaln is None:
-            x = x + self.drop(self.attn(self.norm1(x), mask, rotary, cache))
+            x = x + self.drop(self.attn(self.norm1(x), mask, rotation, cache))
             return x + self.drop(self.mlp(self.norm2(x)))
         # adaLN depends on the target position alone, so it is computed once per position, not once
         # per token: the whole batch shares the table, and every token takes the row of its target.
         if modulation is None:
             modulation = self.adaln(condition)
         shift1, scale1, gate1, shift2, scale2, gate2 = rows_of_targets(modulation).chunk(6, dim=-1)
-        h = self.attn(modulate(self.norm1(x), shift1, scale1), mask, rotary, cache)
+        h = self.attn(modulate(self.norm1(x), shift1, scale1), mask, rotation, cache)
         x = x + gate1 * self.drop(h)
         h = self.mlp(modulate(self.norm2(x), shift2, scale2))
         return x + gate2 * self.drop(h)
@@ -326,11 +374,11 @@ class TwoStreamBlock(Block):
     which know only their target position and what they read from x. A `Block` in its layers only:
     it has no adaLN, and takes and returns both streams."""
 
-    def forward(self, x, queries, mask, query_mask, cache=None) -> tuple[Tensor, Tensor]:
-        """x, mask, cache: as in `Block`; queries: of the shape of x."""
-        y, answer = self.attn(
-            self.norm1(x), mask, cache=cache, queries=self.norm1(queries), query_mask=query_mask
-        )
+    def forward(
+        self, x, queries, mask, query_mask, rotation=None, cache=None
+    ) -> tuple[Tensor, Tensor]:
+        """x, mask, rotation, cache: as in `Block`; queries: of the shape of x."""
+        y, answer = self.attn(self.norm1(x), mask, rotation, cache, self.norm1(queries), query_mask)
         x, queries = x + self.drop(y), queries + self.drop(answer)
         x = x + self.drop(self.mlp(self.norm2(x)))
         return x, queries + self.drop(self.mlp(self.norm2(queries)))
@@ -356,11 +404,25 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.wte.weight
+        self.make_angles()
         self.init_weights()
 
     def make_inputs(self) -> None:
         """Make what turns positions, and what else a subclass is told, into vectors."""
         raise NotImplementedError
+
+    def make_angles(self, device: torch.device | None = None) -> None:
+        """Make the rotary angles of all positions, (block_size + 1, 2, D/H / 2). They are not
+        weights, and no checkpoint holds them. In float64, so that a model in float64 is exact."""
+        angles = None
+        if self.config.rotates:
+            angles = rotary_angles(self.config.block_size + 1, self.config.head_dim, device)
+        self.register_buffer("angles", angles, persistent=False)
+
+    def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs for vectors at these positions, (...) -> (..., 1, D/H / 2) each."""
+        cos, sin = self.angles.to(dtype)[positions].unsqueeze(-3).unbind(-2)
+        return cos, sin
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -502,7 +564,8 @@ class AOGPT(Transformer):
 
     def make_inputs(self) -> None:
         c = self.config
-        self.wpe = nn.Embedding(c.block_size + 1, c.n_embd)  # row 0 is the position of [None]
+        # Row 0 is the position of [None].
+        self.wpe = nn.Embedding(c.block_size + 1, c.n_embd) if c.has_position_table else None
         self.start = nn.Parameter(torch.empty(c.n_embd))
         self.query = nn.Parameter(torch.empty(c.n_embd)) if c.target == "two_stream" else None
         width = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}.get(c.target)
@@ -549,6 +612,7 @@ class AOGPT(Transformer):
             query_mask = AttentionMask(allowed=(inputs <= group_start.unsqueeze(-1)).unsqueeze(1))
         return self._trunk(
             self._embed(in_tokens, in_positions),
+            in_positions,
             order,
             lambda table: PermutationGather.apply(table[:T], order, inverse),
             mask,
@@ -559,16 +623,40 @@ class AOGPT(Transformer):
         """Inputs, one vector a token: at position 0 it is [None], whatever the token."""
         x = self.wte(in_tokens)
         x = torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x)
-        return x + self.wpe(in_positions)
+        return x if self.wpe is None else x + self.wpe(in_positions)
+
+    def _rotation(
+        self, in_positions: Tensor, targets: Tensor, dtype: torch.dtype
+    ) -> Rotation | None:
+        if not self.config.rotates:
+            return None
+        # Positions of inputs count [None] as 0, so the target's, on the same scale, is one more.
+        own, target = self.angles_at(in_positions, dtype), self.angles_at(targets + 1, dtype)
+        match self.config.target:
+            case "none":  # a plain GPT is not told its target
+                return Rotation(keys=own, queries=own)
+            case "two_stream":
+                return Rotation(keys=own, queries=own, second_stream=target)
+            case _:
+                return Rotation(keys=own, queries=target)
 
     def _trunk(
-        self, x, targets, rows_of_targets, mask, query_mask, modulations=None, caches=None
+        self,
+        x,
+        in_positions,
+        targets,
+        rows_of_targets,
+        mask,
+        query_mask,
+        modulations=None,
+        caches=None,
     ) -> Tensor:
         """Run the blocks and the final norm.
 
         Args:
             x: embedded inputs (B, T, D), or the items (N, D) of a parallel pass.
-            targets: their target positions, (B, T) or (N,); rows_of_targets: see `Block`.
+            in_positions: their positions, (B, T) or (N,), of 0 to block_size.
+            targets: their target positions, of the same shape; rows_of_targets: see `Block`.
             mask: what they see; query_mask: and what the query stream sees, in two_stream.
             modulations: as `modulations` gives them, where they are computed already; the last is
                 that of the final norm.
@@ -577,20 +665,27 @@ class AOGPT(Transformer):
         variant = self.config.target
         condition = None if modulations else self._condition()
         modulations = modulations or [None] * (len(self.blocks) + 1)
-        # A query starts from its target alone; the input table counts [None], hence the + 1.
-        queries = self.query + self.wpe(targets + 1) if variant == "two_stream" else None
+        rotation = self._rotation(in_positions, targets, x.dtype)
+        queries = self._queries(targets) if variant == "two_stream" else None
         added = rows_of_targets(self.wtpe.weight) if variant in ("input", "shared") else None
         x = self.drop(x + added if variant == "input" else x)
         for i, block in enumerate(self.blocks):
             cache = caches[i] if caches else None
             if variant == "two_stream":
-                x, queries = block(x, queries, mask, query_mask, cache)
+                x, queries = block(x, queries, mask, query_mask, rotation, cache)
             else:
                 x = x + added if variant == "shared" else x
-                x = block(x, mask, rows_of_targets, condition, modulations[i], cache=cache)
+                x = block(x, mask, rows_of_targets, condition, modulations[i], rotation, cache)
         if variant == "two_stream":
             x = queries  # predictions come from the query stream
         return self.final_norm(x, rows_of_targets, condition, modulations[-1])
+
+    def _queries(self, targets: Tensor) -> Tensor:
+        """What the query stream starts from, (..., D): the same vector everywhere and, where there
+        is a table of positions, its row of the target."""
+        if self.wpe is None:
+            return self.query.expand(*targets.shape, -1)
+        return self.query + self.wpe(targets + 1)  # the table counts [None], hence the + 1
 
     def _condition(self) -> Tensor | None:
         """What adaLN is computed from, (block_size, cond_dim). None without adaLN."""
@@ -724,6 +819,7 @@ class AOGPT(Transformer):
         targets = order[row, slot.clamp(max=T - 1)]  # items too many have the unused slot, >= T
         return self._trunk(
             self._embed(ordered[row, before], in_positions),
+            in_positions,
             targets,
             lambda table: table[targets],
             *self._parallel_masks(this_pass),
@@ -815,8 +911,8 @@ class KVCache:
         self, config: ModelConfig, batch_size, length, device=None, dtype=None, shared=False
     ):
         self.n_layer, self.unused_slot = config.n_layer, length
-        head_dim = config.n_embd // config.n_head
-        shape = (1 if shared else self.n_layer, batch_size, length + 1, config.n_head, head_dim)
+        layers = 1 if shared else self.n_layer
+        shape = (layers, batch_size, length + 1, config.n_head, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
@@ -852,7 +948,7 @@ class Encoder(Transformer):
 
     def make_inputs(self) -> None:
         c = self.config
-        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.position == "learned" else None
+        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.has_position_table else None
         self.noise = NoiseEmbedding(c.cond_dim) if c.noise else None
 
     def forward(self, tokens: Tensor, masked: Tensor, sigma: Tensor | None = None) -> Tensor:
@@ -876,13 +972,14 @@ class Encoder(Transformer):
         """Final hidden states (B, T, D); tokens (B, T) with [MASK] in place; sigma (B,) with noise;
         lengths (B,): of rows that are shorter than T, whose padding no position sees."""
         T, c = tokens.shape[1], self.config
-        x, mask, rotary, condition = self.wte(tokens), AttentionMask(), None, None
+        x, mask, rotation, condition = self.wte(tokens), AttentionMask(), None, None
         if lengths is not None:
             real = torch.arange(T, device=x.device) < lengths[:, None]
             mask = AttentionMask(allowed=real[:, None, None])
-        if c.position == "rotary":
-            rotary = rotary_angles(T, c.n_embd // c.n_head, x.device, x.dtype)
-        else:
+        if c.rotates:
+            angles = self.angles_at(torch.arange(T, device=x.device), x.dtype)
+            rotation = Rotation(keys=angles, queries=angles)
+        if c.has_position_table:
             x = x + self.wpe.weight[:T]
         if c.noise:
             condition = F.silu(self.noise(sigma)).unsqueeze(1)  # (B, 1, cond_dim)
@@ -892,7 +989,7 @@ class Encoder(Transformer):
 
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, mask, rows_of_targets, condition, rotary=rotary)
+            x = block(x, mask, rows_of_targets, condition, rotation=rotation)
         return self.final_norm(x, rows_of_targets, condition)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -953,19 +1050,19 @@ def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
 # ---- waves ---------------------------------------------------------------------------------------
 
 
-def rotary_angles(length: int, head_dim: int, device, dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle of each position and coordinate, (T, 1, D/H) each."""
+def rotary_angles(positions: int, head_dim: int, device=None) -> Tensor:
+    """Cosines and sines of the angles of each position, float64 (positions, 2, D/H / 2)."""
     exact = {"device": device, "dtype": torch.float64}
     frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
-    angle = torch.arange(length, **exact)[:, None] * frequency
-    angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = torch.arange(positions, **exact)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021) of (B, T, H, D/H) by (T, 1, D/H) angles, in halves."""
+    """Rotary embedding (Su et al., arXiv 2104.09864) of the vectors x, (..., H, D/H), by the angles
+    whose cosines and sines are given, (..., 1, D/H / 2): coordinate i turns with i + D/H / 2."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def sinusoids(rows: int, dim: int, std: float) -> Tensor:

@@ -50,19 +50,18 @@ def encoder_outputs(config, params, tokens, masked, sigma=None):
 
 def _sequence(config, params, tokens, order, group):
     stream = []
+    own, targets = [0] + [p + 1 for p in order[:-1]], [p + 1 for p in order]  # 0: of the start
     for i, target in enumerate(order):
-        if i == 0:
-            x = params["start"] + params["wpe.weight"][0]
-        else:
-            previous = order[i - 1]
-            x = params["wte.weight"][tokens[previous]] + params["wpe.weight"][previous + 1]
+        x = params["start"] if i == 0 else params["wte.weight"][tokens[order[i - 1]]]
+        if config.position != "rotary":
+            x = x + params["wpe.weight"][own[i]]
         if config.target == "input":
             x = x + params["wtpe.weight"][target]
         stream.append(x)
     first = 1 if config.start == "hidden" else 0  # the first input that later steps see
     seen = [range(min(i, first), i + 1) for i in range(len(order))]
     if config.target == "two_stream":
-        stream = _query_stream(config, params, stream, seen, order, group)
+        stream = _query_stream(config, params, stream, seen, own, targets, group)
     else:
         conditions = (
             [params["wtpe.weight"][target] for target in order]
@@ -74,7 +73,9 @@ def _sequence(config, params, tokens, order, group):
             if config.target in ("shared", "per_block"):
                 table = params["wtpe.weight" if config.target == "shared" else name + "wtpe.weight"]
                 stream = [x + table[target] for x, target in zip(stream, order, strict=True)]
-            stream = _block(config, params, name, stream, conditions, seen)
+            # A plain GPT is not told its target, by rotation either.
+            turned = own if config.target == "none" else targets
+            stream = _block(config, params, name, stream, conditions, seen, own, turned)
     outputs = _outputs(config, params, stream, conditions if config.target == "adaln" else None)
     result = [
         logits[tokens[t]] - logits.exp().sum().log()
@@ -83,19 +84,23 @@ def _sequence(config, params, tokens, order, group):
     return torch.stack(result)
 
 
-def _query_stream(config, params, content, seen, order, group):
+def _query_stream(config, params, content, seen, own, targets, group):
     """Final states of the query stream, which starts from a learned vector plus its position (row 0
     of the position table is the start's) and reads the contents of the groups before its own:
     inputs 0 ([None]) to the group's start. Both streams share all weights; queries are never
     keys."""
-    queries = [params["query"] + params["wpe.weight"][target + 1] for target in order]
-    seen_by_query = [range(i - i % group + 1) for i in range(len(order))]
+    queries = [
+        params["query"] + (0 if config.position == "rotary" else params["wpe.weight"][target])
+        for target in targets
+    ]
+    seen_by_query = [range(i - i % group + 1) for i in range(len(targets))]
     for layer in range(config.n_layer):
         name = f"blocks.{layer}."
         keys = [_norm(config, params, name + "norm1.", x) for x in content]
         asking = [_norm(config, params, name + "norm1.", x) for x in queries]
-        contents = _attention(config, params, name + "attn.", keys, seen)
-        answers = _attention(config, params, name + "attn.", keys, seen_by_query, asking)
+        attention = (config, params, name + "attn.", keys)
+        contents = _attention(*attention, seen, own, own)
+        answers = _attention(*attention, seen_by_query, own, targets, asking)
         plain = _modulation(config, params, name, None)
         content = [
             _residual(config, params, name, x, a, plain)
@@ -113,10 +118,12 @@ def _encoded(config, params, tokens, masked, sigma):
     for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
         x = params["wte.weight"][config.mask_token if hidden else token]
         stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
-    seen = [range(len(tokens))] * len(tokens)
+    positions = range(len(tokens))
+    seen = [positions] * len(tokens)
     conditions = None if sigma is None else [_noise_condition(config, params, sigma)] * len(tokens)
     for layer in range(config.n_layer):
-        stream = _block(config, params, f"blocks.{layer}.", stream, conditions, seen)
+        name = f"blocks.{layer}."
+        stream = _block(config, params, name, stream, conditions, seen, positions, positions)
     return torch.stack(_outputs(config, params, stream, conditions))[:, : config.mask_token]
 
 
@@ -141,14 +148,16 @@ def _outputs(config, params, stream, conditions):
     return result
 
 
-def _block(config, params, name, stream, conditions, seen):
+def _block(config, params, name, stream, conditions, seen, key_positions, query_positions):
     conditions = [None] * len(stream) if conditions is None else conditions
     modulations = [_modulation(config, params, name, c) for c in conditions]
     normed = [
         _norm(config, params, name + "norm1.", x) * (1 + scale1) + shift1
         for x, (shift1, scale1, *_) in zip(stream, modulations, strict=True)
     ]
-    attended = _attention(config, params, name + "attn.", normed, seen)
+    attended = _attention(
+        config, params, name + "attn.", normed, seen, key_positions, query_positions
+    )
     rows = zip(stream, attended, modulations, strict=True)
     return [_residual(config, params, name, x, a, modulation) for x, a, modulation in rows]
 
@@ -169,9 +178,9 @@ def _residual(config, params, name, x, attended, modulation):
     return x + gate2 * _linear(config, params, name + "mlp.proj.", _gelu(config, h))
 
 
-def _attention(config, params, name, stream, seen, queries=None):
+def _attention(config, params, name, stream, seen, key_positions, query_positions, queries=None):
     """Output of every step of `queries` (the stream itself by default), which sees the inputs
-    seen[i] and no other."""
+    seen[i] and no other. The positions count where keys and queries are rotated."""
     width, heads = config.n_embd, config.n_head
     size = width // heads
     qkv = [_linear(config, params, name + "qkv.", x) for x in stream]
@@ -184,11 +193,12 @@ def _attention(config, params, name, stream, seen, queries=None):
         for h in range(heads):
             part = slice(h * size, (h + 1) * size)
             query = _head_norm(config, params, name + "q_norm.", asking[i][:width][part])
-            query = _rotated(config, query, i)
+            query = _rotated(config, query, query_positions[i])
             scores, values = [], []
             for j in seen[i]:
                 key = _head_norm(config, params, name + "k_norm.", qkv[j][width : 2 * width][part])
-                scores.append((query * _rotated(config, key, j)).sum() / math.sqrt(size))
+                key = _rotated(config, key, key_positions[j])
+                scores.append((query * key).sum() / math.sqrt(size))
                 values.append(qkv[j][2 * width :][part])
             weights = torch.stack(scores).exp()
             weights = weights / weights.sum()
@@ -199,7 +209,7 @@ def _attention(config, params, name, stream, seen, queries=None):
 
 def _rotated(config, x, position):
     """Coordinates i and i + size / 2 turned by the angle position * 10000 ** (-2 i / size)."""
-    if config.position != "rotary":
+    if config.position == "learned":
         return x
     half = len(x) // 2
     angles = [position * 10000 ** (-2 * i / len(x)) for i in range(half)]
@@ -565,6 +575,8 @@ DECODERS = {
     "shared": {"target": "shared"},
     "per_block": {"target": "per_block"},
     "two_stream": {"target": "two_stream"},
+    "AO-GPT, rotary": {"position": "rotary"},
+    "target rotary": {"position": "rotary", "target": "rotary"},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
 ROTARY_BLOCKS = {

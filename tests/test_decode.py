@@ -92,9 +92,10 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
     [("AO-GPT", seed, mode) for seed in (0, 1) for mode in AOGPT_MODES]
     + [
         (system, 3, mode)
-        for system in ("two_stream", "sigma-GPT", "shared", "per_block")
+        for system in ("two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary")
         for mode in DECODER_MODES
     ]
+    + [("target rotary", 1, mode) for mode in (*DECODER_MODES, "l2r 2", "exact 3", "speculative 3")]
     + [(system, 2, mode) for system in ENCODERS for mode in ENCODER_MODES],
 )
 def test_samples_match_enumeration(system, seed, mode):
@@ -317,7 +318,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     model, given = text_model(system), some_given(7, LENGTH, seed=7)
     given[2:4] = False
     # relative: without any token given, no position is preferred to another
-    if model.config.position == "rotary":
+    if system in ("RADD", "SEDD", "target rotary"):
         given[:, 0] = True
     plan, tokens = (
         make_plan(mode, 7, LENGTHS, given, seed=8),
@@ -670,7 +671,7 @@ def narrow(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD"])
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD", "target rotary"])
 def test_what_a_sample_takes_is_counted_to_the_byte(system, dtype):
     """Keys and values, and every buffer that has a row for each sample."""
     model = text_model(system, dtype)

@@ -97,7 +97,7 @@ def test_an_ensemble_of_one_member_is_the_model_itself():
     assert cheap_gains(model, tokens, (1,), 7, 2, rows, 4).abs().max() == 0
 
 
-@pytest.mark.parametrize("system_name", ["AO-GPT", "sigma-GPT", "two_stream"])
+@pytest.mark.parametrize("system_name", ["AO-GPT", "sigma-GPT", "two_stream", "target rotary"])
 def test_no_cheap_gain_is_a_loss_and_larger_ensembles_gain_more_on_average(system_name):
     model = make_system(system_name, scale=2.0)
     tokens = random_tokens(8, 400, 8, seed=0)

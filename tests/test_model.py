@@ -24,6 +24,11 @@ from model import AOGPT, Encoder, KVCache, ModelConfig, ParallelPass, Permutatio
 LENGTH = TINY["block_size"]
 VARIANTS = {name: (name, {}) for name in DECODERS} | {
     "no target": ("AO-GPT", {"target": "none"}),
+    "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
+    "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
+    "two_stream, rotary": ("two_stream", {"position": "rotary"}),
+    "per_block, tables and rotary": ("per_block", {"position": "both"}),
+    "sigma-GPT, rotary": ("sigma-GPT", {"position": "rotary"}),
     "layernorm, tied": ("AO-GPT", {"norm": "layernorm", "tied_head": True}),
     "no bias, tanh, no qk-norm": (
         "AO-GPT",
@@ -67,7 +72,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
     assert expected.std() > 0.3 or length < 3  # the weights matter: these are not nearly equal
 
 
-@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2"])
+@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "AO-GPT, rotary"])
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     """The reference indexes one token's conditioning at a time, so its gradient is autograd's own;
     the model's adaLN rows come back through `PermutationGather`. Gradients here are of size 1: 1e-9
@@ -93,7 +98,7 @@ def test_two_backward_passes_are_bitwise_equal():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "no target"])
+@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "no target", "target rotary"])
 def test_the_probabilities_of_all_sequences_sum_to_one_under_every_order(variant):
     """A leak of the token to be predicted, or of a later one, would break the normalisation."""
     model, sequences = make_variant(variant, 5, vocab_size=3), all_sequences(3, 4)
@@ -262,7 +267,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("spares", [(0, 0, 0), (5, 3, 2)], ids=["tight", "padded"])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("system", ["AO-GPT", "sigma-GPT", "two_stream"])
+@pytest.mark.parametrize("system", ["AO-GPT", "sigma-GPT", "two_stream", "target rotary"])
 @torch.no_grad()
 def test_cached_logits_are_those_of_the_uncached_forward(system, groups, spares):
     """Float32, logits of size 1 to 5: both ways round at about 1e-6 and differ in summation order
@@ -421,9 +426,10 @@ REFUSED += [
     (ENCODER | {"mask_token": -1}, "mask_token is -1"),
     ({"mask_token": 257}, "mask_token = 257 is for encoders"),
     ({"noise": True}, "noise = True is for encoders"),
-    ({"position": "rotary"}, "position = 'rotary' is for encoders"),
+    ({"target": "rotary"}, "target = 'rotary'.*set model.position to 'rotary'"),
     (ENCODER | {"target": "adaln"}, "target is 'adaln', but an encoder"),
     (ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
+    ({"position": "both", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
     ({"target": "two_stream", "start": "hidden"}, "start = 'hidden'"),
 ]
 

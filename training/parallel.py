@@ -63,6 +63,7 @@ def build(
         checkpoint_activations(block, config)
         shard(block)
     materialize(model, "", weights, config, procs, empty)
+    model.make_angles(procs.device)
     if config.model.tied_head:  # each has been given a tensor of its own
         model.head.weight = model.wte.weight
     shard(model)
@@ -172,7 +173,8 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
     model."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # Buffers follow from the configuration, so there is none to send around.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def gradient_exchange(
