@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,7 +27,7 @@ from checkpoints import background, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
-from training import parallel, plots
+from training import muon, parallel, plots
 from training import state as states
 from training.batches import micro_batches
 
@@ -83,6 +85,33 @@ def steps(config, procs):
         rows.append([loss.item(), norm.item(), count.number])
     batches.close()
     return rows
+
+
+SHAPES = [(12, 4, 3), (4, 4, 1), (5, 8, 1), (3, 7, 1), (8, 2, 1)]  # and the parts of a matrix
+
+
+def orthogonal(config, procs):
+    """What Muon makes of the first 1, 3 and all of some matrices; every process must get it."""
+    generator = torch.Generator().manual_seed(3)
+    matrices = [torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES]
+    parts = [parts for *_, parts in SHAPES]
+    if config.train.parallel == "fsdp":
+        mesh = init_device_mesh("cpu", (procs.world_size,))
+        matrices = [distribute_tensor(m, mesh, [Shard(0)]) for m in matrices]
+    results = []
+    for count in (1, 3, len(SHAPES)):
+        updates = muon.orthogonal_updates(matrices[:count], parts[:count])
+        if config.train.parallel == "fsdp":
+            pairs = zip(matrices, updates, strict=False)
+            placed = {"device_mesh": mesh, "placements": [Shard(0)]}
+            updates = [
+                DTensor.from_local(u, **placed, shape=m.shape, stride=m.stride()).full_tensor()
+                for m, u in pairs
+            ]
+        for theirs in procs.gather(updates) or []:
+            assert all(map(torch.equal, theirs, updates))
+        results.append(updates)
+    return results
 
 
 class Reductions(TorchDispatchMode):

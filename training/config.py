@@ -62,7 +62,9 @@ class OptimConfig(_Section):
     lr: Amount = 6e-4
     """Peak learning rate."""
     min_lr_ratio: Ratio = 0.1
-    """The cosine ends at lr * min_lr_ratio."""
+    """The rate ends at lr * min_lr_ratio."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """How the rate falls after its warm-up."""
     warmup_steps: NonNegative = 2000
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
@@ -74,11 +76,10 @@ class OptimConfig(_Section):
     """Decay of the averaged weights, warmed up as min(ema_decay, (1 + t) / (10 + t))."""
     kind: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of attention and MLP, AdamW with lr and the betas for all other
-    weights. Unlike AdamW alone it waits for the device in every step, to learn whether the
-    gradients are finite."""
-    muon_lr: Amount = 6e-4
-    """Muon's peak learning rate, on lr's schedule. Its updates are scaled to the size of AdamW's:
-    start from AdamW's rate."""
+    weights."""
+    muon_lr: Amount = 0.02
+    """Muon's peak learning rate, on lr's schedule. Its updates are orthogonal matrices, so it does
+    not compare with AdamW's, and carries over from width to width."""
     muon_momentum: BelowOne = 0.95
 
 

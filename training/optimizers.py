@@ -1,8 +1,7 @@
 """Optimizers and the learning-rate schedule: AdamW for everything, or Muon for the matrices of the
 blocks and AdamW for the rest.
 
-Muon: Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon; its scale here: Moonlight
-(arXiv 2502.16982). PyTorch has both optimizers; here stands only which weights are whose."""
+AdamW is PyTorch's, Muon stands in muon.py; here stands which weights are whose."""
 
 from __future__ import annotations
 
@@ -12,20 +11,23 @@ import torch
 
 from model import Transformer
 from training.config import Config
+from training.muon import Muon
 
 # ---- learning rates ------------------------------------------------------------------------------
 
 
 def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
-    """Linear warm-up to `peak` (default optim.lr), then a cosine to peak * min_lr_ratio at the end
-    of the run."""
+    """Linear warm-up to `peak` (default optim.lr), then down to peak * min_lr_ratio at the end of
+    the run, along half a cosine or a straight line."""
     o = config.optim
     peak = o.lr if peak is None else peak
     if step < o.warmup_steps:
         return peak * (step + 1) / o.warmup_steps
     done = (step - o.warmup_steps) / max(1, config.train.steps - o.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))  # from 1 down to 0
-    return peak * (o.min_lr_ratio + (1 - o.min_lr_ratio) * cosine)
+    left = 1 - min(1.0, done)  # from 1 down to 0
+    if o.schedule == "cosine":
+        left = 0.5 * (1 - math.cos(math.pi * left))
+    return peak * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
 
 
 def learning_rates(step: int, config: Config) -> dict[str, float]:
@@ -40,7 +42,7 @@ def learning_rates(step: int, config: Config) -> dict[str, float]:
 def set_learning_rates(optimizer, rates: dict[str, float]) -> None:
     """Give every parameter group its rate."""
     for group in optimizer.param_groups:
-        of_muon = "ns_steps" in group  # only Muon has Newton-Schulz steps
+        of_muon = "parts" in group  # AdamW's groups have none
         group["lr"] = rates["muon_lr" if of_muon else "lr"]
 
 
@@ -48,8 +50,7 @@ def set_learning_rates(optimizer, rates: dict[str, float]) -> None:
 
 
 def make_optimizer(model: Transformer, config: Config) -> torch.optim.AdamW | MuonAdamW:
-    """What optim.kind says; weight decay on matrices only. Raises ValueError where PyTorch has no
-    Muon."""
+    """What optim.kind says; weight decay on matrices only."""
     o = config.optim
     matrices = muon_matrices(model) if o.kind == "muon" else {}
     rest = [p for name, p in model.named_parameters() if name not in matrices]
@@ -60,20 +61,9 @@ def make_optimizer(model: Transformer, config: Config) -> torch.optim.AdamW | Mu
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
     if o.kind == "adamw":
         return adamw
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"optim.kind = 'muon' needs PyTorch 2.9 or newer, but this is {torch.__version__}; "
-            "upgrade torch, or set optim.kind to 'adamw'"
-        )
-    muon = torch.optim.Muon(
-        matrices.values(),
-        lr=o.muon_lr,
-        weight_decay=o.weight_decay,
-        momentum=o.muon_momentum,
-        # Muon's update is orthogonal: its elements shrink as a matrix grows. Scaled to the root
-        # mean square of AdamW's updates, 0.2, the same rate and weight decay mean the same to both.
-        adjust_lr_fn="match_rms_adamw",
-    )
+    fused = [p for name, p in matrices.items() if name.endswith("qkv.weight")]
+    whole = [p for name, p in matrices.items() if not name.endswith("qkv.weight")]
+    muon = Muon(whole, fused, o.muon_lr, o.weight_decay, o.muon_momentum)
     return MuonAdamW(adamw, muon)
 
 
@@ -82,8 +72,7 @@ def muon_matrices(model: Transformer) -> dict[str, torch.nn.Parameter]:
     Muon applies.
 
     Not its own: embeddings, position tables and the head, whose rows belong to tokens or positions,
-    and the layers of adaLN and the noise level, which read a small conditioning vector. The fused
-    qkv matrix counts as one.
+    and the layers of adaLN and the noise level, which read a small conditioning vector.
     """
     return {
         name: p
@@ -96,7 +85,7 @@ class MuonAdamW:
     """Muon for some weights and AdamW for the others, behind the methods of one optimizer that
     training uses."""
 
-    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Optimizer):
+    def __init__(self, adamw: torch.optim.AdamW, muon: Muon):
         self.adamw, self.muon = adamw, muon
 
     @property
@@ -115,13 +104,10 @@ class MuonAdamW:
 def move(optimizer, finite: torch.Tensor) -> None:
     """Move the weights by their gradients if `finite`, a 0-dimensional tensor, is 1; leave
     everything, the optimizer's state included, if it is 0."""
-    if isinstance(optimizer, MuonAdamW):
-        if finite.item():  # waits for the device: Muon has no other way to leave out a step
-            optimizer.step()
-        return
-    # Fused AdamW reads `found_inf` on the device, as it does for torch.amp.GradScaler. To ask
-    # `finite` here would make the CPU wait until the GPU has ended the step, in every step.
-    optimizer.grad_scale, optimizer.found_inf = None, 1 - finite.float()
+    # Fused AdamW reads `found_inf` on the device, as it does for torch.amp.GradScaler, and so does
+    # Muon. To ask `finite` here would make the CPU wait until the GPU has ended the step.
+    for each in optimizers(optimizer):
+        each.grad_scale, each.found_inf = None, 1 - finite.float()
     optimizer.step()
 
 
