@@ -80,6 +80,14 @@ class PyDocs(Dataset):
         return {files.split or "train": PythonDocs()}
 
 
+class Stories(Dataset):
+    """Nine books for children (1865 to 1907, public domain), a document for each chapter."""
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        path = Path(__file__).with_name("stories.jsonl.xz")
+        return {files.split or "train": LocalFiles((path,), TEXT_FILES, files.field)}
+
+
 class Text(Dataset):
     def corpora(self, files: Files) -> dict[str, Corpus]:
         paths = {"train": files.source, "val": files.val, "test": files.test}
@@ -240,6 +248,7 @@ EVALUATION_SETS = (
 DATASETS: dict[str, Dataset] = {
     dataset.name: dataset
     for dataset in (
+        Stories(name="stories", tokenizer="english", val_fraction=0.05),
         PyDocs(name="pydocs", tokenizer="bytes", val_fraction=0.05),
         Text(name="text", val_fraction=0.05, source="always"),
         OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),

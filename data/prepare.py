@@ -59,7 +59,7 @@ Writes a folder with train.bin, val.bin or test.bin and meta.json, for the loade
 interrupted run leaves nothing behind; a finished dataset is not made twice.
 
 examples:
-  python data/prepare.py pydocs
+  python data/prepare.py stories
   python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
   python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
   python data/prepare.py ptb
@@ -79,7 +79,8 @@ class Prepare:
     """The command line of this script. Its help keeps the line breaks of these texts."""
 
     name: str
-    """pydocs: the English that comes with Python, 2 MB, no download.
+    """stories: nine books for children, 2.7 MB, no download.
+    pydocs: the English that comes with Python, 2 MB, no download.
     text: your own files, given with --source.
     openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
     wikitext2, wikitext103, ptb, lambada, lm1b: the evaluation sets of the
@@ -98,9 +99,10 @@ class Prepare:
     test: Annotated[tuple[Path, ...], _option("FILE ...", "no test split")] = ()
     """text: files of the test split."""
     tokenizer: Annotated[
-        str | None, _option("gpt2|bytes", "bytes for pydocs, gpt2 for the others")
+        str | None,
+        _option("gpt2|english|bytes", "english for stories, bytes for pydocs, gpt2 for the others"),
     ] = None
-    """GPT-2's byte-pair encoding, or bytes as they are."""
+    """GPT-2's byte-pair encoding, a small one of 2048 ids, or bytes as they are."""
     field: Annotated[str | None, _option("KEY", "sentence for ptb, text for the others")] = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     split: Annotated[
@@ -118,7 +120,7 @@ class Prepare:
     block_size: Annotated[Count | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
     """sedd: tokens of a block. A model of another needs the dataset prepared again."""
     val_fraction: Annotated[
-        ValFraction | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for text and pydocs")
+        ValFraction | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for the others")
     ] = None
     """Share of the documents that becomes the validation split:
     one out of every 1/SHARE in a row, drawn from the seed;
@@ -278,7 +280,7 @@ def metadata(
         {"split": split, **part} for split, corpus in corpora.items() for part in corpus.describe()
     ]
     packages = {package for corpus in corpora.values() for package in corpus.packages}
-    packages |= {"numpy", *(["tiktoken"] if tokenizer.name == "gpt2" else [])}
+    packages |= {"numpy", *(["tiktoken"] if tokenizer.name != "bytes" else [])}
     versions = {package: version(package) for package in sorted(packages)}
     return {
         "format": FORMAT,
@@ -358,7 +360,7 @@ def report(target: Path, meta: dict) -> None:
         name = settings["dataset"] if target == home else _shown(target)
         print(f"next: python eval_ppl.py RUN --datasets {name}")
         return
-    config = "quickstart" if meta["tokenizer"] == "bytes" else "own_text"
+    config = "own_text" if meta["tokenizer"] == "gpt2" else "quickstart"
     if settings["dataset"] == "openwebtext":
         config = "aogpt_small"
     options = f"--name {target.name} --data.folder {_shown(target)}"

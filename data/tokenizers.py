@@ -1,14 +1,17 @@
-"""Tokenizers: text <-> ids, under two names.
+"""Tokenizers: text <-> ids, under three names.
 
-gpt2   GPT-2's byte-pair encoding, 50257 ids; read from tiktoken's `r50k_base`, which has the same
-       ids in one file
-bytes  the UTF-8 bytes themselves, 256 ids and one for end-of-text: needs no file, suits small
-       models
+gpt2     GPT-2's byte-pair encoding, 50257 ids; read from tiktoken's `r50k_base`, which has the same
+         ids in one file
+english  a small byte-pair encoding, 2048 ids, learned from English stories (learn_vocabulary.py):
+         for small models, whose parameters and time a large vocabulary would use up
+bytes    the UTF-8 bytes themselves, 256 ids and one for end-of-text: needs no file
 """
 
+import base64
 import codecs
 import functools
 import re
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,11 +21,13 @@ from runtime.ranges import check_value
 END_OF_TEXT = "<|endoftext|>"
 # \s of tiktoken's regular expressions (Unicode White_Space); Python's \s holds U+001C-U+001F too
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+# How GPT-2 cuts a text into words, inside of which pairs are merged.
+GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LONG_SPACE = 100_000  # characters of white space in a row, at which a text is cut
 
 
 class Tokenizer:
-    """What the two tokenizers share.
+    """What the tokenizers share.
 
     Attributes: `name`; `vocab_size` (ids run from 0 to vocab_size - 1); `eot`, the id that ends a
     document.
@@ -98,16 +103,11 @@ class BytesTokenizer(Tokenizer):
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
 
 
-class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding; 50256 ends a document. Raises ValueError when its file cannot be
-    had."""
+class BytePairTokenizer(Tokenizer):
+    """A byte-pair encoding of tiktoken; the id after the last of its vocabulary ends a document."""
 
-    name = "gpt2"
-    vocab_size = 50257
-    eot = 50256
-
-    def __init__(self):
-        self._encoding = _load_r50k()
+    def __init__(self, encoding):
+        self._encoding = encoding
 
     def encode_array(self, text: str) -> np.ndarray:
         text = _without_lone_surrogates(text)
@@ -123,25 +123,64 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode_bytes(ids)
 
 
-TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}
+class GPT2Tokenizer(BytePairTokenizer):
+    """GPT-2's byte-pair encoding. Raises ValueError when its file cannot be had."""
+
+    name = "gpt2"
+    vocab_size = 50257
+    eot = 50256
+
+    def __init__(self):
+        super().__init__(_load_r50k())
+
+
+class EnglishTokenizer(BytePairTokenizer):
+    """The byte-pair encoding of data/english.tiktoken."""
+
+    name = "english"
+    vocab_size = 2048
+    eot = 2047
+
+    def __init__(self):
+        super().__init__(_load_english(self.eot))
+
+
+TOKENIZERS = {"gpt2": GPT2Tokenizer, "english": EnglishTokenizer, "bytes": BytesTokenizer}
 
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name` ("gpt2" or "bytes"). Raises ValueError for any other name."""
+    """The tokenizer called `name`, one of TOKENIZERS. Raises ValueError for any other name."""
     check_value(name, Literal[tuple(TOKENIZERS)], "the tokenizer")
     return TOKENIZERS[name]()
 
 
-def _load_r50k():
+def _tiktoken(name: str):
     # imported here: whoever works with bytes needs neither tiktoken nor its file
     try:
         import tiktoken
     except ImportError as error:
         raise ValueError(
-            "the gpt2 tokenizer needs the package tiktoken: pip install tiktoken, "
+            f"the {name} tokenizer needs the package tiktoken: pip install tiktoken, "
             "or use the bytes tokenizer (--tokenizer bytes)"
         ) from error
+    return tiktoken
+
+
+def _load_english(eot: int):
+    lines = Path(__file__).with_name("english.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(i) for token, i in map(bytes.split, lines)}
+    return _tiktoken("english").Encoding(
+        "english",
+        pat_str=GPT2_WORDS,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: eot},
+        explicit_n_vocab=eot + 1,
+    )
+
+
+def _load_r50k():
+    tiktoken = _tiktoken("gpt2")
     try:
         return tiktoken.get_encoding("r50k_base")
     # requests' errors, OSErrors, a hash that does not match: one remedy for all
