@@ -169,7 +169,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     check_arguments(a)
-    loaded = load(a.run, a.weights, procs.device)
+    loaded = load(a.run, a.weights, procs.device, a.block_size)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     orders = choose_orders(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]

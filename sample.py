@@ -85,7 +85,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     a = with_mode_defaults(a)
     check_files(a)
     requests = read_requests(a)
-    loaded = load(a.run, a.weights, procs.device)
+    loaded = load(a.run, a.weights, procs.device, a.block_size)
     dtype = pick_dtype(a.dtype, procs.device)
     tokenizer = get_tokenizer(loaded.tokenizer)
     block_size = loaded.model.config.block_size
