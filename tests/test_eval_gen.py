@@ -588,7 +588,9 @@ def test_bad_arguments_are_refused_before_any_work(script, run, encoder, plain, 
 
 def test_a_model_without_a_start_token_is_sent_to_sample_py(script, run, monkeypatch):
     load = eval_gen.load
-    monkeypatch.setattr(eval_gen, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
+    monkeypatch.setattr(
+        eval_gen, "load", lambda *a, **k: dataclasses.replace(load(*a, **k), scored_from=1)
+    )
     assert "make samples with sample.py --prompt" in fails(script, run, "--judge", run)
 
 

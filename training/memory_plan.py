@@ -289,7 +289,8 @@ def block_bytes(config: Config, checkpointing: str) -> int:
     kept += streams * (h * D + f * H)  # attention's output, log-sum-exp
     if m.qk_norm:
         kept += (2 + queries) * f * H  # the statistics of queries and keys
-    kept += (m.qk_norm + m.rotates) * (2 + queries) * h * D  # queries and keys, normed and rotated
+    if m.qk_norm or m.rotates:
+        kept += (2 + queries) * h * D  # queries and keys, normalised or rotated
     kept += streams * 8 * h * D  # the MLP, before and after GELU
     if m.target == "adaln":
         kept += 8 * h * D  # its table; that of the noise level has a row a sequence, not a token
