@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import string
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ LEGEND = (
 )
 SAMPLER_WIDTH = len("speculative 128")
 WARM_UP_TOKENS = 8
+WORDS_CHUNK = 1_000_000  # tokens of a training text that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +148,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check(a)
     samplers = samplers_of(a)
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
-    judge = load_judge(a.judge, procs.device)
     vocabulary = training_words(a.words_of) if a.words_of else None
+    judge = load_judge(a.judge, procs.device)
     models = {run: load(run, a.weights, block_size=a.block_size) for run in a.runs}
     samplers = [fit_to_model(sampler, models[sampler.run]) for sampler in samplers]
 
@@ -197,10 +199,15 @@ def check(a: Arguments) -> None:
 
 
 def training_words(name: str) -> frozenset[str]:
-    """The words of a dataset's training text."""
+    """The words of a dataset's training text, which may be too long to be held whole."""
     folder = find_dataset(name)
-    meta = load_meta(folder)
-    return words_of(get_tokenizer(meta["tokenizer"]).decode(read_tokens(folder, "train")))
+    tokenizer, tokens = get_tokenizer(load_meta(folder)["tokenizer"]), read_tokens(folder, "train")
+    words, rest = set(), ""
+    for start in range(0, len(tokens), WORDS_CHUNK):
+        text = rest + tokenizer.decode(tokens[start : start + WORDS_CHUNK])
+        rest = text[len(text.rstrip(string.ascii_letters)) :]  # a word that may go on
+        words |= words_of(text[: len(text) - len(rest)])
+    return frozenset(words | words_of(rest))
 
 
 def samplers_of(a: Arguments) -> list[Sampler]:

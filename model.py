@@ -13,7 +13,8 @@ For T tokens x and an order s (a permutation of the positions), the input and ou
 
 so T inputs give T predictions, under ordinary causal attention *along the order*. A causal decoder
 cannot know which position it is asked for next unless it is told; AO-GPT tells every block through
-adaLN on the target position.
+adaLN on the target position. `wpe` and `wtpe` are tables; positions can also be told by rotating
+queries and keys (`Rotation`).
 
 Source: Any-Order GPT as Masked Diffusion Model (Xue et al., arXiv 2506.19935), "the paper". The
 systems that it compares AO-GPT with are settings of the same blocks (docs/systems.md).
@@ -69,7 +70,8 @@ class ModelConfig:
     modulates every normalisation (AO-GPT); shared: one full-width table added again before every
     block; per_block: a table per block; two_stream: a query stream that starts from the target
     position and reads a content stream (XLNet, A3); rotary: by the rotation of its queries alone
-    (see `position`). An encoder has "none"."""
+    (see `position`; where it sees a single input, as step 0 does, rotation tells nothing). An
+    encoder has "none"."""
     cond_dim: Count = 128
     """Width of the vector that adaLN is computed from."""
     noise: bool = False
@@ -162,7 +164,7 @@ class ModelConfig:
         return self.position != "rotary"
 
     @property
-    def ends_with_tables(self) -> bool:
+    def length_is_fixed(self) -> bool:
         """Whether a table has a row per position, so that no sequence can be longer."""
         of_targets = ("input", "adaln", "shared", "per_block")
         return self.has_position_table or self.target in of_targets
@@ -430,17 +432,27 @@ class Transformer(nn.Module):
         """Take sequences of up to so many tokens from now on. Nothing says that a model is any good
         on longer ones than it was trained on. Raises ValueError for one with tables of positions.
         """
-        if self.config.ends_with_tables and block_size != self.config.block_size:
+        if self.config.length_is_fixed and block_size != self.config.block_size:
             raise ValueError(
                 f"this model has tables of {self.config.block_size} positions and takes no other "
-                f"block size, such as {block_size}; only models whose positions and targets are "
-                "told by rotation alone do (model.position = 'rotary', model.target = 'rotary')"
+                f"block size, such as {block_size}; only models without tables do: those with "
+                "model.position = 'rotary' and, decoders, model.target = 'rotary', 'none' or "
+                "'two_stream'"
             )
         self.config = dataclasses.replace(self.config, block_size=block_size)
         self.make_angles(self.head.weight.device)
 
+    def _apply(self, *arguments, **keywords):
+        """What `.to()` and its like do to all tensors. Angles go along to another device, but a
+        model that is cast to bfloat16 keeps exact ones."""
+        super()._apply(*arguments, **keywords)
+        self.make_angles(self.head.weight.device)
+        return self
+
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs for vectors at these positions, (...) -> (..., 1, D/H / 2) each."""
+        """What `rotate` needs for vectors at these positions, (...) -> (..., 1, D/H / 2) each.
+        dtype: of the model; angles are in float32 at least."""
+        dtype = torch.promote_types(dtype, torch.float32)
         cos, sin = self.angles.to(dtype)[positions].unsqueeze(-3).unbind(-2)
         return cos, sin
 

@@ -30,7 +30,7 @@ import tyro
 from evaluation.estimates import t_quantile
 from runtime.command_line import run_script
 from runtime.files import write_json, write_text
-from runtime.ranges import Count
+from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
 from training import config as configuration
 from training.config import Config
@@ -50,7 +50,7 @@ class Arguments:
     """Arms of the track to train; none: show what is known."""
     seeds: Count = 3
     jobs: Count = 1
-    """Runs side by side, each with one thread where there are several."""
+    """Runs side by side; each has one thread."""
     markdown: Path | None = None
     """Write the table."""
 
@@ -69,6 +69,7 @@ class Arm:
 
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
+    check_values(arguments)
     track = load_track(arguments.track)
     for name in arguments.arms:
         if name not in track.arms:
@@ -109,7 +110,7 @@ class Track:
             table = values
             *path, last = key.split(".")
             for part in path:
-                table = table[part]
+                table = table.setdefault(part, {})  # an unknown key is refused below, by its name
             table[last] = value
         return configuration.from_dict(values, f"arm {arm.name}")
 
@@ -124,8 +125,12 @@ def load_track(name: str) -> Track:
     values = tomllib.loads(path.read_text())
     arms: dict[str, Arm] = {}
     for arm, table in values["arms"].items():
-        inherited = arms[table.pop("from")] if "from" in table else Arm("", {}, {}, "")
+        source = table.pop("from", None)
+        if source is not None and source not in arms:
+            raise ValueError(f"{path}: {arm} is from {source!r}, which is no arm above it")
+        inherited = arms[source] if source else Arm("", {}, {}, "")
         why, tune = table.pop("why", ""), table.pop("tune", inherited.tune)
+        tune = {key: values for key, values in tune.items() if key not in table}
         changes = inherited.changes | table
         changes = {key: value for key, value in changes.items() if key not in tune}
         arms[arm] = Arm(arm, changes, tune, why)
@@ -142,7 +147,10 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
     ]
     with ThreadPoolExecutor(a.jobs) as pool:
         tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned), grid))
-        best = min(tuning, key=lambda result: result["loss"])
+        ended = [result for result in tuning if result["loss"] is not None]
+        if not ended:
+            raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
+        best = min(ended, key=lambda result: result["loss"])
         rest = pool.map(lambda seed: run(track, arm, seed, best["tuned"]), range(1, a.seeds))
         runs = [best, *rest]
     commit = subprocess.run(
@@ -161,22 +169,23 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
 
 def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
     """What a run came to, which is trained to its end first where it is not there. A rate that is
-    too high for it to end is a result, too: an infinite loss. Raises ValueError if it fails
-    otherwise."""
+    too high for it to end is a result, too: no loss. Raises ValueError if it fails otherwise."""
     config = track.config(arm, seed, tuned)
     found = {"seed": seed, "tuned": tuned}
     metrics = config.run_folder / "metrics.jsonl"
     if not has_ended(metrics, config):
         failure = train_to_the_end(config)
         if "not finite" in failure:
-            return found | {"loss": math.inf, "l2r": math.inf, "tokens": 0, "tokens_to_goal": None}
-        if failure:
-            raise ValueError(f"{config.run_folder}: {failure}")
+            return found | {"loss": None, "l2r": None, "tokens": 0, "tokens_to_goal": None}
+        if failure or not has_ended(metrics, config):
+            stopped = "stopped before its last step; give the same command again"
+            raise ValueError(f"{config.run_folder} {failure or stopped}")
     lines = read_metrics(metrics)
     validations = [line for line in lines if LOSS in line]
     last = validations[-1]
     # The first line has the start in it.
-    speeds = [line["tokens_per_second"] for line in lines if "loss" in line][1:]
+    speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
+    speeds = speeds[1:] or speeds
     found |= {
         "loss": last[LOSS],
         "l2r": last["val_loss_l2r"],
@@ -190,10 +199,16 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
 
 
 def has_ended(metrics: Path, config: Config) -> bool:
-    """Whether a run of this configuration has been trained to its end."""
+    """Whether a run of this configuration has been trained to its end. Raises ValueError where the
+    folder holds a run of another configuration: an arm was changed since."""
     file = config.run_folder / "config.toml"
-    if not file.exists() or configuration.differences(configuration.load_toml(file), config):
+    if not file.exists():
         return False
+    if changed := configuration.differences(configuration.load_toml(file), config):
+        raise ValueError(
+            f"{config.run_folder} holds a run with another {', '.join(changed)}: the arm has been "
+            "changed since; remove the folder, or give the arm another name"
+        )
     return any(
         line["step"] == config.train.steps and LOSS in line for line in read_metrics(metrics)
     )
@@ -210,7 +225,9 @@ def train_to_the_end(config: Config) -> str:
         capture_output=True,
         text=True,
     )
-    return done.stderr.strip()[-500:] if done.returncode else ""
+    if done.returncode == 0:
+        return ""
+    return done.stderr.strip()[-500:] or f"ended with status {done.returncode}"
 
 
 def crossing(validations: list[dict], goal: float) -> float | None:
@@ -243,16 +260,15 @@ HEAD = [
 
 
 def row(track: Track, name: str, result: dict) -> list[str]:
-    runs = result["runs"]
-    losses, l2r = [r["loss"] for r in runs], [r["l2r"] for r in runs]
+    ended = [r for r in result["runs"] if r["loss"] is not None]  # others had no finite losses
+    losses, l2r = [r["loss"] for r in ended], [r["l2r"] for r in ended]
     error = math.nan
     if len(losses) > 1:
         error = t_quantile(len(losses) - 1) * statistics.stdev(losses) / len(losses) ** 0.5
-    reached = [r.get("tokens_to_goal") for r in runs]
+    reached = [r["tokens_to_goal"] for r in result["runs"]]
     to_goal = "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M"
-    minutes = statistics.mean(
-        r["tokens"] / r["tokens_per_second"] / 60 for r in runs if "tokens" in r
-    )
+    minutes = statistics.mean(r["tokens"] / r["tokens_per_second"] / 60 for r in ended)
+    runs = ended
     tuned = ", ".join(
         f"{key.rpartition('.')[2]} {value:g}" for key, value in runs[0]["tuned"].items()
     )
@@ -276,8 +292,9 @@ def table(track: Track) -> list[str]:
         for name in track.arms
         if track.result(name).exists()
     }
+    tokens = {name: max(r["tokens"] for r in result["runs"]) for name, result in known.items()}
     rows = [row(track, name, result) for name, result in known.items()]
-    rows.sort(key=lambda cells: (cells[4], float(cells[1])))
+    rows.sort(key=lambda cells: (tokens[cells[0]], float(cells[1])))
     missing = [name for name in track.arms if name not in known]
     lines = markdown_table(HEAD, rows)
     return [*lines, *([f"not run yet: {', '.join(missing)}"] if missing else [])]

@@ -120,13 +120,16 @@ def decode_uncached(
     return state.result()
 
 
+PAPER = ("causal", "adaln", "attended", "learned")
+PAPER_IN_WORDS = (
+    "a decoder with model.target = 'adaln', an attended start and learned tables of positions"
+)
+
+
 def _check(model: AOGPT) -> None:
     c = model.config
-    if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
-        raise ValueError(
-            "the baselines are of AO-GPT: a decoder with model.target = 'adaln' and an attended "
-            "start"
-        )
+    if (c.attention, c.target, c.start, c.position) != PAPER:
+        raise ValueError(f"the baselines are of AO-GPT: {PAPER_IN_WORDS}")
 
 
 def _check_plan(model: AOGPT, plan: Plan) -> None:

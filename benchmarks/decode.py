@@ -21,7 +21,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from benchmarks import common
-from benchmarks.baselines import decode_cached, decode_uncached
+from benchmarks.baselines import PAPER, PAPER_IN_WORDS, decode_cached, decode_uncached
 from benchmarks.common import SIZES, BenchOptions, Rates
 from checkpoints.load import load
 from model import AOGPT, ModelConfig, Transformer
@@ -271,11 +271,8 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
         return common.random_model(config, options.seed, device), vocab_size
     loaded = load(options.run, device=device)
     c = loaded.model.config
-    if (c.attention, c.target, c.start) != ("causal", "adaln", "attended"):
-        raise ValueError(
-            f"{options.run} is not AO-GPT: give a decoder with model.target = 'adaln' and an "
-            "attended start"
-        )
+    if (c.attention, c.target, c.start, c.position) != PAPER:
+        raise ValueError(f"{options.run} is not AO-GPT: give {PAPER_IN_WORDS}")
     return loaded.model, loaded.vocab_size
 
 

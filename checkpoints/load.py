@@ -90,14 +90,14 @@ def load(
             config, tensors, origin = read(contents, settings, weights)
         model = AOGPT(config)
         copy_parameters(model, tensors)
-        if block_size is not None:
-            model.set_block_size(block_size)
     except CheckpointError:
         raise
     except KeyError as error:
         raise CheckpointError(f"{file} is incomplete: it lacks {error}; {SUPPORTED}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
+    if block_size is not None:
+        model.set_block_size(block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 

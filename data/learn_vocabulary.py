@@ -12,15 +12,18 @@ import base64
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where `data` is a package
 
 import tyro
+from annotated_types import Interval
 
 from data.sources import TEXT_FILES, LocalFiles
 from data.tokenizers import GPT2_WORDS
-from runtime.ranges import Count
+from runtime.command_line import run_script
+from runtime.ranges import LARGEST, check_values
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,17 @@ class Learn:
     """Text files, or .jsonl files whose rows have a "text"."""
     out: Path
     """File to write."""
-    size: Count = 2047
+    size: Annotated[int, Interval(ge=256, le=LARGEST)] = 2047
     """Tokens, 256 of them single bytes; end-of-text comes on top."""
 
 
 def learn(args: Learn) -> None:
     """Write the vocabulary file. Raises ValueError for a text with too few pairs."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError("this needs the package tokenizers: pip install tokenizers") from error
+    check_values(args)
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # a printable character for every byte
     tokenizer = Tokenizer(models.BPE())
@@ -69,4 +76,4 @@ def byte_of_character() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    learn(tyro.cli(Learn, description=__doc__))
+    run_script(lambda: learn(tyro.cli(Learn, description=__doc__)))

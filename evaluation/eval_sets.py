@@ -5,6 +5,7 @@ N rows of a set, B in a batch, T tokens in a block.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +52,12 @@ class EvalSet:
         return lengths
 
     def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text per token of the rows; end-of-text is a token of none."""
-        lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
+        """Mean UTF-8 bytes of text per token of the rows; end-of-text is a token of none. NaN where
+        the tokenizer's file cannot be had, which scoring does not need."""
+        try:
+            lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
+        except ValueError:
+            return math.nan
         tokens = self.dataset.tokens[: int(self.lengths().sum())]
         return float(lengths[tokens].mean())
 

@@ -70,7 +70,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
             _number(r["standard_error"], 4),
             _number(r["monte_carlo_error"], 5),
             f"{r['bits_per_token']:.4f}",
-            f"{r['bits_per_byte']:.4f}",
+            _number(r["bits_per_byte"], 4),
             f"{r['perplexity']:.3f}",
             "" if math.isnan(low) else f"{low:.3f} to {high:.3f}",
         ]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.averages import local
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial that Newton-Schulz iterates
 STEPS = 5
 STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the iteration
@@ -90,11 +92,6 @@ class Muon(torch.optim.Optimizer):
                 update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
             )
         return update
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- orthogonal matrices -------------------------------------------------------------------------

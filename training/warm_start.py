@@ -15,7 +15,8 @@ def warm_start(model: Transformer, source: Transformer) -> None:
     Every weight of the source must have its place. Where the model has adaLN and the source has
     none, adaLN starts as the identity (shift 0, scale 0, gate 1), and other target-position tables
     start at 0, so that at first the model computes exactly what the source does (a two-stream
-    decoder takes the weights, but asks a query stream instead).
+    decoder takes the weights, but asks a query stream instead; a plain GPT with rotary positions
+    rotates its queries to the position before the target, and all distances grow by one).
     """
     for name in (
         "attention",
