@@ -22,10 +22,12 @@ import tyro
 from annotated_types import Interval
 
 from checkpoints.load import Loaded, load
+from data.loader import find_dataset, load_meta, read_tokens
 from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge
 from evaluation.sample_sets import SampleSet, read_sample_sets
 from evaluation.scoring import score_samples
+from evaluation.text_measures import words_of
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.files import check_output, write_atomically, write_json, write_jsonl, write_text
@@ -55,6 +57,7 @@ COLUMNS = (
     ("distinct-2", "distinct_2", 10, ".3f"),
     ("distinct-3", "distinct_3", 10, ".3f"),
     ("repeated", "repetition_4", 8, ".3f"),
+    ("words", "known_words", 6, ".3f"),
     ("NFE", "nfe", 6, ".1f"),
     ("seconds", "seconds", 7, ".1f"),
     ("tokens/s", "tokens_per_second", 8, ".0f"),
@@ -66,8 +69,9 @@ LEGEND = (
     "drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
     "interval over samples. Scored: those tokens. Of a sample's own tokens, means over samples: "
     "entropy of their histogram in nats; distinct-n, the share of n-grams that differ from one "
-    "another; repeated, the share of 4-grams that occurred before. NFE: model calls that a sample "
-    "took part in, mean. Seconds: generation, all samples of a row."
+    "another; repeated, the share of 4-grams that occurred before. Words: the share of words "
+    "(letters only, three or more) that occur in the training text of --words-of. NFE: model calls "
+    "that a sample took part in, mean. Seconds: generation, all samples of a row."
 )
 SAMPLER_WIDTH = len("speculative 128")
 WARM_UP_TOKENS = 8
@@ -84,6 +88,8 @@ class Arguments(ModelOptions):
     samples: tuple[Path, ...] = ()
     """Score the samples of these files too, or alone: those of sample.py --jsonl or of
     --save-samples, or rows of {"text": TEXT}."""
+    words_of: str | None = None
+    """Prepared dataset: tell which share of the samples' words occurs in its training text."""
     mode: Mode = "mdm"
     """As in sample.py."""
     steps: tuple[Count, ...] | None = None
@@ -141,6 +147,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     samplers = samplers_of(a)
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)
+    vocabulary = training_words(a.words_of) if a.words_of else None
     models = {run: load(run, a.weights) for run in a.runs}
     samplers = [fit_to_model(sampler, models[sampler.run]) for sampler in samplers]
 
@@ -154,7 +161,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         print(*markdown_table(HEAD, [], NAMES, widths), sep="\n", flush=True)
     judged = []
     for samples in itertools.chain(make_samples(samplers, models, dtype, procs), read):
-        row = score_samples(samples, judge, a.batch_size or BATCH_SIZE, procs)
+        row = score_samples(samples, judge, a.batch_size or BATCH_SIZE, procs, vocabulary)
         result["rows"].append(row)
         judged.append(samples)
         if procs.main:
@@ -187,6 +194,13 @@ def check(a: Arguments) -> None:
         )
     if len(set(a.runs)) < len(a.runs):
         raise ValueError("a run is named twice; name each once")
+
+
+def training_words(name: str) -> frozenset[str]:
+    """The words of a dataset's training text."""
+    folder = find_dataset(name)
+    meta = load_meta(folder)
+    return words_of(get_tokenizer(meta["tokenizer"]).decode(read_tokens(folder, "train")))
 
 
 def samplers_of(a: Arguments) -> list[Sampler]:

@@ -1,14 +1,13 @@
 """How few tokens does an any-order model need? Train arms of a track and print their lines.
 
-    python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --tokenizer bytes --out data/books_bytes
-    python speedrun.py bytes                        # the arms of the track, and what is known of them
+    python speedrun.py bytes                        # the arms of a track, and what is known of them
     python speedrun.py bytes paper fast --jobs 2    # train them: resumed if cut off
     python speedrun.py bytes --markdown FILE        # the leaderboard
 
 A track fixes data, block size, evaluation and a goal, an any-order validation loss. An arm is a
 config with a few keys changed (configs/speedrun/TRACK.toml). Every arm is tuned in the same way:
 seed 0 is trained with each value under its `tune`, the lowest any-order loss at the end decides,
-and the other seeds are trained with that value. Results are kept in results/speedrun/TRACK/ARM.json.
+and the other seeds are trained with that value. Results: results/speedrun/TRACK/ARM.json.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ class Track:
 
 
 def load_track(name: str) -> Track:
-    """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and a
-    table for each arm: `from` (an arm whose changes it has, too), `why`, `tune`, and dotted keys."""
+    """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
+    each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys."""
     path = TRACKS / f"{name}.toml"
     if not path.is_file():
         tracks = ", ".join(sorted(p.stem for p in TRACKS.glob("*.toml")))

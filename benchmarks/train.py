@@ -35,9 +35,19 @@ from training.averages import EMA
 from training.config import Config, OptimConfig
 from training.optimizers import make_optimizer
 
-System = Literal["aogpt", "gpt", "per-token", "aogpt-eager", "gpt-eager"]
-COMPILED = ("aogpt", "gpt")
-BASES = ("gpt", "per-token")  # the systems that the others are compared with
+System = Literal[
+    "aogpt",
+    "rotary",
+    "rotary-only",
+    "muon",
+    "gpt",
+    "per-token",
+    "aogpt-eager",
+    "rotary-eager",
+    "gpt-eager",
+]
+COMPILED = ("aogpt", "rotary", "rotary-only", "muon", "gpt")
+BASES = ("gpt", "per-token", "aogpt", "aogpt-eager")  # the systems that others are compared with
 PHASES = ("forward", "backward", "optimizer")
 TOP_OPERATIONS = 30
 
@@ -57,7 +67,8 @@ class TrainOptions(BenchOptions):
     systems: tuple[System, ...] = ("aogpt", "gpt", "per-token")
     """aogpt: AO-GPT, random orders with 10% left to right, compiled. gpt: the same model without
     target positions, left to right, compiled. per-token: AO-GPT as one writes it first
-    (benchmarks/baselines.py), uncompiled. aogpt-eager, gpt-eager: the first two, uncompiled."""
+    (benchmarks/baselines.py), uncompiled. rotary: aogpt with rotary positions; rotary-only: and
+    with its targets told by them alone; muon: aogpt moved by Muon. NAME-eager: uncompiled."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     repeats: Count = 5
     """Steps of every system that are timed, in turn; the median counts."""
@@ -215,7 +226,11 @@ class Trainee:
 
 def train_config(name: System, shape: ModelConfig, optimizer: str) -> Config:
     """A run's configuration for a system; rates and decays are the defaults."""
-    optim = OptimConfig(kind=optimizer)
+    optim = OptimConfig(kind="muon" if name == "muon" else optimizer)
+    if name.startswith("rotary"):
+        shape = dataclasses.replace(shape, position="rotary")
+    if name == "rotary-only":
+        shape = dataclasses.replace(shape, target="rotary")
     if name.startswith("gpt"):
         plain = dataclasses.replace(shape, target="none")
         return Config(model=plain, order=OrderConfig("l2r"), optim=optim)
@@ -379,8 +394,8 @@ def report(result: dict) -> str:
         f"{common.machine_line(result)}: {result['matrix_product_flops'] / 1e9:,.0f} GFLOP/s in a "
         "matrix product.",
         table(result["rows"]),
-        "x gpt, x per-token: median step relative to theirs; least and largest ratio of two steps "
-        "in the same turn.",
+        "x NAME: median step relative to that system's; least and largest ratio of two steps in "
+        "the same turn.",
         "forward, backward, optimizer (with clipping and averaging): shares of the step.",
         "MFU, of product: operations of forward and backward (AOGPT.flops_per_token) relative to "
         "the peak in the device's data sheet and to the matrix product above.",

@@ -16,6 +16,7 @@ from evaluation.text_measures import (
     corpus_perplexity,
     distinct,
     exp,
+    known_words,
     mean_and_error,
     model_calls,
     repetition,
@@ -24,11 +25,17 @@ from evaluation.text_measures import (
 from runtime.processes import Processes
 
 
-def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Processes) -> dict:
+def score_samples(
+    samples: SampleSet,
+    judge: Judge,
+    batch_size: int,
+    procs: Processes,
+    vocabulary: frozenset[str] | None = None,
+) -> dict:
     """What the judge and the measures say of a set: over all samples, and of each in `per_sample`.
 
-    Every process scores its share. batch_size: as in `Judge.score`. Raises ValueError for a sample
-    of a file that is too short to be scored."""
+    Every process scores its share. batch_size: as in `Judge.score`. vocabulary: the words that
+    `known_words` knows. Raises ValueError for a sample of a file that is too short to be scored."""
     if samples.tokenizer is None:
         how = "text"
     elif judge.has_ids_of(samples.tokenizer):
@@ -58,7 +65,9 @@ def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Proc
         perplexity = exp(nll / count) if count else math.nan
         scored = {"nll": nll, "scored_tokens": count, "perplexity": perplexity}
         step = sample.get("step")
-        results.append(scored | counts(ids, step) | measures(ids, step, speculative))
+        known = math.nan if vocabulary is None else known_words(sample["text"], vocabulary)
+        scored |= counts(ids, step) | measures(ids, step, speculative)
+        results.append(scored | {"known_words": known})
     results = sum(procs.gather(results), [])
 
     row = {"run": samples.name, "tokens_judged": how} | summary(results) | samples.cost
@@ -87,7 +96,7 @@ def measures(tokens: list[int], step: list[int] | None, speculative: bool) -> di
     }
 
 
-MEASURES = tuple(measures([], None, speculative=False))  # their names
+MEASURES = (*measures([], None, speculative=False), "known_words")  # their names
 
 
 def summary(results: list[dict]) -> dict:

@@ -7,6 +7,7 @@ corpus perplexity with its interval, and plain means. What does not exist is NaN
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -34,6 +35,18 @@ def distinct(tokens: Sequence[int], n: int) -> float:
 def repetition(tokens: Sequence[int], n: int = 4) -> float:
     """Share of a sample's n-grams that occurred in it before; NaN if it is shorter than n."""
     return 1 - distinct(tokens, n)
+
+
+def known_words(text: str, vocabulary: frozenset[str]) -> float:
+    """Share of a sample's words that are in a vocabulary: of what stands between white space, what
+    is letters only, three at least. Whether capital or small does not count. NaN for no words."""
+    words = [word.lower() for word in text.split() if len(word) >= 3 and word.isalpha()]
+    return sum(word in vocabulary for word in words) / len(words) if words else math.nan
+
+
+def words_of(text: str) -> frozenset[str]:
+    """All runs of letters in a text, in small letters: a vocabulary for `known_words`."""
+    return frozenset(re.findall(r"[^\W\d_]+", text.lower()))
 
 
 def model_calls(step: Sequence[int], speculative: bool) -> int:

@@ -9,7 +9,14 @@ import torch
 
 from evaluation import text_measures
 from evaluation.estimates import estimate
-from evaluation.text_measures import corpus_perplexity, distinct, repetition, unigram_entropy
+from evaluation.text_measures import (
+    corpus_perplexity,
+    distinct,
+    known_words,
+    repetition,
+    unigram_entropy,
+    words_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +95,11 @@ def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
     assert math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
     assert math.isnan(none["perplexity"])
     assert corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
+
+
+def test_known_words_are_those_of_the_training_text():
+    vocabulary = words_of('The well-known "Dorothy" doesn\'t walk; 2nd café_au')
+    assert vocabulary == set("the well known dorothy doesn t walk nd café au".split())
+    # of letters only, three or more: Dorothy, walked, Well and the; "it." and "ok" do not count
+    assert known_words("Dorothy walked it. ok Well the,  the\nx1y", vocabulary) == 3 / 4
+    assert math.isnan(known_words("a b, 12.", vocabulary))
