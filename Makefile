@@ -11,29 +11,35 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RUN := out/quickstart
 SMOKE := out/eval_smoke
-SMALL := --tokenizer bytes --block-size 64
-# One thread: tensors as small as the quickstart's gain nothing from a second one.
-quickstart eval-smoke soak: export OMP_NUM_THREADS ?= 1
+SMALL := --tokenizer english --block-size 128
+CHOICE := --temperature 0.8 --top-p 0.9
+# Tensors as small as the quickstart's gain nothing from more threads.
+quickstart: export OMP_NUM_THREADS ?= 2
+eval-smoke soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-all lint eval-smoke soak clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
-	@echo "== 1/5 data: the documentation of this Python installation, bytes as tokens"
-	$(PY) data/prepare.py pydocs
-	@echo "== 2/5 training: a small AO-GPT, 90% random and 10% left-to-right orders"
+	@echo "== 1/6 data: nine children's books, in tokens of a small vocabulary"
+	$(PY) data/prepare.py stories
+	@echo "== 2/6 training: a small AO-GPT, 80% random and 20% left-to-right orders"
 	$(PY) train.py configs/quickstart.toml
-	@echo "== 3/5 evaluation: perplexity left to right and in any order"
-	$(PY) eval_ppl.py $(RUN) --datasets pydocs --num-orders 2
-	@echo "== 4/5 sampling in random order, one token a step on average"
-	$(PY) sample.py $(RUN) --mode mdm --steps 64 --num-samples 2 --top-p 0.9
-	@echo "== 5/5 sampling left to right, with a prompt"
-	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 --top-p 0.9 --prompt "Return the "
-	@echo "== done. The loss curve is $(RUN)/loss.png. Try next:"
+	@echo "== 3/6 evaluation: left to right and in any order"
+	$(PY) eval_ppl.py $(RUN) --datasets stories --num-orders 2
+	@echo "== 4/6 a continuation, left to right"
+	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the"
+	@echo "== 5/6 an infill: text on both sides is given, the surest positions come first"
+	$(PY) sample.py $(RUN) --mode adaptive --num-samples 3 $(CHOICE) \
+		--infill "The old horse was tired,[MASK:24] and so they gave him some water."
+	@echo "== 6/6 in random order, and the page on which the samples fill in"
+	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html
+	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
 	@echo "   source $(VENV)/bin/activate"
-	@echo "   python sample.py $(RUN) --mode even --steps 16 --temperature 0.8   # fewer, larger steps"
-	@echo "   python train.py configs/quickstart.toml --name longer --train.steps 30000"
-	@echo "   python data/prepare.py text --source MY.txt --out data/own --tokenizer bytes   # your own text:"
+	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
+	@echo "   python eval_gen.py $(RUN) --judge $(RUN) --mode l2r --settings 0.8,0.9 --words-of stories   # real words?"
+	@echo "   python train.py configs/quickstart.toml --name longer --train.steps 5000"
+	@echo "   python data/prepare.py text --source MY.txt --out data/own --tokenizer english   # your own text:"
 	@echo "   python train.py configs/quickstart.toml --name own --data.folder data/own"
 
 test: $(VENV)/.requirements-dev lint
@@ -52,7 +58,7 @@ soak: $(VENV)/.requirements-dev
 
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }
-	test -f data/pydocs/meta.json || $(PY) data/prepare.py pydocs
+	test -f data/stories/meta.json || $(PY) data/prepare.py stories
 	test -f $(RUN)/best || $(PY) train.py configs/quickstart.toml
 	@mkdir -p $(SMOKE)
 	@echo "== 1/8 data: three evaluation sets in the packing of the SEDD protocol, in blocks of this model"
@@ -70,7 +76,8 @@ eval-smoke: $(VENV)/.requirements-dev
 	@echo "== 4/8 bfloat16, and how far it is from float32"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json
 	@echo "== 5/8 an encoder, trained for 300 steps: its ELBO"
-	$(PY) train.py configs/debug/encoder.toml --name encoder --out $(SMOKE) --train.steps 300
+	$(PY) train.py configs/debug/encoder.toml --name encoder --out $(SMOKE) --train.steps 300 \
+		--data.folder data/stories --model.block-size 128 --model.vocab-size 2112 --model.mask-token 2048
 	$(PY) eval_ppl.py $(SMOKE)/encoder --datasets $(SMOKE)/ptb $(SMOKE)/lambada --num-orders 8 --max-sequences 256 \
 		--json $(SMOKE)/elbo.json
 	@echo "== 6/8 samples of sample.py"

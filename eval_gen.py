@@ -148,7 +148,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)
     vocabulary = training_words(a.words_of) if a.words_of else None
-    models = {run: load(run, a.weights) for run in a.runs}
+    models = {run: load(run, a.weights, block_size=a.block_size) for run in a.runs}
     samplers = [fit_to_model(sampler, models[sampler.run]) for sampler in samplers]
 
     dtype = pick_dtype(a.dtype, procs.device)

@@ -1,7 +1,7 @@
 """Perplexity of a trained model on prepared text: left to right, in any order, and averaged over
 orders of the context.
 
-    python eval_ppl.py out/quickstart --datasets pydocs
+    python eval_ppl.py out/quickstart --datasets stories
     python eval_ppl.py RUN --datasets data/own --orders l2r random fixed_blockwise:block=32,seed=1
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE
@@ -169,7 +169,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     check_arguments(a)
-    loaded = load(a.run, a.weights, procs.device)
+    loaded = load(a.run, a.weights, procs.device, a.block_size)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     orders = choose_orders(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]

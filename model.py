@@ -24,6 +24,7 @@ pass, which generates, and the encoder come after it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,6 +168,12 @@ class ModelConfig:
     @property
     def has_position_table(self) -> bool:
         return self.position != "rotary"
+
+    @property
+    def ends_with_tables(self) -> bool:
+        """Whether a table has a row per position, so that no sequence can be longer."""
+        of_targets = ("input", "adaln", "shared", "per_block")
+        return self.has_position_table or self.target in of_targets
 
     @property
     def rotates(self) -> bool:
@@ -435,6 +442,19 @@ class Transformer(nn.Module):
         if self.config.rotates:
             angles = rotary_angles(self.config.block_size + 1, self.config.head_dim, device)
         self.register_buffer("angles", angles, persistent=False)
+
+    def set_block_size(self, block_size: int) -> None:
+        """Take sequences of up to so many tokens from now on. Nothing says that a model is any good
+        on longer ones than it was trained on. Raises ValueError for one with tables of positions.
+        """
+        if self.config.ends_with_tables and block_size != self.config.block_size:
+            raise ValueError(
+                f"this model has tables of {self.config.block_size} positions and takes no other "
+                f"block size, such as {block_size}; only models whose positions and targets are "
+                "told by rotation alone do (model.position = 'rotary', model.target = 'rotary')"
+            )
+        self.config = dataclasses.replace(self.config, block_size=block_size)
+        self.make_angles(self.head.weight.device)
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `rotate` needs for vectors at these positions, (...) -> (..., 1, D/H / 2) each."""

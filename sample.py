@@ -2,8 +2,8 @@
 
 Examples:
     python sample.py out/quickstart --mode mdm --steps 64
-    python sample.py out/quickstart --mode l2r --prompt "The module" --num-samples 8 --jsonl FILE
-    python sample.py out/quickstart --mode adaptive --infill "Return the [MASK:9] of it" --html FILE
+    python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
+    python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     a = with_mode_defaults(a)
     check_files(a)
     requests = read_requests(a)
-    loaded = load(a.run, a.weights, procs.device)
+    loaded = load(a.run, a.weights, procs.device, a.block_size)
     dtype = pick_dtype(a.dtype, procs.device)
     tokenizer = get_tokenizer(loaded.tokenizer)
     block_size = loaded.model.config.block_size

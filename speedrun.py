@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -37,6 +38,7 @@ from training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent
 TRACKS, RESULTS = ROOT / "configs" / "speedrun", ROOT / "results" / "speedrun"
+OUT = Path("out") / "speedrun"
 LOSS = "val_loss_random"  # of the averaged weights, nats per token
 
 
@@ -102,7 +104,7 @@ class Track:
         words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
         name = "_".join([arm.name, *words, f"s{seed}"])
         changes = arm.changes | tuned
-        changes |= {"name": name, "seed": seed, "out": f"out/speedrun/{self.name}"}
+        changes |= {"name": name, "seed": seed, "out": str(OUT / self.name)}
         for key, value in changes.items():
             table = values
             *path, last = key.split(".")
@@ -158,53 +160,71 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
 
 
 def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
-    """Train one run to its end, or find that it is there. Raises ValueError if it fails."""
+    """What a run came to, which is trained to its end first where it is not there. A rate that is
+    too high for it to end is a result, too: an infinite loss. Raises ValueError if it fails
+    otherwise."""
     config = track.config(arm, seed, tuned)
-    file = ROOT / config.run_folder / "wanted.toml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, configuration.to_toml(config))
-    threads = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "train.py", str(file)],
-        cwd=ROOT,
-        env=os.environ | threads,
-        capture_output=True,
-        text=True,
-    )
-    lines = read_metrics(file.with_name("metrics.jsonl"))
+    found = {"seed": seed, "tuned": tuned}
+    metrics = config.run_folder / "metrics.jsonl"
+    if not has_ended(metrics, config):
+        failure = train_to_the_end(config)
+        if "not finite" in failure:
+            return found | {"loss": math.inf, "l2r": math.inf, "tokens": 0, "tokens_to_goal": None}
+        if failure:
+            raise ValueError(f"{config.run_folder}: {failure}")
+    lines = read_metrics(metrics)
     validations = [line for line in lines if LOSS in line]
-    if not validations or validations[-1]["step"] != config.train.steps:
-        # A rate that is too high ends a run before its time, and that is a result, too.
-        if "not finite" in done.stderr:
-            return {"seed": seed, "tuned": tuned, "loss": float("inf"), "l2r": float("inf")}
-        raise ValueError(f"{config.run_folder}: {done.stderr.strip()[-500:]}")
+    last = validations[-1]
+    # The first line has the start in it.
     speeds = [line["tokens_per_second"] for line in lines if "loss" in line][1:]
-    last, reached = validations[-1], None
-    for before, line in zip([None, *validations], validations, strict=False):
-        if line[LOSS] <= track.goal:
-            reached = crossing(before, line, track.goal)
-            break
-    result = {
-        "seed": seed,
-        "tuned": tuned,
+    found |= {
         "loss": last[LOSS],
         "l2r": last["val_loss_l2r"],
-        "raw": last[f"{LOSS}_raw"],
         "tokens": last["tokens"],
-        "tokens_to_goal": reached,
+        "tokens_to_goal": crossing(validations, track.goal),
         "tokens_per_second": statistics.median(speeds),
         "curve": [[line["tokens"], line[LOSS], line["val_loss_l2r"]] for line in validations],
     }
-    print(f"{config.name}: any order {result['loss']:.4f}, l2r {result['l2r']:.4f}", flush=True)
-    return result
+    print(f"{config.name}: any order {found['loss']:.4f}, l2r {found['l2r']:.4f}", flush=True)
+    return found
 
 
-def crossing(before: dict | None, line: dict, goal: float) -> float:
-    """Tokens at which the loss passes the goal, on the straight line between two evaluations."""
-    if before is None:
-        return line["tokens"]
-    share = (before[LOSS] - goal) / (before[LOSS] - line[LOSS])
-    return before["tokens"] + share * (line["tokens"] - before["tokens"])
+def has_ended(metrics: Path, config: Config) -> bool:
+    """Whether a run of this configuration has been trained to its end."""
+    file = config.run_folder / "config.toml"
+    if not file.exists() or configuration.differences(configuration.load_toml(file), config):
+        return False
+    return any(
+        line["step"] == config.train.steps and LOSS in line for line in read_metrics(metrics)
+    )
+
+
+def train_to_the_end(config: Config) -> str:
+    """Train a run, in a process of one thread. Returns what it ended with, if not well."""
+    file = config.run_folder.with_name(f"{config.name}.toml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, configuration.to_toml(config))
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", file],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr.strip()[-500:] if done.returncode else ""
+
+
+def crossing(validations: list[dict], goal: float) -> float | None:
+    """Tokens at which the loss first passes the goal, on the straight line between two evaluations;
+    None if it never does."""
+    for i, line in enumerate(validations):
+        if line[LOSS] > goal:
+            continue
+        if i == 0:
+            return line["tokens"]
+        before = validations[i - 1]
+        share = (before[LOSS] - goal) / (before[LOSS] - line[LOSS])
+        return before["tokens"] + share * (line["tokens"] - before["tokens"])
+    return None
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -225,7 +245,7 @@ HEAD = [
 def row(track: Track, name: str, result: dict) -> list[str]:
     runs = result["runs"]
     losses, l2r = [r["loss"] for r in runs], [r["l2r"] for r in runs]
-    error = float("nan")
+    error = math.nan
     if len(losses) > 1:
         error = t_quantile(len(losses) - 1) * statistics.stdev(losses) / len(losses) ** 0.5
     reached = [r.get("tokens_to_goal") for r in runs]

@@ -53,7 +53,12 @@ class Loaded:
         return f"{self.path} (step {self.step}, {self.weights} weights)"
 
 
-def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> Loaded:
+def load(
+    path: str | Path,
+    weights: Literal["ema", "raw"] = "ema",
+    device="cpu",
+    block_size: int | None = None,
+) -> Loaded:
     """Load a model, in eval mode; what lies at the path is told by its content.
 
     Args:
@@ -61,6 +66,8 @@ def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu")
             weights, or a folder with one and config.json; or, where there is none of these, a
             Hugging Face repo id "org/name".
         weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
+        block_size: of longer or shorter sequences than the model was trained on
+            (`Transformer.set_block_size`).
 
     Raises CheckpointError that says what was found and what is supported.
     """
@@ -83,6 +90,8 @@ def load(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu")
             config, tensors, origin = read(contents, settings, weights)
         model = AOGPT(config)
         copy_parameters(model, tensors)
+        if block_size is not None:
+            model.set_block_size(block_size)
     except CheckpointError:
         raise
     except KeyError as error:

@@ -77,6 +77,12 @@ class Tokenizer:
             pieces[-1] += decoder.decode(b"", final=True)
         return pieces
 
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text, which is none."""
+        lengths = np.array([len(self._bytes_of([i])) for i in range(self.vocab_size)])
+        lengths[self.eot] = 0
+        return lengths
+
     def _checked(self, ids) -> list[int]:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:

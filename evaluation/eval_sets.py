@@ -20,6 +20,7 @@ from data.loader import (
     ngram_entropies,
     read_tokens,
 )
+from data.tokenizers import get_tokenizer
 
 NGRAM_TOKENS = 10_000_000  # of the training split: more do not change its entropies visibly
 
@@ -48,6 +49,12 @@ class EvalSet:
         if self.count > self.dataset.num_blocks:
             lengths[-1] = self.dataset.tail().shape[1]
         return lengths
+
+    def bytes_per_token(self) -> float:
+        """Mean UTF-8 bytes of text per token of the rows; end-of-text is a token of none."""
+        lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
+        tokens = self.dataset.tokens[: int(self.lengths().sum())]
+        return float(lengths[tokens].mean())
 
     def description(self) -> dict:
         """What a result must name for another to reproduce it: above all the file's checksum."""

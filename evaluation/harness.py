@@ -150,7 +150,7 @@ class HarnessModel(TemplateLM):
         self._device = self.procs.device
 
         if not isinstance(run, Loaded):
-            run = load(str(run), a.weights, self.device)
+            run = load(str(run), a.weights, self.device, a.block_size)
         self.loaded = run
         self.model = run.model.to(self.device)
         self.tokenizer = get_tokenizer(run.tokenizer)

@@ -11,14 +11,14 @@ from runtime.reports import markdown_table
 
 LABELS = {"l2r": "left to right", "random": "any order"}
 HEAD = ["text", "orders", "M", "nats/token", "std. error", "Monte Carlo"]
-HEAD += ["bits/token", "perplexity", "95% interval"]
+HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
 
 
 def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
     """The results of a task for the JSON report, one for each ensemble size.
 
     weights: as --weights asked for."""
-    rows = []
+    rows, bytes_per_token = [], task.eval_set.bytes_per_token()
     for size, (loss, change) in scores.estimates.items():
         contexts = scores.contexts if size > 1 else 0
         row = {
@@ -33,6 +33,7 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
             "perplexity_95": loss.interval(),
             "perplexity_95_given_data": loss.interval(given_data=True),
             "bits_per_token": loss.nll / math.log(2),
+            "bits_per_byte": loss.nll / math.log(2) / bytes_per_token,
             "gain": -change.nll if change else None,
             "gain_error": change.standard_error if change else None,
             "sequences": loss.sequences,
@@ -69,6 +70,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
             _number(r["standard_error"], 4),
             _number(r["monte_carlo_error"], 5),
             f"{r['bits_per_token']:.4f}",
+            f"{r['bits_per_byte']:.4f}",
             f"{r['perplexity']:.3f}",
             "" if math.isnan(low) else f"{low:.3f} to {high:.3f}",
         ]
@@ -83,7 +85,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
     for text, values in entropies.items():
         for name, nats in values.items():
             cells = [text, name, "", f"{nats:.4f}", "", ""]
-            cells += [f"{nats / math.log(2):.4f}", f"{math.exp(nats):.3f}"]
+            cells += [f"{nats / math.log(2):.4f}", "", f"{math.exp(nats):.3f}"]
             rows.append(cells + [""] * (len(head) - len(cells)))
     return markdown_table(head, rows, left=2)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.devices import out_of_memory
-from runtime.ranges import Seed
+from runtime.ranges import Count, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class ModelOptions:
     """Of all that is drawn at random."""
     weights: Literal["ema", "raw"] = "ema"
     """The averaged weights, where there are any, or the last ones."""
+    block_size: Count | None = None
+    """Another than the model was trained with: only for models without tables of positions."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

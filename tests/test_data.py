@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import needs_gpt2, prepared, write_jsonl
+from helpers import ROOT, needs_gpt2, prepared, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader, sources, splits
+from data.learn_vocabulary import Learn, learn
 from data.loader import (
     TokenDataset,
     dtype_name,
@@ -25,15 +26,15 @@ from data.loader import (
 )
 from data.tokenizers import TOKENIZERS, BytesTokenizer, get_tokenizer
 
-both_tokenizers = pytest.mark.parametrize(
-    "tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)]
+every_tokenizer = pytest.mark.parametrize(
+    "tokenizer", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
 )
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-@both_tokenizers
+@every_tokenizer
 @given(text=st.text())
 def test_round_trip(tokenizer, text):
     tokens = get_tokenizer(tokenizer).encode(text)
@@ -50,7 +51,7 @@ def test_gpt2_has_gpt2s_ids():
     assert tokenizer.decode([15496, 50256, 995]) == "Hello<|endoftext|> world"
 
 
-@both_tokenizers
+@every_tokenizer
 def test_what_encode_and_decode_do_with_the_unusual(tokenizer):
     tokenizer = get_tokenizer(tokenizer)
     encoded = tokenizer.encode("a<|endoftext|>b")  # text like any other
@@ -71,11 +72,12 @@ def test_what_encode_and_decode_do_with_the_unusual(tokenizer):
 BYTES = st.sampled_from([0x41, 0x80, 0x9F, 0xA0, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF4, 0xFF, 256])
 
 
-@both_tokenizers
+@every_tokenizer
 @given(data=st.data())
 def test_pieces_of_any_ids_join_to_the_decoded_text(tokenizer, data):
-    # gpt2's ids 0 to 255 are the single bytes
-    ids = BYTES if tokenizer == "bytes" else st.integers(0, 256) | st.integers(0, 50256)
+    # ids 0 to 255 of the others are the single bytes
+    last = get_tokenizer(tokenizer).vocab_size - 1
+    ids = BYTES if tokenizer == "bytes" else st.integers(0, 256) | st.integers(0, last)
     tokens = data.draw(st.lists(ids, max_size=9))
     pieces = get_tokenizer(tokenizer).pieces(tokens)
     assert len(pieces) == len(tokens)
@@ -83,7 +85,7 @@ def test_pieces_of_any_ids_join_to_the_decoded_text(tokenizer, data):
 
 
 @pytest.mark.parametrize("text", ["naïve", "🤖 你好", "👩\u200d🚀 العربية\u2028\x00", "", "\ufffd"])
-@both_tokenizers
+@every_tokenizer
 def test_pieces_hold_whole_characters(tokenizer, text):
     pieces = get_tokenizer(tokenizer).pieces(np.array(get_tokenizer(tokenizer).encode(text), int))
     assert "".join(pieces) == text
@@ -91,7 +93,7 @@ def test_pieces_hold_whole_characters(tokenizer, text):
         assert pieces == [part for c in text for part in [""] * (len(c.encode()) - 1) + [c]]
 
 
-@both_tokenizers
+@every_tokenizer
 def test_pieces_end_with_their_document(tokenizer):
     tokenizer = get_tokenizer(tokenizer)
     cut = tokenizer.encode("🤖")[:-1]
@@ -108,6 +110,28 @@ def test_gpt2_encodes_a_million_spaces_as_it_encodes_few():
     assert tokenizer.decode(encoded) == text
     assert encoded[-750_000:] == [tokenizer.encode("\n\n")[0]] * 750_000
     assert encoded[-750_001] == tokenizer.encode(" b")[0]
+
+
+@every_tokenizer
+def test_byte_lengths_are_those_of_the_text(tokenizer):
+    tokenizer = get_tokenizer(tokenizer)
+    lengths, text = tokenizer.byte_lengths(), "naïve 🤖 Dorothy's old horse\n\n"
+    assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
+    assert lengths[tokenizer.encode_array(text)].sum() == len(text.encode())
+
+
+def test_the_small_vocabulary_is_what_is_learned_from_the_stories(tmp_path):
+    pytest.importorskip("tokenizers")
+    out = tmp_path / "again.tiktoken"
+    source = ROOT / "data" / "stories.jsonl.xz"
+    learn(Learn((source,), out))
+    assert out.read_bytes() == (ROOT / "data" / "english.tiktoken").read_bytes()
+    with pytest.raises(ValueError, match="give more text or a lower --size"):
+        few = tmp_path / "few.txt"
+        few.write_text("a few words")
+        learn(Learn((few,), out, size=1000))
+    tokenizer = get_tokenizer("english")
+    assert tokenizer.vocab_size == 2048 and len(tokenizer.encode(" the horse")) == 2
 
 
 def test_unknown_tokenizer_names_the_nearest():

@@ -481,7 +481,7 @@ def test_splits_and_protocols_of_the_sets():
     """Those of the published tables; what models are trained on is not packed."""
     splits = dict.fromkeys(("wikitext103", "ptb", "lambada", "lm1b"), "test")
     assert {name: each.split for name, each in SETS.items()} == splits | {"wikitext2": "train"}
-    protocols = dict.fromkeys(("pydocs", "text", "openwebtext"), "full")
+    protocols = dict.fromkeys(("stories", "pydocs", "text", "openwebtext"), "full")
     protocols |= dict.fromkeys(SETS, "sedd")
     assert {name: each.protocol for name, each in catalogue.DATASETS.items()} == protocols
 
@@ -646,6 +646,17 @@ def test_help_explains_itself():
     shown = run_script("data/prepare.py", "--help").stdout
     for words in ("--source", "--tokenizer", "pydocs", "openwebtext", ".jsonl", "--val-fraction"):
         assert words in shown
+
+
+def test_stories_are_chapters_of_the_books_in_the_repository(tmp_path):
+    done = run_script("data/prepare.py", "stories", "--out", tmp_path / "o")
+    meta = load_meta(tmp_path / "o")
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("english", 2048)
+    train, val = documents(tmp_path / "o", "train"), documents(tmp_path / "o", "val")
+    assert len(train) + len(val) == 171 and len(val) == 8
+    assert sum(map(len, train + val)) > 2_700_000
+    assert any("Dorothy" in text for text in train)
+    assert "configs/quickstart.toml" in done.stdout
 
 
 def test_pydocs_without_torch(tmp_path):

@@ -16,7 +16,7 @@ import eval_ppl
 from checkpoints import store
 from checkpoints.load import load_model
 from convert import convert
-from data.loader import TokenDataset
+from data.loader import TokenDataset, read_tokens
 from data.prepare import Prepare, prepare
 from evaluation.estimates import estimate
 from evaluation.likelihood import JOINT_DRAWS, BatchRunner
@@ -82,6 +82,8 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         interval = [math.exp(mean + sign * 2.0859634 * expected) for sign in (-1, 1)]
         assert result["perplexity_95"] == pytest.approx(interval, rel=1e-4)
         assert result["bits_per_token"] == pytest.approx(mean / math.log(2), rel=1e-6)
+        text = read_tokens(data, "val")[: result["tokens"]] != 256  # end-of-text is no byte
+        assert result["bits_per_byte"] * text.mean() == pytest.approx(result["bits_per_token"])
         monte_carlo = math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3)) if draws > 1 else 0
         assert result["monte_carlo_error"] == pytest.approx(monte_carlo, rel=1e-4)
         assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)

@@ -465,3 +465,25 @@ def test_scoring_along_an_order_needs_a_decoder_and_a_permutation():
         make_system("RADD").token_log_probs(tokens, order)
     with pytest.raises(ValueError, match="every row of order must be a permutation of 0..4"):
         make_system("AO-GPT").token_log_probs(tokens, order.clamp(max=3))
+
+
+# ---- sequences longer than the block size --------------------------------------------------------
+
+
+def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_short_ones():
+    model = make_system("target rotary", 4)
+    tokens, order = random_tokens(TOKENS, 3, LENGTH, seed=1), random_orders(3, LENGTH, seed=2)
+    expected = model.token_log_probs(tokens, order)
+    model.set_block_size(2 * LENGTH)
+    assert (model.token_log_probs(tokens, order) - expected).abs().max() < 1e-12
+    longer, order = random_tokens(TOKENS, 2, 2 * LENGTH, 3), random_orders(2, 2 * LENGTH, seed=4)
+    reference = log_probs(model.config, parameters(model), longer, order)
+    assert (model.token_log_probs(longer, order) - reference).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("variant", ["AO-GPT, rotary", "AO-GPT", "two_stream", "per_block"])
+def test_tables_of_positions_end_where_they_end(variant):
+    model = make_variant(variant)
+    model.set_block_size(LENGTH)
+    with pytest.raises(ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"):
+        model.set_block_size(LENGTH + 1)

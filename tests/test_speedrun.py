@@ -1,0 +1,97 @@
+"""speedrun.py: arms are tuned alike, trained over seeds, resumed, and told as they are."""
+
+import json
+
+import pytest
+import tomli_w
+from helpers import ROOT, change, tiny_config
+
+import speedrun
+from speedrun import crossing, load_track
+from training import config as configuration
+
+TRACKS = sorted(path.stem for path in (ROOT / "configs" / "speedrun").glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", TRACKS)
+def test_every_arm_of_a_shipped_track_is_a_configuration_that_keeps_to_the_track(name):
+    track = load_track(name)
+    for arm in track.arms.values():
+        first, other = (track.config(arm, seed, {}) for seed in (0, 1))
+        assert configuration.differences(first, other).keys() == {"name", "seed"}
+        assert first.data.folder == track.base["data"]["folder"]
+        assert first.model.block_size == track.base["model"]["block_size"]
+        assert arm.why and all(len(values) == 3 for values in arm.tune.values()), arm.name
+
+
+@pytest.fixture
+def track(data, tmp_path, monkeypatch):
+    """A track of seconds: a baseline that learns nothing, and two arms."""
+    base = change(tiny_config(data, tmp_path, steps=20), optim__lr=0.0, eval__interval=10)
+    arms = {
+        "still": {"why": "a rate of zero"},
+        "moving": {"from": "still", "why": "Adam", "tune": {"optim.lr": [1e-4, 1e-2]}},
+        "faster": {"from": "moving", "why": "Muon", "optim.kind": "muon"},
+    }
+    values = {"goal": 5.0, "base": configuration.to_dict(base)}
+    for table in values["base"].values():  # TOML knows no None
+        if isinstance(table, dict):
+            for key in [key for key, value in table.items() if value is None]:
+                del table[key]
+    monkeypatch.setattr(speedrun, "TRACKS", tmp_path)
+    monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(speedrun, "OUT", tmp_path / "runs")
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(values | {"arms": arms}))
+    return load_track("tiny")
+
+
+def run(monkeypatch, capsys, *words):
+    monkeypatch.setattr("sys.argv", ["speedrun.py", *map(str, words)])
+    speedrun.main()
+    return capsys.readouterr().out
+
+
+def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
+    track, tmp_path, monkeypatch, capsys
+):
+    """20 steps at 1e-2 learn more than at 1e-4, and nothing is learned at 0, whatever the seed."""
+    assert "not run yet: still, moving, faster" in run(monkeypatch, capsys, "tiny")
+    out = run(monkeypatch, capsys, "tiny", "still", "faster", "--seeds", 2, "--jobs", 2)
+    still, faster = (
+        json.loads((tmp_path / "results" / "tiny" / f"{arm}.json").read_text())
+        for arm in ("still", "faster")
+    )
+    assert [r["seed"] for r in faster["runs"]] == [0, 1]
+    assert [r["tuned"] for r in faster["tuning"]] == [{"optim.lr": 1e-4}, {"optim.lr": 1e-2}]
+    assert faster["runs"][0] == min(faster["tuning"], key=lambda r: r["loss"])
+    assert all(r["tuned"] == {"optim.lr": 1e-2} for r in faster["runs"])
+    assert faster["config"]["optim"]["kind"] == "muon" and still["tuning"] == still["runs"][:1]
+    losses = [max(r["loss"] for r in result["runs"]) for result in (faster, still)]
+    assert losses[0] < losses[1] - 0.1
+    assert all(r["tokens_to_goal"] is None for r in still["runs"])
+    # Both again: every run is there already, so that nothing is trained and nothing changes.
+    monkeypatch.setattr(speedrun, "train_to_the_end", None)
+    again = run(monkeypatch, capsys, "tiny", "faster", "--seeds", 2)
+    assert f"{faster['runs'][0]['loss']:.4f}" in again and "faster" in out
+    assert "not run yet: moving" in run(
+        monkeypatch, capsys, "tiny", "--markdown", tmp_path / "a.md"
+    )
+    assert "not run yet: moving" in (tmp_path / "a.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["tinny"], "there is no track 'tinny'; choose one of tiny"),
+        (["tiny", "fatser"], "there is no arm 'fatser'; tiny has still, moving, faster"),
+    ],
+)
+def test_what_is_not_there_is_named(track, monkeypatch, capsys, words, message):
+    with pytest.raises(ValueError, match=message):
+        run(monkeypatch, capsys, *words)
+
+
+def test_the_goal_is_reached_between_two_evaluations():
+    before, line = {"tokens": 100, "val_loss_random": 3.0}, {"tokens": 200, "val_loss_random": 2.0}
+    assert crossing([before, line], 2.25) == 175 and crossing([line], 2.25) == 200
+    assert crossing([before], 2.25) is None
