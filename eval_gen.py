@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import string
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -205,8 +204,8 @@ def training_words(name: str) -> frozenset[str]:
     words, rest = set(), ""
     for start in range(0, len(tokens), WORDS_CHUNK):
         text = rest + tokenizer.decode(tokens[start : start + WORDS_CHUNK])
-        rest = text[len(text.rstrip(string.ascii_letters)) :]  # a word that may go on
-        words |= words_of(text[: len(text) - len(rest)])
+        text, _, rest = text.rpartition(" ")  # its last word may go on
+        words |= words_of(text)
     return frozenset(words | words_of(rest))
 
 

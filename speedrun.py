@@ -12,9 +12,9 @@ and the other seeds are trained with that value. Results: results/speedrun/TRACK
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -28,6 +28,7 @@ from typing import Annotated
 import tyro
 
 from evaluation.estimates import t_quantile
+from evaluation.text_measures import mean_and_error
 from runtime.command_line import run_script
 from runtime.files import write_json, write_text
 from runtime.ranges import Count, check_values
@@ -79,7 +80,7 @@ def main() -> None:
     for name in arguments.arms:
         result = run_arm(track, track.arms[name], arguments)
         write_json(track.result(name), result)
-        print(*markdown_table(HEAD, [row(track, name, result)]), sep="\n", flush=True)
+        print(*markdown_table(HEAD, [row(result)]), sep="\n", flush=True)
     if not arguments.arms:
         print(*table(track), sep="\n")
     if arguments.markdown:
@@ -101,7 +102,7 @@ class Track:
 
     def config(self, arm: Arm, seed: int, tuned: dict) -> Config:
         """The configuration of one run."""
-        values = configuration.to_dict(configuration.from_dict(self.base, f"the track {self.name}"))
+        values = copy.deepcopy(self.base)
         words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
         name = "_".join([arm.name, *words, f"s{seed}"])
         changes = arm.changes | tuned
@@ -172,15 +173,14 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
     too high for it to end is a result, too: no loss. Raises ValueError if it fails otherwise."""
     config = track.config(arm, seed, tuned)
     found = {"seed": seed, "tuned": tuned}
-    metrics = config.run_folder / "metrics.jsonl"
-    if not has_ended(metrics, config):
+    if not has_ended(config):
         failure = train_to_the_end(config)
         if "not finite" in failure:
             return found | {"loss": None, "l2r": None, "tokens": 0, "tokens_to_goal": None}
-        if failure or not has_ended(metrics, config):
+        if failure or not has_ended(config):
             stopped = "stopped before its last step; give the same command again"
             raise ValueError(f"{config.run_folder} {failure or stopped}")
-    lines = read_metrics(metrics)
+    lines = read_metrics(config.run_folder / "metrics.jsonl")
     validations = [line for line in lines if LOSS in line]
     last = validations[-1]
     # The first line has the start in it.
@@ -198,7 +198,7 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
     return found
 
 
-def has_ended(metrics: Path, config: Config) -> bool:
+def has_ended(config: Config) -> bool:
     """Whether a run of this configuration has been trained to its end. Raises ValueError where the
     folder holds a run of another configuration: an arm was changed since."""
     file = config.run_folder / "config.toml"
@@ -209,9 +209,8 @@ def has_ended(metrics: Path, config: Config) -> bool:
             f"{config.run_folder} holds a run with another {', '.join(changed)}: the arm has been "
             "changed since; remove the folder, or give the arm another name"
         )
-    return any(
-        line["step"] == config.train.steps and LOSS in line for line in read_metrics(metrics)
-    )
+    lines = read_metrics(file.with_name("metrics.jsonl"))
+    return any(line["step"] == config.train.steps and LOSS in line for line in lines)
 
 
 def train_to_the_end(config: Config) -> str:
@@ -259,44 +258,43 @@ HEAD = [
 ]
 
 
-def row(track: Track, name: str, result: dict) -> list[str]:
-    ended = [r for r in result["runs"] if r["loss"] is not None]  # others had no finite losses
-    losses, l2r = [r["loss"] for r in ended], [r["l2r"] for r in ended]
-    error = math.nan
-    if len(losses) > 1:
-        error = t_quantile(len(losses) - 1) * statistics.stdev(losses) / len(losses) ** 0.5
+def row(result: dict) -> list[str]:
+    """The line of an arm: means over its seeds, and half a 95% interval of the any-order loss."""
+    ended = runs_that_ended(result)
+    loss, error = mean_and_error([r["loss"] for r in ended])
     reached = [r["tokens_to_goal"] for r in result["runs"]]
-    to_goal = "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M"
     minutes = statistics.mean(r["tokens"] / r["tokens_per_second"] / 60 for r in ended)
-    runs = ended
-    tuned = ", ".join(
-        f"{key.rpartition('.')[2]} {value:g}" for key, value in runs[0]["tuned"].items()
-    )
+    tuned = ended[0]["tuned"].items()
     return [
-        name,
-        f"{statistics.mean(losses):.4f}",
-        f"{error:.4f}",
-        f"{statistics.mean(l2r):.4f}",
-        f"{runs[0]['tokens'] / 1e6:.2f}M",
-        to_goal,
+        result["arm"],
+        f"{loss:.4f}",
+        f"{t_quantile(len(ended) - 1) * error:.4f}",
+        f"{statistics.mean(r['l2r'] for r in ended):.4f}",
+        f"{ended[0]['tokens'] / 1e6:.2f}M",
+        "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M",
         f"{minutes:.1f}",
-        tuned,
+        ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in tuned),
         result["commit"],
     ]
 
 
+def runs_that_ended(result: dict) -> list[dict]:
+    """The runs of an arm but those whose losses became infinite; the tuned one is among them."""
+    return [r for r in result["runs"] if r["loss"] is not None]
+
+
 def table(track: Track) -> list[str]:
-    """The leaderboard: arms with results, the lowest loss first at equal tokens."""
-    known = {
-        name: json.loads(track.result(name).read_text())
-        for name in track.arms
-        if track.result(name).exists()
-    }
-    tokens = {name: max(r["tokens"] for r in result["runs"]) for name, result in known.items()}
-    rows = [row(track, name, result) for name, result in known.items()]
-    rows.sort(key=lambda cells: (tokens[cells[0]], float(cells[1])))
-    missing = [name for name in track.arms if name not in known]
-    lines = markdown_table(HEAD, rows)
+    """The leaderboard: arms with results, the fewest tokens first and the lowest loss."""
+    files = {name: track.result(name) for name in track.arms}
+    known = [json.loads(file.read_text()) for file in files.values() if file.exists()]
+
+    def place(result: dict) -> tuple[int, float]:
+        ended = runs_that_ended(result)
+        return ended[0]["tokens"], statistics.mean(r["loss"] for r in ended)
+
+    known.sort(key=place)
+    missing = [name for name, file in files.items() if not file.exists()]
+    lines = markdown_table(HEAD, [row(result) for result in known])
     return [*lines, *([f"not run yet: {', '.join(missing)}"] if missing else [])]
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AOGPT
+from model import AOGPT, ModelConfig
 from sampling.engine import Generation
 from sampling.plans import Plan
 from sampling.token_choice import TokenChoice
@@ -120,16 +120,23 @@ def decode_uncached(
     return state.result()
 
 
-PAPER = ("causal", "adaln", "attended", "learned")
-PAPER_IN_WORDS = (
-    "a decoder with model.target = 'adaln', an attended start and learned tables of positions"
-)
+AO_GPT = "a decoder with model.target = 'adaln', an attended start and learned tables of positions"
+
+
+def is_ao_gpt(config: ModelConfig) -> bool:
+    """Whether a model is the paper's, the one that the baselines compute."""
+    c = config
+    return (c.attention, c.target, c.start, c.position) == (
+        "causal",
+        "adaln",
+        "attended",
+        "learned",
+    )
 
 
 def _check(model: AOGPT) -> None:
-    c = model.config
-    if (c.attention, c.target, c.start, c.position) != PAPER:
-        raise ValueError(f"the baselines are of AO-GPT: {PAPER_IN_WORDS}")
+    if not is_ao_gpt(model.config):
+        raise ValueError(f"the baselines are of AO-GPT: {AO_GPT}")
 
 
 def _check_plan(model: AOGPT, plan: Plan) -> None:

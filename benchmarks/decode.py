@@ -21,7 +21,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from benchmarks import common
-from benchmarks.baselines import PAPER, PAPER_IN_WORDS, decode_cached, decode_uncached
+from benchmarks.baselines import AO_GPT, decode_cached, decode_uncached, is_ao_gpt
 from benchmarks.common import SIZES, BenchOptions, Rates
 from checkpoints.load import load
 from model import AOGPT, ModelConfig, Transformer
@@ -270,9 +270,8 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
         config, vocab_size = SIZES[options.size]
         return common.random_model(config, options.seed, device), vocab_size
     loaded = load(options.run, device=device)
-    c = loaded.model.config
-    if (c.attention, c.target, c.start, c.position) != PAPER:
-        raise ValueError(f"{options.run} is not AO-GPT: give {PAPER_IN_WORDS}")
+    if not is_ao_gpt(loaded.model.config):
+        raise ValueError(f"{options.run} is not AO-GPT: give {AO_GPT}")
     return loaded.model, loaded.vocab_size
 
 

@@ -174,6 +174,7 @@ def _tiktoken(name: str):
 
 
 def _load_english(eot: int):
+    # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
     lines = Path(__file__).with_name("english.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(i) for token, i in map(bytes.split, lines)}
     return _tiktoken("english").Encoding(

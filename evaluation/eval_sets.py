@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ class EvalSet:
             lengths[-1] = self.dataset.tail().shape[1]
         return lengths
 
+    @cached_property
     def bytes_per_token(self) -> float:
         """Mean UTF-8 bytes of text per token of the rows; end-of-text is a token of none. NaN where
         the tokenizer's file cannot be had, which scoring does not need."""

@@ -18,7 +18,7 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
     """The results of a task for the JSON report, one for each ensemble size.
 
     weights: as --weights asked for."""
-    rows, bytes_per_token = [], task.eval_set.bytes_per_token()
+    rows = []
     for size, (loss, change) in scores.estimates.items():
         contexts = scores.contexts if size > 1 else 0
         row = {
@@ -33,7 +33,7 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
             "perplexity_95": loss.interval(),
             "perplexity_95_given_data": loss.interval(given_data=True),
             "bits_per_token": loss.nll / math.log(2),
-            "bits_per_byte": loss.nll / math.log(2) / bytes_per_token,
+            "bits_per_byte": loss.nll / math.log(2) / task.eval_set.bytes_per_token,
             "gain": -change.nll if change else None,
             "gain_error": change.standard_error if change else None,
             "sequences": loss.sequences,
