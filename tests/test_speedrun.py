@@ -66,6 +66,8 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     losses = [max(r["loss"] for r in result["runs"]) for result in (faster, still)]
     assert losses[0] < losses[1] - 0.1
     assert all(r["tokens_to_goal"] is None for r in still["runs"])
+    commit = (tmp_path / "runs" / "tiny" / "still_s1" / "commit").read_text()
+    assert commit and still["commit"] == commit == still["runs"][1]["commit"]
     # Both again: every run is there already, so that nothing is trained and nothing changes.
     monkeypatch.setattr(speedrun, "train_to_the_end", None)
     again = run(monkeypatch, capsys, "tiny", "faster", "--seeds", 2)
@@ -74,6 +76,24 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
         monkeypatch, capsys, "tiny", "--markdown", tmp_path / "a.md"
     )
     assert "not run yet: moving" in (tmp_path / "a.md").read_text()
+    # An arm that the track has no more keeps its line.
+    lines = (tmp_path / "tiny.toml").read_text().partition("[arms.faster]")[0]
+    (tmp_path / "tiny.toml").write_text(lines)
+    left = run(monkeypatch, capsys, "tiny")
+    assert f"{faster['runs'][0]['loss']:.4f}"[:4] in left and "| faster" in left
+
+
+def test_a_track_is_laid_over_the_one_that_it_is_from(track, tmp_path):
+    (tmp_path / "smaller.toml").write_text(
+        'from = "tiny"\ngoal = 4.0\n[base.optim]\nwarmup_steps = 3\n'
+        '[arms.moving]\nfrom = "still"\n"optim.lr" = 1e-3\n[arms.last]\nfrom = "faster"\n'
+    )
+    smaller = load_track("smaller")
+    assert smaller.goal == 4.0 and [*smaller.arms] == ["still", "moving", "faster", "last"]
+    arms = {name: smaller.config(arm, 0, {}) for name, arm in smaller.arms.items()}
+    assert arms["last"].optim.kind == "muon" and arms["moving"].optim.lr == 1e-3
+    changed = configuration.differences(track.config(track.arms["still"], 0, {}), arms["still"])
+    assert changed.keys() == {"out", "optim.warmup_steps"}
 
 
 @pytest.mark.parametrize(
