@@ -372,6 +372,12 @@ def test_time_and_traffic_by_hand():
     ddp = plan_run(change(config, train__parallel="ddp"), 4, gpu)
     assert ddp.sent_per_step == 2 * 4 * weights * 3 // 4
     assert plan_run(config, 1, gpu).sent_per_step == 0
+    # Muon's matrices: a block has 12 D^2 weights of them, updates are gathered, shards go and come
+    muon, matrices = change(config, optim__kind="muon"), 4 * 3 * 12 * D * D
+    more = plan_run(muon, 4, gpu).sent_per_step - plan_run(config, 4, gpu).sent_per_step
+    assert more == 2 * (matrices // 4) * 3 // 4
+    muon = plan_run(change(muon, train__parallel="ddp"), 4, gpu)
+    assert muon.sent_per_step - ddp.sent_per_step == matrices * 3 // 4
 
     block = plan_run(change(config, train__activation_checkpointing="block"), 4, gpu, 0.5)
     # a third, without the head's

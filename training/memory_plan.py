@@ -35,7 +35,8 @@ width, H heads, V vocabulary; f = 4 bytes (float32); h = 2 bytes in bfloat16, el
 
 torch.compile keeps some 30% less of a block than autograd does; the residual stream is taken as
 float32. CUDA's context, NCCL's buffers and gaps between tensors are not counted: RESERVED is left
-free for them.
+free for them. Nor is what Muon needs in passing: two to four times f of its matrices (fsdp: of a
+GPU's share), after the backward pass, when the activations are gone.
 """
 
 from __future__ import annotations
@@ -382,7 +383,7 @@ def sent_bytes(config: Config, model: Transformer, world_size: int) -> int:
     """Bytes that each GPU sends in a step. ddp: an all-reduce of the gradients. fsdp: in every
     micro-batch two all-gathers of the weights of blocks and one of the others, and a reduce-scatter
     of the gradients. Gradients move once a step, or with train.reduce_every_micro_batch once a
-    micro-batch."""
+    micro-batch. Muon gathers its updates (ddp) or sends shards to their owners and back (fsdp)."""
     t, total = config.train, sum(p.numel() for p in model.parameters())
     micro_steps = t.batch_size // (t.micro_batch_size * world_size)
     moved = FLOAT * total * (micro_steps if t.reduce_every_micro_batch else 1)
@@ -391,6 +392,9 @@ def sent_bytes(config: Config, model: Transformer, world_size: int) -> int:
     else:
         _, outside = block_and_outside(model)
         moved += micro_steps * (2 * element_bytes(config) * (total - outside) + FLOAT * outside)
+    if config.optim.kind == "muon":
+        updates = FLOAT * sum(p.numel() for p in muon_matrices(model).values())
+        moved += updates if t.parallel == "ddp" else 2 * updates // world_size
     return moved * (world_size - 1) // world_size
 
 
