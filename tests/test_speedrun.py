@@ -53,6 +53,7 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
 ):
     """20 steps at 1e-2 learn more than at 1e-4, and nothing is learned at 0, whatever the seed."""
     assert "not run yet: still, moving, faster" in run(monkeypatch, capsys, "tiny")
+    run(monkeypatch, capsys, "tiny", "still", "--seeds", 1, "--processes", 2)
     out = run(monkeypatch, capsys, "tiny", "still", "faster", "--seeds", 2, "--jobs", 2)
     still, faster = (
         json.loads((tmp_path / "results" / "tiny" / f"{arm}.json").read_text())
