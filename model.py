@@ -932,27 +932,33 @@ class ItemLayout:
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once, (n_layer, B, C = length + 1, H, D/H) each.
+    """Keys and values, allocated once: of every layer a tensor (B, C = length + 1, H, D/H) each.
 
     Slot i belongs to step i of a sequence; the last slot takes what nobody reads. shared: for a
     single pass that leaves nothing behind, all layers share the space of one, each overwriting what
     the one before wrote.
+
+    Layers are tensors of their own because compiled code cannot write into a part of a tensor in
+    place: it would copy all of it, in every layer of every step.
     """
 
     def __init__(
         self, config: ModelConfig, batch_size, length, device=None, dtype=None, shared=False
     ):
         self.n_layer, self.unused_slot = config.n_layer, length
-        layers = 1 if shared else self.n_layer
-        shape = (layers, batch_size, length + 1, config.n_head, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        layers = range(1 if shared else self.n_layer)
+        shape = (batch_size, length + 1, config.n_head, config.head_dim)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.keys + self.values)
 
     def layers(self, layout: ItemLayout) -> list[LayerCache]:
         """What each block is given in a pass of this layout."""
-        allocated = len(self.keys)  # n_layer or, if shared, 1
-        layers = [LayerCache(self.keys[i], self.values[i], layout) for i in range(allocated)]
-        return layers * (self.n_layer // allocated)
+        layers = [LayerCache(k, v, layout) for k, v in zip(self.keys, self.values, strict=True)]
+        return layers * (self.n_layer // len(layers))
 
 
 @dataclass

@@ -21,16 +21,9 @@ from torch import Tensor, nn
 
 from model import AOGPT, HEAD_CHUNK_ELEMENTS, Encoder, KVCache, ragged
 from runtime.devices import available_memory, out_of_memory, release_memory
+from sampling.compiled import CompiledShapes, StepRunner, with_compiled_blocks
 from sampling.packed import packed
-from sampling.passes import (
-    CompiledShapes,
-    DecoderPasses,
-    EncoderPasses,
-    Step,
-    StepShape,
-    shapes_of,
-    steps_of,
-)
+from sampling.passes import DecoderPasses, EncoderPasses, Step, StepShape, shapes_of, steps_of
 from sampling.plans import Plan, l2r_plan, stack_plans
 from sampling.token_choice import (
     ACCEPTED,
@@ -226,7 +219,7 @@ def bytes_per_sample(model: AOGPT | Encoder, length: int) -> int:
     if model.config.is_encoder:
         return buffers
     cache = KVCache(model.config, 1, length, "meta", model.wte.weight.dtype)
-    return buffers + cache.keys.nbytes + cache.values.nbytes
+    return buffers + cache.nbytes
 
 
 def _size_that_fits(model, length: int, batch_size: int, halve: bool) -> int:
@@ -282,8 +275,7 @@ class Engine(nn.Module):
         super().__init__()
         self.B, self.T = batch_size, length
         self.choice, self.vocab_size = choice, vocab_size
-        # The compiler lays out weights itself.
-        self.model = model if compile else packed(model)
+        self.model = with_compiled_blocks(model) if compile else packed(model)
         passes = EncoderPasses if model.config.is_encoder else DecoderPasses
         self.passes = passes(self.model, batch_size, length)
         # Positions whose logits are alive at once.
@@ -297,12 +289,7 @@ class Engine(nn.Module):
         self.padded = False  # whether some rows are shorter than T
         self.eval()
         self.shapes = CompiledShapes() if compile else None
-        # Otherwise None: a bound method here would make a cycle, and memory would be freed late.
-        self.compiled_step = self.compiled_predict = None
-        if compile:
-            mode = "reduce-overhead" if device.type == "cuda" else "default"
-            self.compiled_step = _compiled(self.take_step, mode)
-            self.compiled_predict = _compiled(self.predict, mode)
+        self.runner = StepRunner(device) if compile else None
 
     @torch.no_grad()
     def generate(
@@ -374,17 +361,24 @@ class Engine(nn.Module):
         # All that the loop needs goes to the device in one piece, before it begins: (G, 4, B), the
         # four fields of a step after one another.
         on_device = torch.stack(steps, dim=1).to(self.order.device)
-        take_step = self.compiled_step or self.take_step
         for g, shape in enumerate(shapes):
-            take_step(Step(*on_device[g]), plan.unmask_by, shape, extents[g])
+            self._run(self.take_step, on_device[g], plan.unmask_by, shape, extents[g], self.padded)
             if progress is not None:
                 progress(unmasked[g])
         return len(shapes), int(steps.count.sum())
 
-    def take_step(self, step: Step, unmask_by: str, shape: StepShape, extent: int) -> None:
-        """One step: pure tensor code whose shapes are the host numbers alone."""
+    def _run(self, function: Callable, step: Tensor, *shape):
+        """function(Step, *shape), compiled if this engine is. step: (4, B)."""
+        if self.runner is None:
+            return function(Step(*step), *shape)
+        return self.runner(function, step, *shape)
+
+    def take_step(
+        self, step: Step, unmask_by: str, shape: StepShape, extent: int, padded: bool
+    ) -> None:
+        """One step: pure tensor code whose shapes follow from all arguments but the first."""
         # 1. Predict.
-        hidden, item = self.predict(step, shape, extent)
+        hidden, item = self.predict(step, shape, extent, padded)
         # 2. Let the model choose which positions come next, unless the plan says so.
         if unmask_by != "order":
             item = self._reorder(hidden, item, step, unmask_by, shape.candidates)
@@ -393,9 +387,12 @@ class Engine(nn.Module):
         for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
             self._draw_tokens(rows, slots, self._logits(hidden[item[rows, slots]]))
 
-    def predict(self, step: Step, shape: StepShape, extent: int) -> tuple[Tensor, Tensor]:
-        """Hidden states, and which of them predicts each slot, as the passes' `predict` says."""
-        length = self.length if self.padded else None
+    def predict(
+        self, step: Step, shape: StepShape, extent: int, padded: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states, and which of them predicts each slot, as the passes' `predict` says.
+        padded: whether some rows are shorter than T."""
+        length = self.length if padded else None
         return self.passes.predict(self.tokens, self.order, length, step, shape, extent)
 
     def _slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -591,19 +588,7 @@ class Engine(nn.Module):
             shape = self.shapes.fit(shape)
         (extent,) = self.passes.extents(Step(*(v[None] for v in step)), self.T, compiled)
         total = int(step.size.sum())
-        *fields, first = torch.stack([*step, first]).to(self.order.device)
-        on_device = Step(*fields)
-        hidden, item = (self.compiled_predict or self.predict)(on_device, shape, extent)
-        row, slot = self._slots(first, on_device.size, total)
+        on_device = torch.stack([*step, first]).to(self.order.device)
+        hidden, item = self._run(self.predict, on_device[:4], shape, extent, self.padded)
+        row, slot = self._slots(on_device[4], Step(*on_device[:4]).size, total)
         return self._logits(hidden[item[row, slot]]), row, slot
-
-
-def _compiled(function: Callable, mode: str) -> Callable:
-    compiled = torch.compile(function, dynamic=False, mode=mode)
-
-    def call(*arguments):
-        # Beyond its default limit of shapes torch.compile would run the function uncompiled.
-        with torch._dynamo.config.patch(recompile_limit=64):
-            return compiled(*arguments)
-
-    return call
