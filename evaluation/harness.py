@@ -33,7 +33,7 @@ from data.tokenizers import get_tokenizer
 from model import log_linear_noise
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions
-from runtime.devices import autocast, pick_device, pick_dtype
+from runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
 from runtime.processes import Processes
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, check_values
@@ -252,7 +252,10 @@ class HarnessModel(TemplateLM):
         with self._progress(len(passes), self.settings.order, "pass", disable_tqdm) as bar:
             for start in range(0, len(passes), self.settings.batch_size):
                 batch = passes[start : start + self.settings.batch_size]
-                scores = self.score([self.scoring_pass(*pairs[i], draw) for _, i, draw in batch])
+                with attention_of_many_shapes():
+                    scores = self.score(
+                        [self.scoring_pass(*pairs[i], draw) for _, i, draw in batch]
+                    )
                 for (_, i, _), (value, is_greedy) in zip(batch, scores, strict=True):
                     values[i].append(value)
                     greedy[i] &= is_greedy

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
+    """The device of that name; if it is a GPU, it becomes the current one, since what names no
+    device (events, pinned memory) belongs to that."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -69,7 +72,17 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
                 "fewer processes"
             )
         chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
     return chosen
+
+
+def attention_of_many_shapes():
+    """A context in which attention takes kernels that need no plan for each shape. cuDNN's, which
+    PyTorch prefers on some GPUs, take 23 to 440 ms to plan a shape, and almost every step of
+    decoding has its own."""
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

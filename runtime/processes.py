@@ -101,7 +101,6 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     # no GPU.
     backend = "gloo"
     if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
         backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))

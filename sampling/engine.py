@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AOGPT, HEAD_CHUNK_ELEMENTS, Encoder, KVCache, ragged
-from runtime.devices import available_memory, out_of_memory, release_memory
+from runtime.devices import (
+    attention_of_many_shapes,
+    available_memory,
+    out_of_memory,
+    release_memory,
+)
 from sampling.compiled import CompiledShapes, StepRunner, with_compiled_blocks
 from sampling.packed import packed
 from sampling.passes import DecoderPasses, EncoderPasses, Step, StepShape, shapes_of, steps_of
@@ -314,9 +319,9 @@ class Engine(nn.Module):
             self.shapes.prepare(
                 [shape for p in plans for shape in shapes_of(p, steps_of(p, self.passes))]
             )
-        return Generation.joined(
-            [self._batch(plan[rows], tokens[rows], uniforms[rows], progress) for rows in batches]
-        )
+        with attention_of_many_shapes():
+            parts = [self._batch(plan[r], tokens[r], uniforms[r], progress) for r in batches]
+        return Generation.joined(parts)
 
     def _batch(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress) -> Generation:
         """Generate up to B samples."""

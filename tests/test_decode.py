@@ -792,6 +792,15 @@ def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(counted_gra
     assert counts[0] == counts[1] > 0
 
 
+def test_steps_of_many_shapes_keep_away_from_attention_that_plans_each_of_them():
+    """cuDNN's; afterwards, as in training, it may be taken again."""
+    model, plan, seen = text_model(), make_plan("exact 3", 2, LENGTH), []
+    allowed = torch.backends.cuda.cudnn_sdp_enabled
+    before = allowed()
+    generate(model, plan, generator=seeded(1), progress=lambda _: seen.append(allowed()))
+    assert before and allowed() and seen and not any(seen)
+
+
 @pytest.mark.parametrize(
     "system, mode, top_p",
     [
