@@ -38,6 +38,7 @@ from sampling.token_choice import (
     draw,
     fresh_uniforms,
     probabilities,
+    triton_kernels,
 )
 
 # Of an engine, (B, T + 1) each.
@@ -295,6 +296,7 @@ class Engine(nn.Module):
         self.eval()
         self.shapes = CompiledShapes() if compile else None
         self.runner = StepRunner(device) if compile else None
+        self.kernels = triton_kernels(device)
 
     @torch.no_grad()
     def generate(
@@ -452,6 +454,10 @@ class Engine(nn.Module):
 
     def _draw_tokens(self, row: Tensor, slot: Tensor, logits: Tensor) -> None:
         """Draw and store the tokens of the slots; on a CPU a few at a time."""
+        if self.kernels is not None and self.kernels.can_choose(logits, self.choice):
+            uniforms = self._uniforms(row, slot)
+            self._store(row, slot, *self.kernels.choose(logits, uniforms, self.choice))
+            return
         size = len(logits)
         if logits.device.type == "cpu":
             size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
@@ -464,6 +470,9 @@ class Engine(nn.Module):
         """Store tokens (N,) and their log-probabilities."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+        self._store(row, slot, tokens, log_probs)
+
+    def _store(self, row: Tensor, slot: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         self.tokens[row, slot] = tokens
         self.log_probs[row, slot] = log_probs.float()
 

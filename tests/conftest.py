@@ -15,7 +15,9 @@ from runtime.command_line import run_script as run_main
 
 # Tiny tensors: one thread is faster, and the processes that tests start share two cores.
 torch.set_num_threads(1)
-
+# Without a GPU Triton's kernels run in its interpreter; Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # no test may depend on how busy the machine is
 hypothesis.settings.register_profile("any machine", deadline=None)

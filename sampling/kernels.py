@@ -1,0 +1,232 @@
+"""The token choice as a Triton kernel: on a GPU one launch instead of some seventy.
+
+`sampling.token_choice` says what is drawn and is the reference: one program draws the token of one
+row as `choose_tokens` does, but counts probability in integers. A weight is
+
+    w_i = round(2^44 exp((logit_i - largest logit) / temperature))
+
+so sums are exact and the same in whatever order they are added, which float sums are not. A token
+of weight 0 has less than 2^-45 of the probability of the likeliest, and all V of them together,
+V <= 2^18, less than 2^-27 of it: what the rounding of float32 logits moves anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sampling.token_choice import FIRST_FACTOR, INCREMENT, REDRAWN, SECOND_FACTOR, TokenChoice
+
+LARGEST_VOCABULARY = 2**18  # of which a sum of weights fits into 62 bits
+TILE = 4096
+
+# What kernels read must be constants of Triton's.
+_ONE = tl.constexpr(2.0**44)
+_INCREMENT, _FIRST, _SECOND = (
+    tl.constexpr(INCREMENT),
+    tl.constexpr(FIRST_FACTOR),
+    tl.constexpr(SECOND_FACTOR),
+)
+_REDRAWN = tl.constexpr(REDRAWN)
+
+
+def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
+    """Whether `choose` draws what the reference would."""
+    return (
+        choice.noise == "float64"
+        and choice.top_k is None
+        and logits.dtype != torch.float64
+        and logits.shape[1] <= LARGEST_VOCABULARY
+    )
+
+
+def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tensor, Tensor]:
+    """Draw one token a row.
+
+    Args:
+        logits: (N, V), the last dimension contiguous. uniforms: float64 (N,) in [0, 1).
+
+    Returns: tokens, LongTensor (N,), and their log-probabilities before temperature and top-p,
+    float32 (N,).
+    """
+    N, V = logits.shape
+    tokens = torch.empty(N, dtype=torch.long, device=logits.device)
+    log_probs = torch.empty(N, dtype=torch.float, device=logits.device)
+    if N:
+        _choose[(N,)](
+            logits,
+            uniforms,
+            tokens,
+            log_probs,
+            logits.stride(0),
+            V,
+            1 if choice.greedy else choice.temperature,
+            choice.top_p,
+            GREEDY=choice.greedy,
+            NUCLEUS=choice.top_p < 1,
+            TILE=TILE,
+        )
+    return tokens, log_probs
+
+
+@triton.jit
+def _choose(
+    logits_at,
+    uniforms_at,
+    tokens_at,
+    log_probs_at,
+    stride,
+    V,
+    temperature,
+    top_p,
+    GREEDY: tl.constexpr,
+    NUCLEUS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_at += row * stride
+    # 1. The largest logit and the first token that has it.
+    largest, token = _largest(logits_at, V, TILE)
+    # 2. The sum of all exponentials, and of all weights.
+    exponentials, total = _sums(logits_at, V, largest, temperature, TILE)
+    if not GREEDY:
+        # 3. A token drawn from all.
+        uniform = tl.load(uniforms_at + row)
+        bound = tl.full((), -1, tl.int32)
+        token = _draw(logits_at, V, largest, temperature, _point(uniform, total), bound, 0, TILE)
+        if NUCLEUS:
+            wanted = tl.math.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+            bits, weight = _bits_and_weight(tl.load(logits_at + token), largest, temperature)
+            above, ties = _ranked_before(logits_at, V, largest, temperature, bits, token, TILE)
+            # 4. If it lies outside of the nucleus, one drawn again from the nucleus proper.
+            if above + ties * weight >= wanted:
+                least, above = _least_kept(logits_at, V, largest, temperature, wanted, TILE)
+                weight = _weight(least)
+                kept = (wanted - above + weight - 1) // tl.maximum(weight, 1)
+                point = _point(_fresh(uniform, _REDRAWN), above + kept * weight)
+                token = _draw(logits_at, V, largest, temperature, point, least, kept, TILE)
+    tl.store(tokens_at + row, token)
+    logit = tl.load(logits_at + token).to(tl.float32)
+    tl.store(log_probs_at + row, logit - largest - tl.log(exponentials))
+
+
+@triton.jit
+def _largest(logits_at, V, TILE: tl.constexpr):
+    """The largest logit, and the first token that has it; token 0 where none is a number."""
+    largest, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int64)
+    for start in range(0, V, TILE):
+        ids = start + tl.arange(0, TILE)
+        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        here = tl.max(x, axis=0)
+        first = tl.min(tl.where(x == here, ids, V), axis=0).to(tl.int64)
+        token = tl.where(here > largest, first, token)
+        largest = tl.maximum(largest, here)
+    return largest, tl.minimum(token, V - 1)
+
+
+@triton.jit
+def _sums(logits_at, V, largest, temperature, TILE: tl.constexpr):
+    exponentials, total = tl.full((), 0, tl.float32), tl.full((), 0, tl.int64)
+    for start in range(0, V, TILE):
+        ids = start + tl.arange(0, TILE)
+        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        exponentials += tl.sum(tl.exp(x - largest), axis=0)
+        _, weights = _bits_and_weight(x, largest, temperature)
+        total += tl.sum(weights, axis=0)
+    return exponentials, total
+
+
+@triton.jit
+def _bits_and_weight(logits, largest, temperature):
+    """Of each token exp((logit - largest) / temperature), as the bits of a float, whose order is
+    that of the numbers, and as a weight."""
+    e = tl.exp((logits.to(tl.float32) - largest) / temperature)
+    bits = e.to(tl.int32, bitcast=True)
+    return bits, _weight(bits)
+
+
+@triton.jit
+def _weight(bits):
+    e = bits.to(tl.float32, bitcast=True)
+    return (e.to(tl.float64) * _ONE + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _point(uniform, total):
+    """Where a uniform number falls in a sum of weights: 0 to total - 1."""
+    point = (uniform * total.to(tl.float64)).to(tl.int64)
+    return tl.maximum(tl.minimum(point, total - 1), 0)
+
+
+@triton.jit
+def _draw(logits_at, V, largest, temperature, point, least, ties, TILE: tl.constexpr):
+    """The first token at which the running sum of weights exceeds `point`: of all tokens whose bits
+    are above `least`, and of those whose bits equal it the first `ties`."""
+    token, sum_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    ties_before = tl.full((), 0, tl.int64)
+    for start in range(0, V, TILE):
+        ids = start + tl.arange(0, TILE)
+        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf"))
+        bits, weights = _bits_and_weight(x, largest, temperature)
+        equal = ((bits == least) & (ids < V)).to(tl.int64)
+        rank = ties_before + tl.cumsum(equal, axis=0)
+        kept = (bits > least) | ((equal > 0) & (rank <= ties))
+        running = sum_before + tl.cumsum(tl.where(kept, weights, 0), axis=0)
+        # Tokens whose running sum is not beyond the point come before the one looked for.
+        token += tl.sum(((running <= point) & (ids < V)).to(tl.int64), axis=0)
+        sum_before += tl.sum(tl.where(kept, weights, 0), axis=0)
+        ties_before += tl.sum(equal, axis=0)
+    return tl.minimum(token, V - 1)
+
+
+@triton.jit
+def _ranked_before(logits_at, V, largest, temperature, bits, token, TILE: tl.constexpr):
+    """The weight of the tokens more probable than one, and how many equal to it have lower ids."""
+    above, ties = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    for start in range(0, V, TILE):
+        ids = start + tl.arange(0, TILE)
+        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf"))
+        others, weights = _bits_and_weight(x, largest, temperature)
+        above += tl.sum(tl.where(others > bits, weights, 0), axis=0)
+        ties += tl.sum(((others == bits) & (ids < token)).to(tl.int64), axis=0)
+    return above, ties
+
+
+@triton.jit
+def _least_kept(logits_at, V, largest, temperature, wanted, TILE: tl.constexpr):
+    """The bits of the least probable token in the nucleus, and the weight above it: the least bits
+    above which less than `wanted` lies. By bisection: floats of 0 to 1 have the bits 0 to
+    0x3F800000, which 30 halvings tell apart."""
+    low, high = tl.full((), -1, tl.int32), tl.full((), 0x3F800000, tl.int32)
+    above_high = tl.full((), 0, tl.int64)
+    for _ in range(30):
+        middle = low + (high - low + 1) // 2
+        above = tl.full((), 0, tl.int64)
+        for start in range(0, V, TILE):
+            ids = start + tl.arange(0, TILE)
+            x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf"))
+            bits, weights = _bits_and_weight(x, largest, temperature)
+            above += tl.sum(tl.where(bits > middle, weights, 0), axis=0)
+        below = above < wanted
+        above_high = tl.where(below, above, above_high)
+        high = tl.where(below, middle, high)
+        low = tl.where(below, low, middle)
+    return high, above_high
+
+
+@triton.jit
+def _fresh(uniform, salt):
+    """`token_choice.fresh_uniforms` of one number."""
+    z = uniform.to(tl.int64, bitcast=True) * _INCREMENT + salt
+    z = (z ^ _shift_right(z, 30)) * _FIRST
+    z = (z ^ _shift_right(z, 27)) * _SECOND
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _shift_right(z, bits: tl.constexpr):
+    """Shift in zeros."""
+    return (z.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
