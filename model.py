@@ -235,6 +235,9 @@ class AttentionMask:
     """With causal: input 0 is seen by itself only."""
     allowed: Tensor | None = None
     """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
+    own: bool = True
+    """In a parallel pass whose cache has a kernel, which needs no `allowed`: as `KVCache.attend`
+    takes it."""
 
 
 @dataclass
@@ -301,6 +304,8 @@ class Attention(nn.Module):
 
     def _attend(self, q, k, v, mask: AttentionMask, cache: LayerCache | None) -> Tensor:
         """q (B, T, H, D/H) or of items (N, H, D/H); k, v (B, keys, H, D/H) -> projected, as x."""
+        if cache is not None and cache.attend is not None:
+            return self.proj(cache.attended(q, mask).flatten(1))
         if cache is not None:
             q = cache.layout.to_grid(q)
         # Norms and rotation may leave q and k in float32; v has autocast's dtype, or the cache's.
@@ -854,20 +859,25 @@ class AOGPT(Transformer):
             in_positions,
             targets,
             lambda table: table[targets],
-            *self._parallel_masks(this_pass),
+            *self._parallel_masks(this_pass, kernel=cache.attend is not None),
             modulations,
-            cache.layers(layout),
+            cache.layers(layout, this_pass),
         )
 
-    def _parallel_masks(self, this_pass: ParallelPass) -> tuple[AttentionMask, AttentionMask]:
+    def _parallel_masks(
+        self, this_pass: ParallelPass, kernel: bool
+    ) -> tuple[AttentionMask, AttentionMask]:
         """What the items of a parallel pass see of the first cache slots, (B, 1, W, length), and
         what the query stream sees."""
+        hide_start = self.config.start == "hidden"
+        if kernel:
+            return AttentionMask(hide_start=hide_start), AttentionMask(own=False)
         columns = torch.arange(this_pass.width, device=this_pass.cached.device)
         slots = (this_pass.cached[:, None] + columns)[:, None, :, None]  # (B, 1, W, 1)
         source = torch.minimum(slots, this_pass.known.view(-1, 1, 1, 1))  # as in `parallel_hidden`
         keys = torch.arange(this_pass.length, device=slots.device)
         seen = (keys < source) | (keys == slots)  # what came before, and itself: no other copy
-        if self.config.start == "hidden":
+        if hide_start:
             seen &= (keys > 0) | (slots == 0)
         # A query of two_stream has no key of its own. It reads the true inputs, 0 to `source`.
         return AttentionMask(allowed=seen), AttentionMask(allowed=keys <= source)
@@ -950,14 +960,19 @@ class KVCache:
         shape = (batch_size, length + 1, config.n_head, config.head_dim)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.attend: Callable | None = None
+        """A kernel that reads the cache without a mask, `sampling.kernels.attend`."""
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.keys + self.values)
 
-    def layers(self, layout: ItemLayout) -> list[LayerCache]:
+    def layers(self, layout: ItemLayout, this_pass: ParallelPass) -> list[LayerCache]:
         """What each block is given in a pass of this layout."""
-        layers = [LayerCache(k, v, layout) for k, v in zip(self.keys, self.values, strict=True)]
+        layers = [
+            LayerCache(k, v, layout, this_pass, self.attend)
+            for k, v in zip(self.keys, self.values, strict=True)
+        ]
         return layers * (self.n_layer // len(layers))
 
 
@@ -968,6 +983,15 @@ class LayerCache:
     keys: Tensor
     values: Tensor
     layout: ItemLayout
+    this_pass: ParallelPass
+    attend: Callable | None
+
+    def attended(self, q: Tensor, mask: AttentionMask) -> Tensor:
+        """Attention of the items (N, H, D/H) by the kernel; of the same shape."""
+        p = self.this_pass
+        rows = p.cached, p.known, p.count
+        q = q.to(self.keys.dtype)
+        return self.attend(q, self.keys, self.values, *rows, p.width, mask.hide_start, mask.own)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the (N, H, D/H) keys and values of this pass; return all (B, length, H, D/H)."""

@@ -1,13 +1,17 @@
-"""The token choice as a Triton kernel: on a GPU one launch instead of some seventy.
+"""Triton kernels of decoding on a GPU: the choice of tokens, and attention over the cache.
 
-`sampling.token_choice` says what is drawn and is the reference: one program draws the token of one
-row as `choose_tokens` does, but counts probability in integers. A weight is
+The token choice is one launch instead of some seventy. `sampling.token_choice` says what is drawn
+and is the reference: one program draws the token of one row as `choose_tokens` does, but counts
+probability in integers. A weight is
 
     w_i = round(2^44 exp((logit_i - largest logit) / temperature))
 
 so sums are exact and the same in whatever order they are added, which float sums are not. A token
 of weight 0 has less than 2^-45 of the probability of the likeliest, and all V of them together,
 V <= 2^18, less than 2^-27 of it: what the rounding of float32 logits moves anyway.
+
+Attention has no mask in memory: what an item of a parallel pass sees follows from three numbers of
+its row (`AOGPT.parallel_hidden`). The masked form in `model.Attention` is the reference.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from sampling.token_choice import FIRST_FACTOR, INCREMENT, REDRAWN, SECOND_FACTOR, TokenChoice
 
 LARGEST_VOCABULARY = 2**18  # of which a sum of weights fits into 62 bits
 TILE = 4096
+
+# ---- token choice --------------------------------------------------------------------------------
 
 # What kernels read must be constants of Triton's.
 _ONE = tl.constexpr(2.0**44)
@@ -230,3 +237,132 @@ def _fresh(uniform, salt):
 def _shift_right(z, bits: tl.constexpr):
     """Shift in zeros."""
     return (z.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
+
+
+# ---- attention over the cache --------------------------------------------------------------------
+
+
+@torch.library.triton_op("aogpt::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cached: Tensor,
+    known: Tensor,
+    count: Tensor,
+    width: int,
+    hide_start: bool,
+    own: bool,
+) -> Tensor:
+    """Attention of the items of a parallel pass over the cache of a layer.
+
+    Args:
+        q: (N, H, D/H), row after row. keys, values: (B, C, H, D/H), those of this pass in them.
+        cached, known, count: LongTensors (B,), of the `ParallelPass`; width: its W.
+        hide_start: slot 0 is seen by itself only.
+        own: an item sees its own slot beside the true inputs before it. Else, as a query of
+            two_stream, which has none: the true inputs up to the last one known.
+
+    Returns: of the shape of q; 0 for items too many.
+    """
+    q = q.contiguous()
+    out = torch.zeros_like(q)
+    (B, _, H, size), rows = keys.shape, 16  # the least that a matrix product takes
+    kernel = torch.library.wrap_triton(_attend) if isinstance(_attend, JITFunction) else _attend
+    kernel[(B, H, triton.cdiv(width, rows))](
+        q,
+        keys,
+        values,
+        out,
+        cached,
+        known,
+        count,
+        count.cumsum(0) - count,
+        *q.stride()[:2],
+        *keys.stride()[:3],
+        size,
+        size**-0.5,
+        HIDE_START=hide_start,
+        OWN=own,
+        ROWS=rows,
+        SLOTS=64,
+        SIZE=max(16, triton.next_power_of_2(size)),
+    )
+    return out
+
+
+@triton.jit
+def _attend(
+    q_at,
+    keys_at,
+    values_at,
+    out_at,
+    cached_at,
+    known_at,
+    count_at,
+    first_at,
+    q_item,
+    q_head,
+    row_stride,
+    slot_stride,
+    head_stride,
+    size,
+    scale,
+    HIDE_START: tl.constexpr,
+    OWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """ROWS items of one row of the batch, one head: softmax over tiles of SLOTS slots (Milakov and
+    Gimelshein, arXiv 1805.02867)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    count = tl.load(count_at + row)
+    column = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    valid = column < count
+    # 1. The queries, and how many true inputs each of them sees.
+    d = tl.arange(0, SIZE)
+    item = tl.load(first_at + row) + column
+    places = item[:, None] * q_item + head * q_head + d[None, :]
+    real = valid[:, None] & (d[None, :] < size)
+    q = tl.load(q_at + places, mask=real, other=0.0)
+    slot = tl.load(cached_at + row) + column
+    bound = tl.minimum(slot, tl.load(known_at + row))
+    if not OWN:
+        bound += 1
+    # 2. Their keys, a tile at a time: the largest score, the sum of exponentials, the weighted sum.
+    keys_at += row * row_stride + head * head_stride
+    values_at += row * row_stride + head * head_stride
+    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total, mean = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, SIZE), tl.float32)
+    end = tl.max(tl.where(valid, bound, 0), axis=0)
+    for start in range(0, end, SLOTS):
+        j = start + tl.arange(0, SLOTS)
+        there = (j[:, None] < end) & (d[None, :] < size)
+        tile = j[:, None] * slot_stride + d[None, :]
+        k = tl.load(keys_at + tile, mask=there, other=0.0)
+        v = tl.load(values_at + tile, mask=there, other=0.0)
+        seen = j[None, :] < bound[:, None]
+        if HIDE_START:
+            seen = seen & ((j[None, :] > 0) | (slot[:, None] == 0))
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(seen, score, -float("inf"))
+        larger = tl.maximum(largest, tl.max(score, axis=1))
+        shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing seen yet
+        weight = tl.exp(score - shift[:, None])
+        before = tl.exp(largest - shift)
+        total = total * before + tl.sum(weight, axis=1)
+        mean = mean * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        largest = larger
+    # 3. And its own key, which no other item sees.
+    if OWN:
+        own = slot[:, None] * slot_stride + d[None, :]
+        k = tl.load(keys_at + own, mask=real, other=0.0).to(tl.float32)
+        v = tl.load(values_at + own, mask=real, other=0.0).to(tl.float32)
+        score = tl.sum(q.to(tl.float32) * k, axis=1) * scale
+        larger = tl.maximum(largest, score)
+        before, weight = tl.exp(largest - larger), tl.exp(score - larger)
+        total = total * before + weight
+        mean = mean * before[:, None] + weight[:, None] * v
+    mean = mean / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out_at + places, mean.to(out_at.dtype.element_ty), mask=real)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model import AOGPT, Encoder, KVCache, ParallelPass, log_linear_noise
 from sampling.plans import Plan, group_sizes
+from sampling.token_choice import triton_kernels
 
 
 class Step(NamedTuple):
@@ -53,6 +54,9 @@ class DecoderPasses(nn.Module):
         weight = model.wte.weight
         self.model = model
         self.cache = KVCache(model.config, batch_size, length, weight.device, weight.dtype)
+        kernels = triton_kernels(weight.device)
+        if kernels is not None and weight.dtype != torch.float64:  # whose sums are float32
+            self.cache.attend = kernels.attend
         self.modulations = model.modulations()
 
     @staticmethod

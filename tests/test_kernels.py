@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
-from reference import make_system, seeded
+from reference import make_plan, make_system, random_tokens, seeded, some_given
 from scipy.stats import chisquare
 
-from decode import generate, mdm_plan
-from sampling import engine
+from decode import generate
+from sampling import engine, passes
 from sampling.token_choice import TokenChoice, choose_tokens, probabilities
 
 pytest.importorskip("triton")
@@ -104,20 +104,62 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
 
 
-def test_the_engine_stores_what_the_kernel_draws(monkeypatch):
-    """The engine with the kernels, as on a GPU, and without: the same samples."""
-    model = make_system("AO-GPT", 0)
-    plan = mdm_plan(2, model.config.block_size, 3, seeded(0))
-    settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": model.config.vocab_size - 1}
-    reference = generate(model, plan, generator=seeded(1), **settings)
-    monkeypatch.setattr(engine, "triton_kernels", lambda device: kernels)
-    monkeypatch.setattr(kernels, "can_choose", lambda logits, choice: True)  # of float64, too
-    with_kernels = generate(model, plan, generator=seeded(1), **settings)
+@pytest.mark.parametrize(
+    "system, mode",
+    [
+        ("AO-GPT", "exact 3"),
+        ("AO-GPT", "confidence 4"),
+        ("AO-GPT, rotary", "speculative 3"),
+        ("sigma-GPT", "even 3"),
+        ("two_stream", "speculative 3"),
+        ("GPT-2", "l2r"),
+    ],
+)
+def test_the_engine_generates_with_the_kernels_what_it_does_without(system, mode, monkeypatch):
+    """Tokens and attention; rows of different lengths, some tokens given, a finished row beside
+    others, more items than there are."""
+    sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
+    model = make_system(system, 0, torch.float32, 0.7, 17, **sizes)
+    given = None if system == "GPT-2" else some_given(5, 12, seed=1)
+    plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
+    tokens = random_tokens(11, 5, 12, seed=2)
+    settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
+    reference = generate(model, plan, tokens, generator=seeded(1), **settings)
+    for module in (engine, passes):
+        monkeypatch.setattr(module, "triton_kernels", lambda device: kernels)
+    with_kernels = generate(model, plan, tokens, generator=seeded(1), **settings)
     assert torch.equal(reference.tokens, with_kernels.tokens)
-    assert (reference.log_probs - with_kernels.log_probs).abs().max() < 1e-6
+    assert (reference.log_probs - with_kernels.log_probs).abs().max() < 1e-5  # float32
 
 
-@pytest.mark.parametrize("name", ["_choose"])
+@pytest.mark.parametrize("hide_start, own", [(False, True), (True, True), (False, False)])
+def test_attention_over_the_cache_is_that_of_a_mask(hide_start, own):
+    """Against the formula in float64: 70 slots are more than a tile; rows that have nothing yet,
+    known tokens only, copies only, and nothing to do."""
+    B, C, H, size = 4, 71, 2, 24
+    cached, known, count = (torch.tensor(v) for v in ([0, 0, 60, 3], [0, 20, 62, 9], [5, 18, 8, 0]))
+    N, generator = int(count.sum()) + 2, seeded(0)
+    q = torch.randn(N, H, size, generator=generator)
+    keys, values = (torch.randn(B, C, H, size, generator=generator) for _ in range(2))
+    arguments = (v.to(DEVICE) for v in (q, keys, values, cached, known, count))
+    out = kernels.attend(*arguments, int(count.max()), hide_start, own).cpu()
+    n = 0
+    for b in range(B):
+        for slot in range(int(cached[b]), int(cached[b] + count[b])):
+            source = min(slot, int(known[b]))
+            seen = set(range(source)) | {slot} if own else set(range(source + 1))
+            if hide_start and slot > 0:
+                seen.discard(0)
+            seen = sorted(seen)
+            k, v = keys[b, seen].double(), values[b, seen].double()  # (seen, H, D/H)
+            weights = (torch.einsum("hd,khd->hk", q[n].double(), k) / size**0.5).softmax(-1)
+            expected = torch.einsum("hk,khd->hd", weights, v)
+            assert (out[n] - expected).abs().max() < 1e-5
+            n += 1
+    assert n == N - 2 and not out[n:].any()
+
+
+@pytest.mark.parametrize("name", ["_choose", "_attend"])
 def test_kernels_assemble_for_an_h100(name, tmp_path):
     """Down to machine code, without a GPU."""
     (tmp_path / "assemble.py").write_text(ASSEMBLE)
@@ -148,10 +190,17 @@ signatures = {
         "stride": "i64",
         "V": "i32",
         "temperature": "fp32",
-        "top_p": "fp64",
+        "top_p": "fp32",
     },
+    "_attend": dict.fromkeys(["q_at", "keys_at", "values_at", "out_at"], "*bf16")
+    | dict.fromkeys(["cached_at", "known_at", "count_at", "first_at"], "*i64")
+    | dict.fromkeys(["q_item", "q_head", "row_stride", "slot_stride", "head_stride"], "i64")
+    | {"size": "i32", "scale": "fp32"},
 }
-constants = {"_choose": {"GREEDY": False, "NUCLEUS": True, "TILE": 4096}}
+constants = {
+    "_choose": {"GREEDY": False, "NUCLEUS": True, "TILE": 4096},
+    "_attend": {"HIDE_START": False, "OWN": True, "ROWS": 16, "SLOTS": 64, "SIZE": 64},
+}
 name = sys.argv[1]
 signature = signatures[name] | dict.fromkeys(constants[name], "constexpr")
 source = ASTSource(fn=getattr(kernels, name), signature=signature, constexprs=constants[name])
