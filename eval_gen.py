@@ -118,6 +118,8 @@ class Arguments(ModelOptions):
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out. In float32 it
     changes no figure but the costs, in bfloat16 rounding depends on it."""
+    compile: bool = False
+    """torch.compile the model: minutes at the start, worth it for many samples."""
     json: Path | None = None
     """Write all results, also those of every sample, with settings, judge and versions."""
     markdown: Path | None = None
@@ -299,6 +301,7 @@ def generate(sampler: Sampler, loaded: Loaded, procs: Processes, label=None) -> 
         loaded.vocab_size,
         procs,
         batch_size=sampler.batch_size,
+        compile=sampler.compile,
         label=label,
     )
 

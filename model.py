@@ -39,12 +39,15 @@ from torch.utils.checkpoint import checkpoint
 from orders import inverse_permutation
 from runtime.ranges import BelowOne, Count, check_values
 
-HEAD_CHUNK_ELEMENTS = 2**25  # logits alive at once in the output head, outside torch.compile
+# Logits alive at once in the output head, outside torch.compile: on a CPU as many as are faster
+# than all at once, on a GPU as many as are worth their memory (3 GiB with the copies of a chunk).
+HEAD_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
-def head_chunk(vocab_size: int) -> int:
-    """Tokens whose logits are alive at once; at least 256, as small matrix products are slow."""
-    return max(256, HEAD_CHUNK_ELEMENTS // vocab_size)
+def head_chunk(vocab_size: int, device: str) -> int:
+    """Tokens whose logits are alive at once; at least 256, as small matrix products are slow.
+    device: "cpu" or "cuda"."""
+    return max(256, HEAD_CHUNK_ELEMENTS.get(device, 2**25) // vocab_size)
 
 
 @dataclass(frozen=True)
@@ -519,7 +522,7 @@ class Transformer(nn.Module):
         faster where both were measured (results/loss_head.md).
         """
         x, targets = x.flatten(0, 1), targets.flatten()
-        n = head_chunk(self.config.vocab_size)
+        n = head_chunk(self.config.vocab_size, x.device.type)
         if torch.compiler.is_compiling() or len(x) <= n:
             return function(x, targets)
         recompute = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here is random

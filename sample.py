@@ -57,8 +57,6 @@ class Arguments(SamplingOptions, ModelOptions):
     top-k and top-p. Model calls, token-forwards and seconds are those of all samples together."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
-    compile: bool = False
-    """torch.compile the model: minutes at the start, worth it for many samples."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class Settings(ModelOptions):
     """Of modes mdm and even; by default one per token."""
     batch_size: Count = 16
     """Rows of a pass; it does not change the results."""
+    compile: bool = False
+    """torch.compile generation: minutes at the start."""
 
 
 class ScoringPass(NamedTuple):
@@ -469,7 +471,8 @@ class HarnessModel(TemplateLM):
             return kept
         self._engine = kept = None  # its memory is free before the next one takes some
         size, vocab_size = self.settings.batch_size, self.loaded.vocab_size
-        self._engine = Engine(self._generator, size, length, TokenChoice(), vocab_size)
+        compile = self.settings.compile
+        self._engine = Engine(self._generator, size, length, TokenChoice(), vocab_size, compile)
         return self._engine
 
     @functools.cached_property

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AOGPT, HEAD_CHUNK_ELEMENTS, Encoder, KVCache, ragged
+from model import AOGPT, Encoder, KVCache, head_chunk, ragged
 from runtime.devices import (
     attention_of_many_shapes,
     available_memory,
@@ -285,8 +285,8 @@ class Engine(nn.Module):
         passes = EncoderPasses if model.config.is_encoder else DecoderPasses
         self.passes = passes(self.model, batch_size, length)
         # Positions whose logits are alive at once.
-        self.head_rows = max(1, HEAD_CHUNK_ELEMENTS // model.config.vocab_size)
         device = model.wte.weight.device
+        self.head_rows = head_chunk(model.config.vocab_size, device.type)
         for name, dtype in BUFFERS.items():
             zeros = torch.zeros(batch_size, length + 1, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)

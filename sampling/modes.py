@@ -87,6 +87,8 @@ class SamplingOptions:
     noise: Noise = "float64"
     """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
     temperature."""
+    compile: bool = False
+    """torch.compile the model: minutes at the start, worth it for many samples."""
 
     def __post_init__(self):
         check_values(self)

@@ -356,6 +356,20 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
             assert ours["settings"][key] == theirs["settings"][key], key
 
 
+def test_compile_reaches_the_engine(report, run, byte_judge, monkeypatch):
+    compiled, generate = [], eval_gen.modes.generate
+    monkeypatch.setattr(
+        eval_gen.modes,
+        "generate",
+        lambda *a, compile, **k: compiled.append(compile) or generate(*a, **k),
+    )
+    common = [run, "--judge", byte_judge, "--num-samples", 2, "--steps", 4]
+    report(*common)
+    report(*common, "--compile")
+    half = len(compiled) // 2
+    assert half and compiled == [False] * half + [True] * half
+
+
 def test_batches_change_no_number(report, run, byte_judge):
     common = [run, "--judge", byte_judge, *"--num-samples 7 --steps 4 16".split()]
     common += ["--settings", "1,1", "0.7,0.95", "--batch-size"]

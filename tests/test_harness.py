@@ -424,6 +424,12 @@ def test_one_engine_serves_all_requests_of_a_decoder(adapter, engines):
     assert {engine.T for engine in engines} <= {8, 16, BLOCK} and len(engines) <= 2 * 3
 
 
+def test_compile_reaches_the_engine(adapter, engines, monkeypatch):
+    for compile in (False, True):
+        adapter(compile=compile)._engine_for(BLOCK)
+    assert [engine.runner is not None for engine in engines] == [False, True]
+
+
 SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
 SAMPLERS = [
     (s, m) for s in ("AO-GPT", "RADD") for m in ("l2r", "mdm", "even", "random", "adaptive")

@@ -331,7 +331,8 @@ def test_the_peak_of_a_step_is_what_the_plan_says(
     vocabulary, chunk, checkpointing, dtype, monkeypatch
 ):
     """The peak is in the backward pass of a block, of a chunk of the head, or of the whole head."""
-    monkeypatch.setattr(model_module, "HEAD_CHUNK_ELEMENTS", chunk)
+    for device in ("cpu", "cuda"):  # a plan is for GPUs
+        monkeypatch.setitem(model_module.HEAD_CHUNK_ELEMENTS, device, chunk)
     sizes = {"train__batch_size": 16, "train__micro_batch_size": 16}
     sizes |= {"model__vocab_size": vocabulary}
     config = small(layers=6, dtype=dtype, train__activation_checkpointing=checkpointing, **sizes)

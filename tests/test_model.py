@@ -291,7 +291,7 @@ def test_cached_logits_are_those_of_the_uncached_forward(system, groups, spares)
 @pytest.mark.parametrize("elements", [1, 2**25])  # chunks of 256 rows, the least, and one for all
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, elements, tied):
-    monkeypatch.setattr(model_module, "HEAD_CHUNK_ELEMENTS", elements)
+    monkeypatch.setitem(model_module.HEAD_CHUNK_ELEMENTS, "cpu", elements)
     model = make_system("AO-GPT", tied_head=tied)
     generator = seeded(1)
     x = torch.randn(3, 200, 12, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -318,7 +318,7 @@ def test_head_nll_gives_the_same_parameter_gradients_whatever_the_chunk(monkeypa
     tokens, order = random_tokens(TOKENS, 4, 150, seed=0), random_orders(4, 150, seed=1)
     grads = []
     for elements in (1, 2**25):
-        monkeypatch.setattr(model_module, "HEAD_CHUNK_ELEMENTS", elements)
+        monkeypatch.setitem(model_module.HEAD_CHUNK_ELEMENTS, "cpu", elements)
         grads.append(torch.autograd.grad(model(tokens, order).mean(), list(model.parameters())))
     for a, b in zip(*grads, strict=True):
         assert (a - b).abs().max() < 1e-12  # a mean: gradients of size 1e-2 in float64

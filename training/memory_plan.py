@@ -330,7 +330,7 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
     if t.compile:
         logits = 2 * h * tokens * m.vocab_size
     else:
-        logits = 12 * min(tokens, head_chunk(m.vocab_size)) * m.vocab_size
+        logits = 12 * min(tokens, head_chunk(m.vocab_size, "cuda")) * m.vocab_size
     head = logits + FLOAT * m.n_embd * (m.vocab_size + tokens)
     block = tokens * (block_bytes(config, "none") - block_bytes(config, t.activation_checkpointing))
     gradients = tokens * m.n_embd * (FLOAT + 4 * h)  # of the residuals and inside the MLP
@@ -374,7 +374,7 @@ def flops_again_per_token(config: Config) -> float:
     again = 0
     if t.activation_checkpointing == "block":
         again += 24 * m.n_layer * m.n_embd**2 + 4 * m.n_layer * m.n_embd * m.block_size
-    if not t.compile and t.micro_batch_size * m.block_size > head_chunk(m.vocab_size):
+    if not t.compile and t.micro_batch_size * m.block_size > head_chunk(m.vocab_size, "cuda"):
         again += 2 * m.n_embd * m.vocab_size
     return again
 
