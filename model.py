@@ -502,8 +502,15 @@ class Transformer(nn.Module):
             modulation = self.adaln_f(condition)
         return modulate(x, *rows_of_targets(modulation).chunk(2, dim=-1))
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) -> logits (..., V) of the tokens."""
+    def logits(self, x: Tensor, float32: bool = False) -> Tensor:
+        """Hidden states (..., D) -> logits (..., V) of the tokens.
+
+        float32: the sums of a bfloat16 product as a GPU has them, for (n, D). Rounded to bfloat16
+        they have 8 bits, too few for a draw that is to be exact.
+        """
+        if float32 and x.is_cuda and self.head.weight.dtype == torch.bfloat16:
+            logits = torch.mm(x, self.head.weight.T, out_dtype=torch.float32)
+            return logits if self.head.bias is None else logits + self.head.bias
         return self.head(x)
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -1057,9 +1064,9 @@ class Encoder(Transformer):
             x = block(x, mask, rows_of_targets, condition, rotation=rotation)
         return self.final_norm(x, rows_of_targets, condition)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Hidden states (..., D) -> logits (..., mask_token) of the tokens, which end at [MASK]."""
-        return self.head(x)[..., : self.config.mask_token]
+    def logits(self, x: Tensor, float32: bool = False) -> Tensor:
+        """As in `Transformer`, but (..., mask_token): the tokens end at [MASK]."""
+        return super().logits(x, float32)[..., : self.config.mask_token]
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
         """Without noise as in `Transformer`, (B, T). With noise two numbers of each token, of

@@ -443,7 +443,7 @@ class Engine(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V), those of ids that may not be drawn minus infinity."""
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden, float32=True)
         if self.vocab_size is not None:
             logits[:, self.vocab_size :] = -torch.inf
         return logits
