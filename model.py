@@ -90,6 +90,9 @@ class ModelConfig:
     qk_norm: bool = True
     """RMSNorm on the queries and keys of each head."""
     gelu: Literal["erf", "tanh"] = "erf"
+    value_residual: bool = False
+    """Every block mixes the values of its attention with those of the first block (Zhou et al.,
+    arXiv 2410.17897)."""
     attn_bias: bool = True
     """Biases on the attention's two linear layers."""
     mlp_bias: bool = True
@@ -269,6 +272,7 @@ class Attention(nn.Module):
         self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.attn_bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.attn_bias)
+        self.mix = nn.Parameter(torch.empty(2)) if config.value_residual else None
         self.q_norm = RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
@@ -278,23 +282,31 @@ class Attention(nn.Module):
         mask: AttentionMask,
         rotation: Rotation | None = None,
         cache=None,
+        first_values=None,
         queries=None,
         query_mask=None,
     ):
         """x (B, T, D) -> the same shape. In a parallel pass, which has a cache: items, (N, D).
 
         queries: of the shape of x, a second stream that reads the keys and values of x as
-        query_mask says. With it, the outputs of both streams are returned.
+        query_mask says.
+
+        Returns: the output, that of the queries or None, and what other blocks take as
+        first_values, where model.value_residual mixes them.
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, own_values = self.q_norm(q), self.k_norm(k), None
+        if self.mix is not None:
+            own_values = v
+            other = v if first_values is None else first_values
+            v = (self.mix[0] * v + self.mix[1] * other).to(v.dtype)
         if rotation is not None:
             q, k = rotate(q, *rotation.queries), rotate(k, *rotation.keys)
         if cache is not None:
             k, v = cache.update(k, v)  # now with those of earlier passes
         y = self._attend(q, k, v, mask, cache)
         if queries is None:
-            return y
+            return y, None, own_values
         # Queries have neither keys nor values, so they need the first third of the projection only.
         D = x.shape[-1]
         bias = None if self.qkv.bias is None else self.qkv.bias[:D]
@@ -303,7 +315,7 @@ class Attention(nn.Module):
         )
         if rotation is not None:
             q = rotate(q, *rotation.second_stream)
-        return y, self._attend(q, k, v, query_mask, cache)
+        return y, self._attend(q, k, v, query_mask, cache), own_values
 
     def _attend(self, q, k, v, mask: AttentionMask, cache: LayerCache | None) -> Tensor:
         """q (B, T, H, D/H) or of items (N, H, D/H); k, v (B, keys, H, D/H) -> projected, as x."""
@@ -353,7 +365,15 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
-        self, x, mask, rows_of_targets, condition=None, modulation=None, rotation=None, cache=None
+        self,
+        x,
+        mask,
+        rows_of_targets,
+        condition=None,
+        modulation=None,
+        rotation=None,
+        cache=None,
+        first_values=None,
     ):
         """One block; with adaLN as in the paper, section 3.
 
@@ -367,23 +387,26 @@ class Block(nn.Module):
             modulation: (positions, 6 D), the output of adaLN, where that is known already.
             rotation: `Rotation`; None without rotary positions.
             cache: `LayerCache`, of a parallel pass.
+            first_values: the second result of the first block, for all others.
 
-        Returns: of the shape of x.
+        Returns: of the shape of x; and the values of its attention, None unless blocks mix them.
         """
         if self.wtpe is not None:
             x = x + rows_of_targets(self.wtpe.weight)
         if self.adaln is None:
-            x = x + self.drop(self.attn(self.norm1(x), mask, rotation, cache))
-            return x + self.drop(self.mlp(self.norm2(x)))
+            h, _, values = self.attn(self.norm1(x), mask, rotation, cache, first_values)
+            x = x + self.drop(h)
+            return x + self.drop(self.mlp(self.norm2(x))), values
         # adaLN depends on the target position alone, so it is computed once per position, not once
         # per token: the whole batch shares the table, and every token takes the row of its target.
         if modulation is None:
             modulation = self.adaln(condition)
         shift1, scale1, gate1, shift2, scale2, gate2 = rows_of_targets(modulation).chunk(6, dim=-1)
-        h = self.attn(modulate(self.norm1(x), shift1, scale1), mask, rotation, cache)
+        h = modulate(self.norm1(x), shift1, scale1)
+        h, _, values = self.attn(h, mask, rotation, cache, first_values)
         x = x + gate1 * self.drop(h)
         h = self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x + gate2 * self.drop(h)
+        return x + gate2 * self.drop(h), values
 
 
 class TwoStreamBlock(Block):
@@ -392,13 +415,15 @@ class TwoStreamBlock(Block):
     it has no adaLN, and takes and returns both streams."""
 
     def forward(
-        self, x, queries, mask, query_mask, rotation=None, cache=None
-    ) -> tuple[Tensor, Tensor]:
-        """x, mask, rotation, cache: as in `Block`; queries: of the shape of x."""
-        y, answer = self.attn(self.norm1(x), mask, rotation, cache, self.norm1(queries), query_mask)
+        self, x, queries, mask, query_mask, rotation=None, cache=None, first_values=None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Both streams, and values; x, mask, rotation, cache, first_values: as in `Block`; queries:
+        of the shape of x."""
+        asking = self.norm1(queries), query_mask
+        y, answer, values = self.attn(self.norm1(x), mask, rotation, cache, first_values, *asking)
         x, queries = x + self.drop(y), queries + self.drop(answer)
         x = x + self.drop(self.mlp(self.norm2(x)))
-        return x, queries + self.drop(self.mlp(self.norm2(queries)))
+        return x, queries + self.drop(self.mlp(self.norm2(queries))), values
 
 
 # ---- what decoder and encoder share --------------------------------------------------------------
@@ -473,11 +498,13 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
         """Fill p, of the shape of the weight `name`: truncated normal (std 0.02, cut at 3 std;
-        residual projections 0.02 / sqrt(2 n_layer)), biases 0, norms 1; position tables as
-        model.position_init says."""
+        residual projections 0.02 / sqrt(2 n_layer)), biases 0, norms 1, shares of values 0.5;
+        position tables as model.position_init says."""
         waves = self.config.position_init == "sinusoidal"
         if name.endswith("bias"):
             nn.init.zeros_(p)
+        elif name.endswith("attn.mix"):
+            nn.init.constant_(p, 0.5)
         elif "norm" in name:
             nn.init.ones_(p)
         elif waves and name == "wpe.weight":
@@ -715,14 +742,15 @@ class AOGPT(Transformer):
         rotation = self._rotation(in_positions, targets, x.dtype)
         queries = self._queries(targets) if variant == "two_stream" else None
         added = rows_of_targets(self.wtpe.weight) if variant in ("input", "shared") else None
-        x = self.drop(x + added if variant == "input" else x)
+        x, first = self.drop(x + added if variant == "input" else x), None
         for i, block in enumerate(self.blocks):
-            cache = caches[i] if caches else None
+            more = rotation, caches[i] if caches else None, first
             if variant == "two_stream":
-                x, queries = block(x, queries, mask, query_mask, rotation, cache)
+                x, queries, values = block(x, queries, mask, query_mask, *more)
             else:
                 x = x + added if variant == "shared" else x
-                x = block(x, mask, rows_of_targets, condition, modulations[i], rotation, cache)
+                x, values = block(x, mask, rows_of_targets, condition, modulations[i], *more)
+            first = values if first is None else first
         if variant == "two_stream":
             x = queries  # predictions come from the query stream
         return self.final_norm(x, rows_of_targets, condition, modulations[-1])
@@ -1059,9 +1087,11 @@ class Encoder(Transformer):
         def rows_of_targets(modulation: Tensor) -> Tensor:
             return modulation  # (B, 1, ...), see `Block.forward`
 
-        x = self.drop(x)
+        x, first = self.drop(x), None
         for block in self.blocks:
-            x = block(x, mask, rows_of_targets, condition, rotation=rotation)
+            settings = {"rotation": rotation, "first_values": first}
+            x, values = block(x, mask, rows_of_targets, condition, **settings)
+            first = values if first is None else first
         return self.final_norm(x, rows_of_targets, condition)
 
     def logits(self, x: Tensor, float32: bool = False) -> Tensor:

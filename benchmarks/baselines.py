@@ -126,12 +126,8 @@ AO_GPT = "a decoder with model.target = 'adaln', an attended start and learned t
 def is_ao_gpt(config: ModelConfig) -> bool:
     """Whether a model is the paper's, the one that the baselines compute."""
     c = config
-    return (c.attention, c.target, c.start, c.position) == (
-        "causal",
-        "adaln",
-        "attended",
-        "learned",
-    )
+    settings = c.attention, c.target, c.start, c.position, c.value_residual
+    return settings == ("causal", "adaln", "attended", "learned", False)
 
 
 def _check(model: AOGPT) -> None:

@@ -49,7 +49,7 @@ def encoder_outputs(config, params, tokens, masked, sigma=None):
 
 
 def _sequence(config, params, tokens, order, group):
-    stream = []
+    stream, params = [], dict(params)
     own, targets = [0] + [p + 1 for p in order[:-1]], [p + 1 for p in order]  # 0: of the start
     for i, target in enumerate(order):
         x = params["start"] if i == 0 else params["wte.weight"][tokens[order[i - 1]]]
@@ -114,7 +114,7 @@ def _query_stream(config, params, content, seen, own, targets, group):
 
 
 def _encoded(config, params, tokens, masked, sigma):
-    stream = []
+    stream, params = [], dict(params)
     for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
         x = params["wte.weight"][config.mask_token if hidden else token]
         stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
@@ -187,6 +187,11 @@ def _attention(config, params, name, stream, seen, key_positions, query_position
     asking = (
         qkv if queries is None else [_linear(config, params, name + "qkv.", x) for x in queries]
     )
+    own_values = [x[2 * width :] for x in qkv]
+    if config.value_residual:
+        a, b = params[name + "mix"]
+        first = params.setdefault("values of the first block", own_values)
+        own_values = [a * v + b * u for v, u in zip(own_values, first, strict=True)]
     outputs = []
     for i in range(len(stream)):
         by_head = []
@@ -199,7 +204,7 @@ def _attention(config, params, name, stream, seen, key_positions, query_position
                 key = _head_norm(config, params, name + "k_norm.", qkv[j][width : 2 * width][part])
                 key = _rotated(config, key, key_positions[j])
                 scores.append((query * key).sum() / math.sqrt(size))
-                values.append(qkv[j][2 * width :][part])
+                values.append(own_values[j][part])
             weights = torch.stack(scores).exp()
             weights = weights / weights.sum()
             by_head.append(sum(w * v for w, v in zip(weights, values, strict=True)))
@@ -576,7 +581,7 @@ DECODERS = {
     "per_block": {"target": "per_block"},
     "two_stream": {"target": "two_stream"},
     "AO-GPT, rotary": {"position": "rotary"},
-    "target rotary": {"position": "rotary", "target": "rotary"},
+    "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
 ROTARY_BLOCKS = {

@@ -253,6 +253,7 @@ ARCHITECTURES = {  # how to make one, and how close its bytes are
     "gpt2": (small, PLAIN | {"model__norm": "layernorm", "model__qk_norm": False}, 0.005),
     "hidden start": (small, {"model__start": "hidden"}, 0.005),
     "rotary": (small, {"model__position": "rotary"}, 0.005),
+    "mixed values": (small, {"model__value_residual": True}, 0.005),
     "shared": (small, {"model__target": "shared"}, 0.005),
     "per block": (small, {"model__target": "per_block"}, 0.005),
     "two streams": (small, {"model__target": "two_stream"}, 0.005),

@@ -27,6 +27,8 @@ VARIANTS = {name: (name, {}) for name in DECODERS} | {
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
     "two_stream, rotary": ("two_stream", {"position": "rotary"}),
+    "two_stream, mixed values": ("two_stream", {"value_residual": True}),
+    "mixed values": ("AO-GPT", {"value_residual": True}),
     "per_block, tables and rotary": ("per_block", {"position": "both"}),
     "sigma-GPT, rotary": ("sigma-GPT", {"position": "rotary"}),
     "layernorm, tied": ("AO-GPT", {"norm": "layernorm", "tied_head": True}),
@@ -72,7 +74,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
     assert expected.std() > 0.3 or length < 3  # the weights matter: these are not nearly equal
 
 
-@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "AO-GPT, rotary"])
+@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary"])
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     """The reference indexes one token's conditioning at a time, so its gradient is autograd's own;
     the model's adaLN rows come back through `PermutationGather`. Gradients here are of size 1: 1e-9

@@ -84,8 +84,9 @@ def test_groupwise_two_stream_computes_its_formulas(group):
 @pytest.mark.parametrize("length, seed", [(LENGTH, 0), (6, 1)])
 @every_encoder
 def test_an_encoder_computes_its_formulas(system, length, seed):
-    """1e-9 as above; for every masked position both what training reads and the log-probability."""
-    model = make_system(system, seed)
+    """1e-9 as above; for every masked position both what training reads and the log-probability.
+    Odd seeds mix values with those of the first block."""
+    model = make_system(system, seed, value_residual=seed % 2 == 1)
     tokens, masked = random_tokens(TOKENS, 6, length, seed + 1), some_masked(6, length, seed + 2)
     sigma = -torch.log(1 - (1 - 1e-3) * masked.double().mean(dim=1)) if model.config.noise else None
     outputs = encoder_outputs(model.config, parameters(model), tokens, masked, sigma)

@@ -292,6 +292,8 @@ def block_bytes(config: Config, checkpointing: str) -> int:
         kept += (2 + queries) * f * H  # the statistics of queries and keys
     if m.qk_norm or m.rotates:
         kept += (2 + queries) * h * D  # queries and keys, normalised or rotated
+    if m.value_residual:
+        kept += h * D  # values, mixed
     kept += streams * 8 * h * D  # the MLP, before and after GELU
     if m.target == "adaln":
         kept += 8 * h * D  # its table; that of the noise level has a row a sequence, not a token

@@ -28,6 +28,7 @@ def warm_start(model: Transformer, source: Transformer) -> None:
         "gelu",
         "tied_head",
         "start",
+        "value_residual",
     ):
         theirs, ours = getattr(source.config, name), getattr(model.config, name)
         if theirs != ours:
