@@ -38,7 +38,6 @@ from sampling.token_choice import (
     draw,
     fresh_uniforms,
     probabilities,
-    triton_kernels,
 )
 
 # Of an engine, (B, T + 1) each.

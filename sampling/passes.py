@@ -8,6 +8,7 @@ Shapes: B samples in flight, T positions, G groups, N items (inputs of a pass), 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 
 from model import AOGPT, Encoder, KVCache, ParallelPass, log_linear_noise
 from sampling.plans import Plan, group_sizes
-from sampling.token_choice import triton_kernels
+
+
+def triton_kernels(device: torch.device):
+    """`sampling.kernels` on a GPU with Triton, else None: they do the same in fewer launches."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from sampling import kernels
+
+    return kernels
 
 
 class Step(NamedTuple):

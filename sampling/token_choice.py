@@ -10,7 +10,6 @@ Shapes: N rows, V vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -97,16 +96,6 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     for row in outside.nonzero().flatten().tolist():
         drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], again[row])
     return drawn
-
-
-def triton_kernels(device: torch.device):
-    """`sampling.kernels`, which draw the same tokens in one launch, on a GPU with Triton; else
-    None."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    from sampling import kernels
-
-    return kernels
 
 
 def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
