@@ -119,7 +119,8 @@ class Arguments(ModelOptions):
     """Samples in flight at once; by default 16, or fewer where memory runs out. In float32 it
     changes no figure but the costs, in bfloat16 rounding depends on it."""
     compile: bool = False
-    """torch.compile the model: minutes at the start, worth it for many samples."""
+    """torch.compile the model, worth it for many samples: seconds and tokens/s of the table then
+    include the compilation of shapes that a row is the first to need."""
     json: Path | None = None
     """Write all results, also those of every sample, with settings, judge and versions."""
     markdown: Path | None = None

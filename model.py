@@ -242,8 +242,8 @@ class AttentionMask:
     allowed: Tensor | None = None
     """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
     own: bool = True
-    """In a parallel pass whose cache has a kernel, which needs no `allowed`: as `KVCache.attend`
-    takes it."""
+    """In a parallel pass whose cache has a kernel (`KVCache.attend`), which needs no `allowed`:
+    whether an item sees its own slot."""
 
 
 @dataclass
@@ -299,7 +299,7 @@ class Attention(nn.Module):
         if self.mix is not None:
             own_values = v
             other = v if first_values is None else first_values
-            v = (self.mix[0] * v + self.mix[1] * other).to(v.dtype)
+            v = self.mix[0] * v + self.mix[1] * other
         if rotation is not None:
             q, k = rotate(q, *rotation.queries), rotate(k, *rotation.keys)
         if cache is not None:
@@ -387,7 +387,8 @@ class Block(nn.Module):
             modulation: (positions, 6 D), the output of adaLN, where that is known already.
             rotation: `Rotation`; None without rotary positions.
             cache: `LayerCache`, of a parallel pass.
-            first_values: the second result of the first block, for all others.
+            first_values: the second result of the first block, for all others, (B, T, H, D/H) or
+                (N, H, D/H).
 
         Returns: of the shape of x; and the values of its attention, None unless blocks mix them.
         """
@@ -537,7 +538,7 @@ class Transformer(nn.Module):
         """
         if float32 and x.is_cuda and self.head.weight.dtype == torch.bfloat16:
             logits = torch.mm(x, self.head.weight.T, out_dtype=torch.float32)
-            return logits if self.head.bias is None else logits + self.head.bias
+            return logits if self.head.bias is None else logits.add_(self.head.bias)
         return self.head(x)
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -999,7 +1000,7 @@ class KVCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.attend: Callable | None = None
-        """A kernel that reads the cache without a mask, `sampling.kernels.attend`."""
+        """A kernel that reads the cache without a mask: `sampling.kernels.attend`."""
 
     @property
     def nbytes(self) -> int:

@@ -53,7 +53,7 @@ class Arguments:
     """Arms of the track to train; none: show what is known."""
     seeds: Count = 3
     jobs: Count = 1
-    """Runs side by side; each has one thread."""
+    """Runs side by side, on a CPU; each has one thread."""
     processes: Count = 1
     """Of each run, one a GPU of this machine, started by torchrun."""
     markdown: Path | None = None
@@ -193,7 +193,7 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
     if not has_ended(config):
         failure = train_to_the_end(config, processes)
         if "not finite" in failure:
-            return found | {"loss": None, "tokens_to_goal": None}
+            return found | {"loss": None, "tokens_to_goal": None, "commit": commit_now()}
         if failure or not has_ended(config):
             stopped = "stopped before its last step; give the same command again"
             raise ValueError(f"{config.run_folder} {failure[-500:] or stopped}")
@@ -220,7 +220,7 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
 
 
 def own_loss(config: Config) -> str:
-    """The key of metrics.jsonl that a run is judged by: that of any order, where its model can."""
+    """The key of metrics.jsonl that a run is judged by: under the orders that it learns."""
     return f"val_loss_{best_by(config)}"
 
 
@@ -244,6 +244,9 @@ def train_to_the_end(config: Config, processes: int) -> str:
     file = config.run_folder.with_name(f"{config.name}.toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, configuration.to_toml(config))
+    started = config.run_folder.with_name(f"{config.name}.commit")
+    known = started.read_text().split(", ") if started.exists() else []
+    write_text(started, ", ".join(dict.fromkeys([*known, commit_now()])))  # a run can be resumed
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
         [sys.executable, *(launcher if processes > 1 else []), ROOT / "train.py", file],
@@ -252,11 +255,15 @@ def train_to_the_end(config: Config, processes: int) -> str:
         text=True,
     )
     if done.returncode == 0:
-        describe = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        write_text(config.run_folder / "commit", commit or "unknown")
+        started.replace(config.run_folder / "commit")
         return ""
     return done.stderr.strip() or f"ended with status {done.returncode}"
+
+
+def commit_now() -> str:
+    describe = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return found or "unknown"
 
 
 def crossing(validations: list[dict], goal: float) -> float | None:

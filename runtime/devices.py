@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import shutil
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     return chosen
+
+
+def current(device: torch.device):
+    """A context in which a GPU is the current one, on which kernels of Triton run."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def attention_of_many_shapes():

@@ -36,6 +36,7 @@ class StepRunner:
     """
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.records = device.type == "cuda"
         self.run_once: set = set()
         self.graphs: dict = {}
@@ -65,8 +66,10 @@ class StepRunner:
 
     def _record(self, function: Callable, shape: tuple) -> tuple[torch.cuda.CUDAGraph, object]:
         graph, others = torch.cuda.CUDAGraph(), [graph for graph, _ in self.graphs.values()]
-        # One graph runs at a time, so that all can use the same memory in passing.
-        with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
+        # One graph runs at a time, so that all can use the same memory in passing. The stream is of
+        # this device: by default all devices would share one, of the device that came first.
+        pool, stream = others[0].pool() if others else None, torch.cuda.Stream(self.device)
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             result = function(Step(*self.step), *shape)
         return graph, result
 

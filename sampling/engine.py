@@ -23,12 +23,21 @@ from model import AOGPT, Encoder, KVCache, head_chunk, ragged
 from runtime.devices import (
     attention_of_many_shapes,
     available_memory,
+    current,
     out_of_memory,
     release_memory,
 )
 from sampling.compiled import CompiledShapes, StepRunner, with_compiled_blocks
 from sampling.packed import packed
-from sampling.passes import DecoderPasses, EncoderPasses, Step, StepShape, shapes_of, steps_of
+from sampling.passes import (
+    DecoderPasses,
+    EncoderPasses,
+    Step,
+    StepShape,
+    shapes_of,
+    steps_of,
+    triton_kernels,
+)
 from sampling.plans import Plan, l2r_plan, stack_plans
 from sampling.token_choice import (
     ACCEPTED,
@@ -320,7 +329,7 @@ class Engine(nn.Module):
             self.shapes.prepare(
                 [shape for p in plans for shape in shapes_of(p, steps_of(p, self.passes))]
             )
-        with attention_of_many_shapes():
+        with current(self.order.device), attention_of_many_shapes():
             parts = [self._batch(plan[r], tokens[r], uniforms[r], progress) for r in batches]
         return Generation.joined(parts)
 

@@ -70,7 +70,7 @@ def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tenso
             logits.stride(0),
             V,
             1 if choice.greedy else choice.temperature,
-            choice.top_p,
+            round(choice.top_p * 2**53),  # exact, where Triton would round a float to 24 bits
             GREEDY=choice.greedy,
             NUCLEUS=choice.top_p < 1,
             TILE=TILE,
@@ -104,7 +104,8 @@ def _choose(
         bound = tl.full((), -1, tl.int32)
         token = _draw(logits_at, V, largest, temperature, _point(uniform, total), bound, 0, TILE)
         if NUCLEUS:
-            wanted = tl.math.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+            share = top_p.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+            wanted = tl.maximum(tl.math.ceil(total.to(tl.float64) * share).to(tl.int64), 1)
             bits, weight = _bits_and_weight(tl.load(logits_at + token), largest, temperature)
             above, ties = _ranked_before(logits_at, V, largest, temperature, bits, token, TILE)
             # 4. If it lies outside of the nucleus, one drawn again from the nucleus proper.

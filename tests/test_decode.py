@@ -3,6 +3,7 @@ nothing."""
 
 import functools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,8 +48,8 @@ from decode import (
 )
 from model import AOGPT, log_linear_noise
 from sampling import engine
-from sampling.compiled import CompiledShapes
-from sampling.passes import DecoderPasses, shapes_of, steps_of
+from sampling.compiled import CompiledShapes, StepRunner
+from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
 
 N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
 SAMPLES = 6000
@@ -535,9 +536,9 @@ def work(monkeypatch):
         seen["items"].append(feed.items)
         return hidden(self, ordered, order, feed, *more)
 
-    def counted_logits(self, x):
+    def counted_logits(self, x, **more):
         seen["heads"] += x.shape[:-1].numel()
-        return logits(self, x)
+        return logits(self, x, **more)
 
     monkeypatch.setattr(AOGPT, "parallel_hidden", parallel_hidden)
     monkeypatch.setattr(AOGPT, "logits", counted_logits)
@@ -778,6 +779,32 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     shapes = [[int(n) for n in shape.split(",") if n.strip()] for shape in allocated]
     assert shapes and not [shape for shape in shapes if shape[:2] in ([5, 29], [5, 30])], shapes
     torch._dynamo.reset()
+
+
+def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
+    """The recorder with a stand-in for a CUDA graph, which runs the step again on the buffer that
+    it was recorded with: the first step of a shape runs as it is, the second is recorded, and all
+    give what they give without."""
+    model = text_model()
+    plans = [mdm_plan(4, LENGTH, 6, seeded(seed)) for seed in (0, 1)]
+    recorded = []
+
+    def record(self, function, shape):
+        recorded.append(shape)
+        replay = functools.partial(function, Step(*self.step), *shape)
+        return SimpleNamespace(replay=replay), None
+
+    monkeypatch.setattr(StepRunner, "_record", record)
+    monkeypatch.setattr(engine, "with_compiled_blocks", lambda model: model)
+    made = Engine(model, 2, LENGTH, TokenChoice(), compile=True)
+    made.runner.records = True
+    for plan in plans:
+        eager = generate(model, plan, generator=seeded(2))
+        got = made.generate(plan, generator=seeded(2))
+        assert torch.equal(eager.tokens, got.tokens)
+        assert (eager.log_probs - got.log_probs).abs().max() < 1e-5  # batches of 4 and of 2
+    shapes = len(recorded)
+    assert 0 < shapes == len(set(recorded)) == len(made.runner.graphs)
 
 
 def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(counted_graphs):

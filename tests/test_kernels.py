@@ -190,7 +190,7 @@ signatures = {
         "stride": "i64",
         "V": "i32",
         "temperature": "fp32",
-        "top_p": "fp32",
+        "top_p": "i64",
     },
     "_attend": dict.fromkeys(["q_at", "keys_at", "values_at", "out_at"], "*bf16")
     | dict.fromkeys(["cached_at", "known_at", "count_at", "first_at"], "*i64")

@@ -25,6 +25,13 @@ def test_every_arm_of_a_shipped_track_is_a_configuration_that_keeps_to_the_track
         assert arm.why and all(len(values) >= 3 for values in arm.tune.values()), arm.name
 
 
+@pytest.mark.parametrize("name", TRACKS)
+def test_the_results_that_are_shipped_make_a_table(name):
+    results = list((ROOT / "results" / "speedrun" / name).glob("*.json"))
+    lines = speedrun.table(load_track(name))
+    assert all(any(f"| {path.stem} " in line for line in lines) for path in results)
+
+
 @pytest.fixture
 def track(data, tmp_path, monkeypatch):
     """A track of seconds: a baseline that learns nothing, and two arms."""

@@ -21,6 +21,7 @@ width, H heads, V vocabulary; f = 4 bytes (float32); h = 2 bytes in bfloat16, el
                      inputs of qkv and of the MLP            2 h D, their norms' statistics 2 f
                      qkv, attention's output, log-sum-exp    4 h D + f H
                      normalised queries and keys             2 h D + 2 f H
+                     mixed values (model.value_residual)     h D
                      MLP: before and after GELU              8 h D
                      adaLN: gathered table, 1 + scale twice  8 h D
                             normed inputs, gated outputs     2 f D + 2 h D

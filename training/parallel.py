@@ -103,7 +103,7 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
     Blocks are gathered in the precision of matrix work, which halves the traffic, what remains in
     float32 (autocast rounds it where it is used), and gradients are reduced in float32: the numbers
-    are those of ddp, but for the rounding of norm weights.
+    are those of ddp, but for the rounding of norm weights and of the shares of mixed values.
     """
     if config.train.parallel == "ddp":
         return lambda module: None
