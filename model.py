@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from orders import inverse_permutation
+from runtime.ranges import Amount as NonNegativeFloat
 from runtime.ranges import BelowOne, Count, check_values
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits alive at once in the output head, outside torch.compile
@@ -86,7 +87,14 @@ class ModelConfig:
     """Biases of LayerNorm."""
     qk_norm: bool = True
     """RMSNorm on the queries and keys of each head."""
-    gelu: Literal["erf", "tanh"] = "erf"
+    gelu: Literal["erf", "tanh", "relu2"] = "erf"
+    """relu2: the square of ReLU instead (Primer)."""
+    proj_init: Literal["scaled", "zero"] = "scaled"
+    """zero: residual projections start at 0, so that every block starts as the identity."""
+    value_residual: bool = False
+    """Blocks mix their values with those of the first block (Zhou et al. 2024)."""
+    softcap: NonNegativeFloat = 0.0
+    """Logits are softcap * tanh(logits / softcap); 0: as they are."""
     attn_bias: bool = True
     """Biases on the attention's two linear layers."""
     mlp_bias: bool = True
@@ -253,6 +261,7 @@ class Rotation:
     keys: tuple[Tensor, Tensor]
     queries: tuple[Tensor, Tensor]
     second_stream: tuple[Tensor, Tensor] | None = None
+    first_values: Tensor | None = None
     """Of the query stream of two_stream. Then `queries` are those of the content stream, which must
     not know targets: they are rotated as the keys are."""
 
@@ -263,6 +272,7 @@ class Attention(nn.Module):
         self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.attn_bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.attn_bias)
+        self.mix = nn.Parameter(torch.empty(2)) if config.value_residual else None
         self.q_norm = RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
 
@@ -282,6 +292,10 @@ class Attention(nn.Module):
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
         q, k = self.q_norm(q), self.k_norm(k)
+        if self.mix is not None:
+            if rotation.first_values is None:
+                rotation.first_values = v
+            v = (self.mix[0] * v + self.mix[1] * rotation.first_values).to(v.dtype)
         if rotation is not None:
             q, k = rotate(q, *rotation.queries), rotate(k, *rotation.keys)
         if cache is not None:
@@ -323,11 +337,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.relu2 = config.gelu == "relu2"
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
         self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.mlp_bias)
         self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.relu2:
+            return self.proj(F.relu(self.fc(x)).square())
         return self.proj(F.gelu(self.fc(x), approximate=self.approximate))
 
 
@@ -468,7 +485,9 @@ class Transformer(nn.Module):
         residual projections 0.02 / sqrt(2 n_layer)), biases 0, norms 1; position tables as
         model.position_init says."""
         waves = self.config.position_init == "sinusoidal"
-        if name.endswith("bias"):
+        if name.endswith("attn.mix"):
+            nn.init.constant_(p, 0.5)
+        elif name.endswith("bias"):
             nn.init.zeros_(p)
         elif "norm" in name:
             nn.init.ones_(p)
@@ -481,6 +500,9 @@ class Transformer(nn.Module):
             p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])
         else:
             std = 0.02
+            if name.endswith("proj.weight") and self.config.proj_init == "zero":
+                nn.init.zeros_(p)
+                return
             if name.endswith("proj.weight"):  # 2 n_layer of these add up in the residual stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layer)
             nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
@@ -496,6 +518,8 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states (..., D) -> logits (..., V) of the tokens."""
+        if cap := self.config.softcap:
+            return cap * torch.tanh(self.head(x) / cap)
         return self.head(x)
 
     def head_nll(self, x: Tensor, targets: Tensor) -> Tensor:

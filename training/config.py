@@ -81,6 +81,8 @@ class OptimConfig(_Section):
     """Muon's peak learning rate, on lr's schedule. Its updates are orthogonal matrices, so it does
     not compare with AdamW's, and carries over from width to width."""
     muon_momentum: BelowOne = 0.95
+    ends_lr_ratio: Amount = 1.0
+    """The rate of the token table and the head, in units of lr."""
 
 
 @dataclass(frozen=True)

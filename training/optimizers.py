@@ -43,7 +43,7 @@ def set_learning_rates(optimizer, rates: dict[str, float]) -> None:
     """Give every parameter group its rate."""
     for group in optimizer.param_groups:
         of_muon = "parts" in group  # AdamW's groups have none
-        group["lr"] = rates["muon_lr" if of_muon else "lr"]
+        group["lr"] = rates["muon_lr" if of_muon else "lr"] * group.get("ratio", 1)
 
 
 # ---- which optimizer moves what ------------------------------------------------------------------
@@ -54,10 +54,22 @@ def make_optimizer(model: Transformer, config: Config) -> torch.optim.AdamW | Mu
     o = config.optim
     matrices = muon_matrices(model) if o.kind == "muon" else {}
     rest = [p for name, p in model.named_parameters() if name not in matrices]
+    ends = {id(model.wte.weight), id(model.head.weight)}
+    if o.ends_lr_ratio == 1:
+        ends = set()
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": o.weight_decay},
+        {
+            "params": [p for p in rest if p.dim() >= 2 and id(p) not in ends],
+            "weight_decay": o.weight_decay,
+        },
+        {
+            "params": [p for p in rest if id(p) in ends],
+            "weight_decay": o.weight_decay,
+            "ratio": o.ends_lr_ratio,
+        },
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
     if o.kind == "adamw":
         return adamw
