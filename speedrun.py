@@ -118,17 +118,14 @@ class Track:
 
 def load_track(name: str) -> Track:
     """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
-    each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys."""
-    path = TRACKS / f"{name}.toml"
-    if not path.is_file():
-        tracks = ", ".join(sorted(p.stem for p in TRACKS.glob("*.toml")))
-        raise ValueError(f"there is no track {name!r}; choose one of {tracks}")
-    values = tomllib.loads(path.read_text())
+    each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys.
+    `from` at its top is another track, whose base and arms it has where it does not change them."""
+    values = read_track(name)
     arms: dict[str, Arm] = {}
     for arm, table in values["arms"].items():
         source = table.pop("from", None)
         if source is not None and source not in arms:
-            raise ValueError(f"{path}: {arm} is from {source!r}, which is no arm above it")
+            raise ValueError(f"track {name}: {arm} is from {source!r}, which is no arm above it")
         inherited = arms[source] if source else Arm("", {}, {}, "")
         why, tune = table.pop("why", ""), table.pop("tune", inherited.tune)
         tune = {key: values for key, values in tune.items() if key not in table}
@@ -136,6 +133,22 @@ def load_track(name: str) -> Track:
         changes = {key: value for key, value in changes.items() if key not in tune}
         arms[arm] = Arm(arm, changes, tune, why)
     return Track(name, values["goal"], values["base"], arms)
+
+
+def read_track(name: str) -> dict:
+    """The values of a track's file, laid over those of the track that it is from."""
+    path = TRACKS / f"{name}.toml"
+    if not path.is_file():
+        tracks = ", ".join(sorted(p.stem for p in TRACKS.glob("*.toml")))
+        raise ValueError(f"there is no track {name!r}; choose one of {tracks}")
+    values = tomllib.loads(path.read_text())
+    if "from" not in values:
+        return values
+    source = read_track(values.pop("from"))
+    for section, table in values.pop("base", {}).items():
+        source["base"][section] = source["base"].get(section, {}) | table
+    arms = source.pop("arms") | values.pop("arms", {})
+    return source | values | {"arms": arms}
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -87,6 +87,11 @@ def micro_batches(
         tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
         length = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)[0]
         tokens = tokens[:, :length].contiguous()
+        if step < config.train.half_batch_steps:
+            tokens, batch_rows = tokens[: micro_size // 2], batch_rows[: micro_size // 2]
+        if step < config.train.short_steps:
+            tokens = tokens.reshape(4 * len(tokens), -1)
+            batch_rows = range(4 * first, 4 * first + len(tokens))
         batch = make_batch(tokens, config, step, batch_rows)
         return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
 

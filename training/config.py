@@ -93,6 +93,10 @@ class TrainConfig(_Section):
     """Sequences in one optimizer step, over all processes."""
     micro_batch_size: Count = 16
     """Sequences in one forward pass of one process."""
+    half_batch_steps: NonNegative = 0
+    """Until this step half the batch (one process, one micro-batch)."""
+    short_steps: NonNegative = 0
+    """Until this step sequences are cut into four."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix work; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights
     stay float32."""

@@ -162,7 +162,9 @@ def tokens_of(config: Config, steps: range) -> int:
     """Tokens in the global batches of these steps."""
     block_size, shortened = config.model.block_size, config.data.random_length_prob
     lengths = batch_lengths(config.seed, steps, block_size, shortened)
-    return config.train.batch_size * int(lengths.sum())
+    tokens = config.train.batch_size * int(lengths.sum())
+    half = len(range(steps.start, min(steps.stop, config.train.half_batch_steps)))
+    return tokens - half * config.train.batch_size // 2 * block_size
 
 
 def peak_memory(device: torch.device) -> int | None:
