@@ -167,10 +167,7 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         best = min(ended, key=lambda result: result["loss"])
         rest = pool.map(lambda seed: run(track, arm, seed, best["tuned"]), range(1, a.seeds))
         runs = [best, *rest]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    origin = {"commit": commit, "jobs": a.jobs, "versions": versions()}
+    commits = sorted({result["commit"] for result in runs})
     config = configuration.to_dict(track.config(arm, 0, best["tuned"]))
     return {
         "arm": arm.name,
@@ -178,7 +175,9 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         "tuning": tuning,
         "runs": runs,
         "config": config,
-    } | origin
+        "commit": ", ".join(commits),
+        "versions": versions(),
+    }
 
 
 def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
@@ -199,7 +198,9 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
     # The first line has the start in it.
     speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
     speeds = speeds[1:] or speeds
+    commit = config.run_folder / "commit"
     found |= {
+        "commit": commit.read_text() if commit.exists() else "unknown",
         "loss": last[LOSS],
         "l2r": last["val_loss_l2r"],
         "tokens": last["tokens"],
@@ -238,6 +239,9 @@ def train_to_the_end(config: Config) -> str:
         text=True,
     )
     if done.returncode == 0:
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        write_text(config.run_folder / "commit", commit or "unknown")
         return ""
     return done.stderr.strip()[-500:] or f"ended with status {done.returncode}"
 
@@ -297,16 +301,16 @@ def runs_that_ended(result: dict) -> list[dict]:
 
 
 def table(track: Track) -> list[str]:
-    """The leaderboard: arms with results, the fewest tokens first and the lowest loss."""
-    files = {name: track.result(name) for name in track.arms}
-    known = [json.loads(file.read_text()) for file in files.values() if file.exists()]
+    """The leaderboard: arms with results, the fewest tokens first and the lowest loss. Those of
+    ingredients that did not pay stay there, though the track has them no more."""
+    known = [json.loads(file.read_text()) for file in (RESULTS / track.name).glob("*.json")]
 
     def place(result: dict) -> tuple[int, float]:
         ended = runs_that_ended(result)
         return ended[0]["tokens"], statistics.mean(r["loss"] for r in ended)
 
     known.sort(key=place)
-    missing = [name for name, file in files.items() if not file.exists()]
+    missing = [name for name in track.arms if not track.result(name).exists()]
     lines = markdown_table(HEAD, [row(result) for result in known])
     return [*lines, *([f"not run yet: {', '.join(missing)}"] if missing else [])]
 
