@@ -36,11 +36,13 @@ from runtime.reports import markdown_table, versions
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics
+from training.validation import best_by
 
 ROOT = Path(__file__).resolve().parent
 TRACKS, RESULTS = ROOT / "configs" / "speedrun", ROOT / "results" / "speedrun"
 OUT = Path("out") / "speedrun"
-LOSS = "val_loss_random"  # of the averaged weights, nats per token
+# Losses of the averaged weights in metrics.jsonl, nats per token.
+ANY_ORDER, L2R = "val_loss_random", "val_loss_l2r"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +190,13 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
     if not has_ended(config):
         failure = train_to_the_end(config)
         if "not finite" in failure:
-            return found | {"loss": None, "l2r": None, "tokens": 0, "tokens_to_goal": None}
+            return found | {"loss": None, "tokens_to_goal": None}
         if failure or not has_ended(config):
             stopped = "stopped before its last step; give the same command again"
             raise ValueError(f"{config.run_folder} {failure or stopped}")
     lines = read_metrics(config.run_folder / "metrics.jsonl")
-    validations = [line for line in lines if LOSS in line]
+    own = own_loss(config)
+    validations = [line for line in lines if own in line]
     last = validations[-1]
     # The first line has the start in it.
     speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
@@ -201,15 +204,21 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
     commit = config.run_folder / "commit"
     found |= {
         "commit": commit.read_text() if commit.exists() else "unknown",
-        "loss": last[LOSS],
-        "l2r": last["val_loss_l2r"],
+        "loss": last[own],
+        "any_order": last.get(ANY_ORDER),
+        "l2r": last.get(L2R),
         "tokens": last["tokens"],
-        "tokens_to_goal": crossing(validations, track.goal),
+        "tokens_to_goal": crossing(validations, track.goal) if own == ANY_ORDER else None,
         "tokens_per_second": statistics.median(speeds),
-        "curve": [[line["tokens"], line[LOSS], line["val_loss_l2r"]] for line in validations],
+        "curve": [[line["tokens"], line.get(ANY_ORDER), line.get(L2R)] for line in validations],
     }
-    print(f"{config.name}: any order {found['loss']:.4f}, l2r {found['l2r']:.4f}", flush=True)
+    print(f"{config.name}: {own} {found['loss']:.4f}", flush=True)
     return found
+
+
+def own_loss(config: Config) -> str:
+    """The key of metrics.jsonl that a run is judged by: that of any order, where its model can."""
+    return f"val_loss_{best_by(config)}"
 
 
 def has_ended(config: Config) -> bool:
@@ -224,7 +233,7 @@ def has_ended(config: Config) -> bool:
             "changed since; remove the folder, or give the arm another name"
         )
     lines = read_metrics(file.with_name("metrics.jsonl"))
-    return any(line["step"] == config.train.steps and LOSS in line for line in lines)
+    return any(line["step"] == config.train.steps and own_loss(config) in line for line in lines)
 
 
 def train_to_the_end(config: Config) -> str:
@@ -250,12 +259,12 @@ def crossing(validations: list[dict], goal: float) -> float | None:
     """Tokens at which the loss first passes the goal, on the straight line between two evaluations;
     None if it never does."""
     for i, line in enumerate(validations):
-        if line[LOSS] > goal:
+        if line[ANY_ORDER] > goal:
             continue
         if i == 0:
             return line["tokens"]
         before = validations[i - 1]
-        share = (before[LOSS] - goal) / (before[LOSS] - line[LOSS])
+        share = (before[ANY_ORDER] - goal) / (before[ANY_ORDER] - line[ANY_ORDER])
         return before["tokens"] + share * (line["tokens"] - before["tokens"])
     return None
 
@@ -265,8 +274,8 @@ def crossing(validations: list[dict], goal: float) -> float | None:
 HEAD = [
     "arm",
     "any order",
-    "+-",
     "left to right",
+    "seeds",
     "tokens",
     "to the goal",
     "minutes",
@@ -276,23 +285,33 @@ HEAD = [
 
 
 def row(result: dict) -> list[str]:
-    """The line of an arm: means over its seeds, and half a 95% interval of the any-order loss."""
+    """The line of an arm: means over its seeds, of losses with half a 95% interval."""
     ended = runs_that_ended(result)
-    loss, error = mean_and_error([r["loss"] for r in ended])
     reached = [r["tokens_to_goal"] for r in result["runs"]]
     minutes = statistics.mean(r["tokens"] / r["tokens_per_second"] / 60 for r in ended)
     tuned = ended[0]["tuned"].items()
     return [
         result["arm"],
-        f"{loss:.4f}",
-        f"{t_quantile(len(ended) - 1) * error:.4f}",
-        f"{statistics.mean(r['l2r'] for r in ended):.4f}",
+        mean_loss(ended, "any_order"),
+        mean_loss(ended, "l2r"),
+        str(len(ended)),
         f"{ended[0]['tokens'] / 1e6:.2f}M",
         "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M",
         f"{minutes:.1f}",
         ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in tuned),
         result["commit"],
     ]
+
+
+def mean_loss(runs: list[dict], key: str) -> str:
+    """A loss over seeds, or "-" where the models have none of this kind."""
+    losses = [r[key] for r in runs]
+    if None in losses:
+        return "-"
+    mean, error = mean_and_error(losses)
+    return (
+        f"{mean:.4f} +- {t_quantile(len(losses) - 1) * error:.4f}" if error > 0 else f"{mean:.4f}"
+    )
 
 
 def runs_that_ended(result: dict) -> list[dict]:
