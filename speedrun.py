@@ -54,6 +54,8 @@ class Arguments:
     seeds: Count = 3
     jobs: Count = 1
     """Runs side by side; each has one thread."""
+    processes: Count = 1
+    """Of each run, one a GPU of this machine, started by torchrun."""
     markdown: Path | None = None
     """Write the table."""
 
@@ -162,12 +164,13 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         dict(zip(arm.tune, values, strict=True)) for values in itertools.product(*arm.tune.values())
     ]
     with ThreadPoolExecutor(a.jobs) as pool:
-        tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned), grid))
+        tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned, a.processes), grid))
         ended = [result for result in tuning if result["loss"] is not None]
         if not ended:
             raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
         best = min(ended, key=lambda result: result["loss"])
-        rest = pool.map(lambda seed: run(track, arm, seed, best["tuned"]), range(1, a.seeds))
+        seeds = range(1, a.seeds)
+        rest = pool.map(lambda seed: run(track, arm, seed, best["tuned"], a.processes), seeds)
         runs = [best, *rest]
     commits = sorted({result["commit"] for result in runs})
     config = configuration.to_dict(track.config(arm, 0, best["tuned"]))
@@ -182,18 +185,18 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
     }
 
 
-def run(track: Track, arm: Arm, seed: int, tuned: dict) -> dict:
+def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
     """What a run came to, which is trained to its end first where it is not there. A rate that is
     too high for it to end is a result, too: no loss. Raises ValueError if it fails otherwise."""
     config = track.config(arm, seed, tuned)
     found = {"seed": seed, "tuned": tuned}
     if not has_ended(config):
-        failure = train_to_the_end(config)
+        failure = train_to_the_end(config, processes)
         if "not finite" in failure:
             return found | {"loss": None, "tokens_to_goal": None}
         if failure or not has_ended(config):
             stopped = "stopped before its last step; give the same command again"
-            raise ValueError(f"{config.run_folder} {failure or stopped}")
+            raise ValueError(f"{config.run_folder} {failure[-500:] or stopped}")
     lines = read_metrics(config.run_folder / "metrics.jsonl")
     own = own_loss(config)
     validations = [line for line in lines if own in line]
@@ -236,13 +239,14 @@ def has_ended(config: Config) -> bool:
     return any(line["step"] == config.train.steps and own_loss(config) in line for line in lines)
 
 
-def train_to_the_end(config: Config) -> str:
-    """Train a run, in a process of one thread. Returns what it ended with, if not well."""
+def train_to_the_end(config: Config, processes: int) -> str:
+    """Train a run, in processes of one thread. Returns what it ended with, if not well."""
     file = config.run_folder.with_name(f"{config.name}.toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, configuration.to_toml(config))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", file],
+        [sys.executable, *(launcher if processes > 1 else []), ROOT / "train.py", file],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -252,7 +256,7 @@ def train_to_the_end(config: Config) -> str:
         commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
         write_text(config.run_folder / "commit", commit or "unknown")
         return ""
-    return done.stderr.strip()[-500:] or f"ended with status {done.returncode}"
+    return done.stderr.strip() or f"ended with status {done.returncode}"
 
 
 def crossing(validations: list[dict], goal: float) -> float | None:
