@@ -285,6 +285,7 @@ HEAD = [
     "minutes",
     "tuned",
     "commit",
+    "what it is",
 ]
 
 
@@ -304,6 +305,7 @@ def row(result: dict) -> list[str]:
         f"{minutes:.1f}",
         ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in tuned),
         result["commit"],
+        result["why"],
     ]
 
 
