@@ -242,7 +242,7 @@ class AttentionMask:
     allowed: Tensor | None = None
     """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
     own: bool = True
-    """In a parallel pass whose cache has a kernel (`KVCache.attend`), which needs no `allowed`:
+    """In a parallel pass whose cache has a kernel (`KVCache.kernel`), which needs no `allowed`:
     whether an item sees its own slot."""
 
 
@@ -286,13 +286,14 @@ class Attention(nn.Module):
         queries=None,
         query_mask=None,
     ):
-        """x (B, T, D) -> the same shape. In a parallel pass, which has a cache: items, (N, D).
+        """x (B, T, D) -> its output, that of `queries`, and values for other blocks.
 
+        x: in a parallel pass, which has a cache, items (N, D).
         queries: of the shape of x, a second stream that reads the keys and values of x as
-        query_mask says.
+            query_mask says.
 
-        Returns: the output, that of the queries or None, and what other blocks take as
-        first_values, where model.value_residual mixes them.
+        Returns: the output, of the shape of x; that of the queries or None; and what other blocks
+        take as first_values, where model.value_residual mixes them, or None.
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
         q, k, own_values = self.q_norm(q), self.k_norm(k), None
@@ -319,8 +320,8 @@ class Attention(nn.Module):
 
     def _attend(self, q, k, v, mask: AttentionMask, cache: LayerCache | None) -> Tensor:
         """q (B, T, H, D/H) or of items (N, H, D/H); k, v (B, keys, H, D/H) -> projected, as x."""
-        if cache is not None and cache.attend is not None:
-            return self.proj(cache.attended(q, mask).flatten(1))
+        if cache is not None and cache.kernel is not None:
+            return self.proj(cache.attend(q, mask).flatten(1))
         if cache is not None:
             q = cache.layout.to_grid(q)
         # Norms and rotation may leave q and k in float32; v has autocast's dtype, or the cache's.
@@ -898,7 +899,7 @@ class AOGPT(Transformer):
             in_positions,
             targets,
             lambda table: table[targets],
-            *self._parallel_masks(this_pass, kernel=cache.attend is not None),
+            *self._parallel_masks(this_pass, kernel=cache.kernel is not None),
             modulations,
             cache.layers(layout, this_pass),
         )
@@ -999,8 +1000,8 @@ class KVCache:
         shape = (batch_size, length + 1, config.n_head, config.head_dim)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.attend: Callable | None = None
-        """A kernel that reads the cache without a mask: `sampling.kernels.attend`."""
+        self.kernel: Callable | None = None
+        """What reads the cache without a mask: `sampling.kernels.attend_cached`."""
 
     @property
     def nbytes(self) -> int:
@@ -1009,7 +1010,7 @@ class KVCache:
     def layers(self, layout: ItemLayout, this_pass: ParallelPass) -> list[LayerCache]:
         """What each block is given in a pass of this layout."""
         layers = [
-            LayerCache(k, v, layout, this_pass, self.attend)
+            LayerCache(k, v, layout, this_pass, self.kernel)
             for k, v in zip(self.keys, self.values, strict=True)
         ]
         return layers * (self.n_layer // len(layers))
@@ -1023,14 +1024,14 @@ class LayerCache:
     values: Tensor
     layout: ItemLayout
     this_pass: ParallelPass
-    attend: Callable | None
+    kernel: Callable | None
 
-    def attended(self, q: Tensor, mask: AttentionMask) -> Tensor:
+    def attend(self, q: Tensor, mask: AttentionMask) -> Tensor:
         """Attention of the items (N, H, D/H) by the kernel; of the same shape."""
         p = self.this_pass
         rows = p.cached, p.known, p.count
         q = q.to(self.keys.dtype)
-        return self.attend(q, self.keys, self.values, *rows, p.width, mask.hide_start, mask.own)
+        return self.kernel(q, self.keys, self.values, *rows, p.width, mask.hide_start, mask.own)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the (N, H, D/H) keys and values of this pass; return all (B, length, H, D/H)."""

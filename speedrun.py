@@ -123,7 +123,7 @@ class Track:
 def load_track(name: str) -> Track:
     """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
     each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys.
-    `from` at its top is another track, whose base and arms it has where it does not change them."""
+    `from` at its top is another track, over whose base and arms it lays its own."""
     values = read_track(name)
     arms: dict[str, Arm] = {}
     for arm, table in values["arms"].items():
@@ -140,7 +140,7 @@ def load_track(name: str) -> Track:
 
 
 def read_track(name: str) -> dict:
-    """The values of a track's file, laid over those of the track that it is from."""
+    """The values of a track's file, laid over those of the track that it is from, key by key."""
     path = TRACKS / f"{name}.toml"
     if not path.is_file():
         tracks = ", ".join(sorted(p.stem for p in TRACKS.glob("*.toml")))
@@ -149,10 +149,10 @@ def read_track(name: str) -> dict:
     if "from" not in values:
         return values
     source = read_track(values.pop("from"))
-    for section, table in values.pop("base", {}).items():
-        source["base"][section] = source["base"].get(section, {}) | table
-    arms = source.pop("arms") | values.pop("arms", {})
-    return source | values | {"arms": arms}
+    for part in ("base", "arms"):
+        for name, table in values.pop(part, {}).items():
+            source[part][name] = source[part].get(name, {}) | table
+    return source | values
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -261,6 +261,7 @@ def train_to_the_end(config: Config, processes: int) -> str:
 
 
 def commit_now() -> str:
+    """The commit of this code, with "-dirty" after it where files have been changed since."""
     describe = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return found or "unknown"
@@ -322,9 +323,9 @@ def mean_loss(runs: list[dict], key: str) -> str:
     if None in losses:
         return "-"
     mean, error = mean_and_error(losses)
-    return (
-        f"{mean:.4f} +- {t_quantile(len(losses) - 1) * error:.4f}" if error > 0 else f"{mean:.4f}"
-    )
+    if len(losses) == 1:
+        return f"{mean:.4f}"
+    return f"{mean:.4f} +- {t_quantile(len(losses) - 1) * error:.4f}"
 
 
 def runs_that_ended(result: dict) -> list[dict]:

@@ -90,8 +90,6 @@ def bench_train(options: TrainOptions) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and streams are those of the current device
     dtype, length = pick_dtype(options.dtype, device), options.tokens_in_sequence
     tokens = options.batch_size * length
     rates = common.measure_rates(SIZES[options.size][0], tokens, dtype, device)

@@ -36,11 +36,15 @@ class StepRunner:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
         self.records = device.type == "cuda"
         self.run_once: set = set()
         self.graphs: dict = {}
         self.step: Tensor | None = None  # where recorded graphs read their step
+        if self.records:
+            # One graph runs at a time, so that all can use the same memory in passing. The stream
+            # is of this device: by default all devices would share one, of the first of them.
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(device)
 
     def __call__(self, function: Callable, step: Tensor, *shape):
         """function(Step, *shape) -> its result, which the next call with this shape overwrites.
@@ -65,11 +69,8 @@ class StepRunner:
             return result
 
     def _record(self, function: Callable, shape: tuple) -> tuple[torch.cuda.CUDAGraph, object]:
-        graph, others = torch.cuda.CUDAGraph(), [graph for graph, _ in self.graphs.values()]
-        # One graph runs at a time, so that all can use the same memory in passing. The stream is of
-        # this device: by default all devices would share one, of the device that came first.
-        pool, stream = others[0].pool() if others else None, torch.cuda.Stream(self.device)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             result = function(Step(*self.step), *shape)
         return graph, result
 

@@ -611,6 +611,7 @@ class Engine(nn.Module):
         (extent,) = self.passes.extents(Step(*(v[None] for v in step)), self.T, compiled)
         total = int(step.size.sum())
         on_device = torch.stack([*step, first]).to(self.order.device)
+        *_, size, first = on_device
         hidden, item = self._run(self.predict, on_device[:4], shape, extent, self.padded)
-        row, slot = self._slots(on_device[4], Step(*on_device[:4]).size, total)
+        row, slot = self._slots(first, size, total)
         return self._logits(hidden[item[row, slot]]), row, slot

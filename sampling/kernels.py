@@ -30,7 +30,7 @@ TILE = 4096
 # ---- token choice --------------------------------------------------------------------------------
 
 # What kernels read must be constants of Triton's.
-_ONE = tl.constexpr(2.0**44)
+_ONE, _LEAST = tl.constexpr(2.0**44), tl.constexpr(2.0**-53)
 _INCREMENT, _FIRST, _SECOND = (
     tl.constexpr(INCREMENT),
     tl.constexpr(FIRST_FACTOR),
@@ -69,7 +69,7 @@ def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tenso
             log_probs,
             logits.stride(0),
             V,
-            1 if choice.greedy else choice.temperature,
+            1.0 if choice.greedy else choice.temperature,
             round(choice.top_p * 2**53),  # exact, where Triton would round a float to 24 bits
             GREEDY=choice.greedy,
             NUCLEUS=choice.top_p < 1,
@@ -78,7 +78,7 @@ def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tenso
     return tokens, log_probs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_p"])  # an integer of 1 would become a constant, without a type
 def _choose(
     logits_at,
     uniforms_at,
@@ -104,9 +104,10 @@ def _choose(
         bound = tl.full((), -1, tl.int32)
         token = _draw(logits_at, V, largest, temperature, _point(uniform, total), bound, 0, TILE)
         if NUCLEUS:
-            share = top_p.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+            share = top_p.to(tl.float64) * _LEAST
             wanted = tl.maximum(tl.math.ceil(total.to(tl.float64) * share).to(tl.int64), 1)
-            bits, weight = _bits_and_weight(tl.load(logits_at + token), largest, temperature)
+            logit = tl.load(logits_at + token).to(tl.float32)
+            bits, weight = _bits_and_weight(logit, largest, temperature)
             above, ties = _ranked_before(logits_at, V, largest, temperature, bits, token, TILE)
             # 4. If it lies outside of the nucleus, one drawn again from the nucleus proper.
             if above + ties * weight >= wanted:
@@ -121,12 +122,18 @@ def _choose(
 
 
 @triton.jit
+def _load_tile(logits_at, start, V, TILE: tl.constexpr):
+    """The ids of a tile and their logits; of ids from V on minus infinity, whose weight is 0."""
+    ids = start + tl.arange(0, TILE)
+    return ids, tl.load(logits_at + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
 def _largest(logits_at, V, TILE: tl.constexpr):
     """The largest logit, and the first token that has it; token 0 where none is a number."""
     largest, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int64)
     for start in range(0, V, TILE):
-        ids = start + tl.arange(0, TILE)
-        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        ids, x = _load_tile(logits_at, start, V, TILE)
         here = tl.max(x, axis=0)
         first = tl.min(tl.where(x == here, ids, V), axis=0).to(tl.int64)
         token = tl.where(here > largest, first, token)
@@ -138,8 +145,7 @@ def _largest(logits_at, V, TILE: tl.constexpr):
 def _sums(logits_at, V, largest, temperature, TILE: tl.constexpr):
     exponentials, total = tl.full((), 0, tl.float32), tl.full((), 0, tl.int64)
     for start in range(0, V, TILE):
-        ids = start + tl.arange(0, TILE)
-        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        _, x = _load_tile(logits_at, start, V, TILE)
         exponentials += tl.sum(tl.exp(x - largest), axis=0)
         _, weights = _bits_and_weight(x, largest, temperature)
         total += tl.sum(weights, axis=0)
@@ -150,7 +156,7 @@ def _sums(logits_at, V, largest, temperature, TILE: tl.constexpr):
 def _bits_and_weight(logits, largest, temperature):
     """Of each token exp((logit - largest) / temperature), as the bits of a float, whose order is
     that of the numbers, and as a weight."""
-    e = tl.exp((logits.to(tl.float32) - largest) / temperature)
+    e = tl.exp((logits - largest) / temperature)
     bits = e.to(tl.int32, bitcast=True)
     return bits, _weight(bits)
 
@@ -175,8 +181,7 @@ def _draw(logits_at, V, largest, temperature, point, least, ties, TILE: tl.const
     token, sum_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     ties_before = tl.full((), 0, tl.int64)
     for start in range(0, V, TILE):
-        ids = start + tl.arange(0, TILE)
-        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf"))
+        ids, x = _load_tile(logits_at, start, V, TILE)
         bits, weights = _bits_and_weight(x, largest, temperature)
         equal = ((bits == least) & (ids < V)).to(tl.int64)
         rank = ties_before + tl.cumsum(equal, axis=0)
@@ -194,8 +199,7 @@ def _ranked_before(logits_at, V, largest, temperature, bits, token, TILE: tl.con
     """The weight of the tokens more probable than one, and how many equal to it have lower ids."""
     above, ties = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for start in range(0, V, TILE):
-        ids = start + tl.arange(0, TILE)
-        x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf"))
+        ids, x = _load_tile(logits_at, start, V, TILE)
         others, weights = _bits_and_weight(x, largest, temperature)
         above += tl.sum(tl.where(others > bits, weights, 0), axis=0)
         ties += tl.sum(((others == bits) & (ids < token)).to(tl.int64), axis=0)
@@ -213,8 +217,7 @@ def _least_kept(logits_at, V, largest, temperature, wanted, TILE: tl.constexpr):
         middle = low + (high - low + 1) // 2
         above = tl.full((), 0, tl.int64)
         for start in range(0, V, TILE):
-            ids = start + tl.arange(0, TILE)
-            x = tl.load(logits_at + ids, mask=ids < V, other=-float("inf"))
+            ids, x = _load_tile(logits_at, start, V, TILE)
             bits, weights = _bits_and_weight(x, largest, temperature)
             above += tl.sum(tl.where(bits > middle, weights, 0), axis=0)
         below = above < wanted
@@ -231,7 +234,7 @@ def _fresh(uniform, salt):
     z = (z ^ _shift_right(z, 30)) * _FIRST
     z = (z ^ _shift_right(z, 27)) * _SECOND
     z = z ^ _shift_right(z, 31)
-    return _shift_right(z, 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+    return _shift_right(z, 11).to(tl.float64) * _LEAST
 
 
 @triton.jit
@@ -243,8 +246,9 @@ def _shift_right(z, bits: tl.constexpr):
 # ---- attention over the cache --------------------------------------------------------------------
 
 
-@torch.library.triton_op("aogpt::attend", mutates_args=())
-def attend(
+# An operator of its own: a compiled block knows that it only reads the cache, and copies nothing.
+@torch.library.triton_op("aogpt::attend_cached", mutates_args=())
+def attend_cached(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -269,7 +273,9 @@ def attend(
     q = q.contiguous()
     out = torch.zeros_like(q)
     (B, _, H, size), rows = keys.shape, 16  # the least that a matrix product takes
-    kernel = torch.library.wrap_triton(_attend) if isinstance(_attend, JITFunction) else _attend
+    kernel = _attend_cached
+    if isinstance(kernel, JITFunction):  # in Triton's interpreter it is a plain function
+        kernel = torch.library.wrap_triton(kernel)
     kernel[(B, H, triton.cdiv(width, rows))](
         q,
         keys,
@@ -293,7 +299,7 @@ def attend(
 
 
 @triton.jit
-def _attend(
+def _attend_cached(
     q_at,
     keys_at,
     values_at,

@@ -65,7 +65,7 @@ class DecoderPasses(nn.Module):
         self.cache = KVCache(model.config, batch_size, length, weight.device, weight.dtype)
         kernels = triton_kernels(weight.device)
         if kernels is not None and weight.dtype != torch.float64:  # whose sums are float32
-            self.cache.attend = kernels.attend
+            self.cache.kernel = kernels.attend_cached
         self.modulations = model.modulations()
 
     @staticmethod

@@ -142,7 +142,7 @@ def test_attention_over_the_cache_is_that_of_a_mask(hide_start, own):
     q = torch.randn(N, H, size, generator=generator)
     keys, values = (torch.randn(B, C, H, size, generator=generator) for _ in range(2))
     arguments = (v.to(DEVICE) for v in (q, keys, values, cached, known, count))
-    out = kernels.attend(*arguments, int(count.max()), hide_start, own).cpu()
+    out = kernels.attend_cached(*arguments, int(count.max()), hide_start, own).cpu()
     n = 0
     for b in range(B):
         for slot in range(int(cached[b]), int(cached[b] + count[b])):
@@ -159,7 +159,7 @@ def test_attention_over_the_cache_is_that_of_a_mask(hide_start, own):
     assert n == N - 2 and not out[n:].any()
 
 
-@pytest.mark.parametrize("name", ["_choose", "_attend"])
+@pytest.mark.parametrize("name", ["_choose", "_attend_cached"])
 def test_kernels_assemble_for_an_h100(name, tmp_path):
     """Down to machine code, without a GPU."""
     (tmp_path / "assemble.py").write_text(ASSEMBLE)
@@ -192,14 +192,14 @@ signatures = {
         "temperature": "fp32",
         "top_p": "i64",
     },
-    "_attend": dict.fromkeys(["q_at", "keys_at", "values_at", "out_at"], "*bf16")
+    "_attend_cached": dict.fromkeys(["q_at", "keys_at", "values_at", "out_at"], "*bf16")
     | dict.fromkeys(["cached_at", "known_at", "count_at", "first_at"], "*i64")
     | dict.fromkeys(["q_item", "q_head", "row_stride", "slot_stride", "head_stride"], "i64")
     | {"size": "i32", "scale": "fp32"},
 }
 constants = {
     "_choose": {"GREEDY": False, "NUCLEUS": True, "TILE": 4096},
-    "_attend": {"HIDE_START": False, "OWN": True, "ROWS": 16, "SLOTS": 64, "SIZE": 64},
+    "_attend_cached": {"HIDE_START": False, "OWN": True, "ROWS": 16, "SLOTS": 64, "SIZE": 64},
 }
 name = sys.argv[1]
 signature = signatures[name] | dict.fromkeys(constants[name], "constexpr")
