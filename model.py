@@ -204,6 +204,11 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
+def cut(table: Tensor, parts: int = 1) -> tuple[Tensor, ...]:
+    """A table's columns in equal parts."""
+    return table.chunk(parts, dim=-1)
+
+
 class PermutationGather(torch.autograd.Function):
     """table[order], the rows of a per-position table in the order of each sequence: (T, D), (B, T)
     -> (B, T, D), with a deterministic gradient.
@@ -382,9 +387,11 @@ class Block(nn.Module):
             x: (B, T, D), or the (N, D) items of a parallel pass.
             mask: what attention may see.
             rows_of_targets: a function that looks up, in a table with a row per position, the row
-                of each step's target: (positions, ...) -> (B, T, ...) or (N, ...). Of an encoder
-                the identity: its table has a row per sequence, (B, 1, ...), which broadcasts.
-            condition: (positions, cond_dim), what adaLN is computed from.
+                of each step's target, cut into equal `parts` (by default one):
+                (positions, ...) -> a tuple of (B, T, .../parts) or (N, .../parts). Where the table
+                has these rows already, it only cuts them (`cut`).
+            condition: (positions, cond_dim), what adaLN is computed from, or of a pass with few
+                items (N, cond_dim), of their targets; of an encoder (B, 1, cond_dim).
             modulation: (positions, 6 D), the output of adaLN, where that is known already.
             rotation: `Rotation`; None without rotary positions.
             cache: `LayerCache`, of a parallel pass.
@@ -394,7 +401,7 @@ class Block(nn.Module):
         Returns: of the shape of x; and the values of its attention, None unless blocks mix them.
         """
         if self.wtpe is not None:
-            x = x + rows_of_targets(self.wtpe.weight)
+            x = x + rows_of_targets(self.wtpe.weight)[0]
         if self.adaln is None:
             h, _, values = self.attn(self.norm1(x), mask, rotation, cache, first_values)
             x = x + self.drop(h)
@@ -403,7 +410,7 @@ class Block(nn.Module):
         # per token: the whole batch shares the table, and every token takes the row of its target.
         if modulation is None:
             modulation = self.adaln(condition)
-        shift1, scale1, gate1, shift2, scale2, gate2 = rows_of_targets(modulation).chunk(6, dim=-1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = rows_of_targets(modulation, parts=6)
         h = modulate(self.norm1(x), shift1, scale1)
         h, _, values = self.attn(h, mask, rotation, cache, first_values)
         x = x + gate1 * self.drop(h)
@@ -529,7 +536,7 @@ class Transformer(nn.Module):
             return x
         if modulation is None:
             modulation = self.adaln_f(condition)
-        return modulate(x, *rows_of_targets(modulation).chunk(2, dim=-1))
+        return modulate(x, *rows_of_targets(modulation, parts=2))
 
     def logits(self, x: Tensor, float32: bool = False) -> Tensor:
         """Hidden states (..., D) -> logits (..., V) of the tokens.
@@ -690,7 +697,11 @@ class AOGPT(Transformer):
             self._embed(in_tokens, in_positions),
             in_positions,
             order,
-            lambda table: PermutationGather.apply(table[:T], order, inverse),
+            # Part by part: the gradients of all parts would be copied into one tensor first.
+            lambda table, parts=1: tuple(
+                PermutationGather.apply(part[:T], order, inverse) for part in cut(table, parts)
+            ),
+            self._condition(),
             mask,
             query_mask,
         )
@@ -722,6 +733,7 @@ class AOGPT(Transformer):
         in_positions,
         targets,
         rows_of_targets,
+        condition,
         mask,
         query_mask,
         modulations=None,
@@ -732,18 +744,18 @@ class AOGPT(Transformer):
         Args:
             x: embedded inputs (B, T, D), or the items (N, D) of a parallel pass.
             in_positions: their positions, (B, T) or (N,), of 0 to block_size.
-            targets: their target positions, of the same shape; rows_of_targets: see `Block`.
+            targets: their target positions, of the same shape.
+            rows_of_targets, condition: see `Block`.
             mask: what they see; query_mask: and what the query stream sees, in two_stream.
             modulations: as `modulations` gives them, where they are computed already; the last is
                 that of the final norm.
             caches: of a parallel pass, a `LayerCache` for each block.
         """
         variant = self.config.target
-        condition = None if modulations else self._condition()
         modulations = modulations or [None] * (len(self.blocks) + 1)
         rotation = self._rotation(in_positions, targets, x.dtype)
         queries = self._queries(targets) if variant == "two_stream" else None
-        added = rows_of_targets(self.wtpe.weight) if variant in ("input", "shared") else None
+        added = rows_of_targets(self.wtpe.weight)[0] if variant in ("input", "shared") else None
         x, first = self.drop(x + added if variant == "input" else x), None
         for i, block in enumerate(self.blocks):
             more = rotation, caches[i] if caches else None, first
@@ -877,7 +889,8 @@ class AOGPT(Transformer):
                 are ignored.
             this_pass: which steps of which rows.
             cache: of at least T slots; None: nothing is cached before or after this pass.
-            modulations: of `AOGPT.modulations`, to compute them once for many calls.
+            modulations: of `AOGPT.modulations`, to compute them once for many calls. None: adaLN is
+                computed in this pass, of all positions or, if it has fewer items, of those.
 
         Returns: (N, D) final hidden states, rows one after the other; the item of step i predicts
             position order[i].
@@ -894,11 +907,17 @@ class AOGPT(Transformer):
         before = (source - 1).clamp(min=0)
         in_positions = torch.where(source == 0, 0, order[row, before] + 1)
         targets = order[row, slot.clamp(max=T - 1)]  # items too many have the unused slot, >= T
+        condition, rows_of_targets = None, lambda table, parts=1: cut(table[targets], parts)
+        if modulations is None:
+            condition = self._condition()
+            if condition is not None and len(targets) < len(condition):
+                condition, rows_of_targets = condition[targets], cut  # few rows are wanted
         return self._trunk(
             self._embed(ordered[row, before], in_positions),
             in_positions,
             targets,
-            lambda table: table[targets],
+            rows_of_targets,
+            condition,
             *self._parallel_masks(this_pass, kernel=cache.kernel is not None),
             modulations,
             cache.layers(layout, this_pass),
@@ -1086,15 +1105,13 @@ class Encoder(Transformer):
         if c.noise:
             condition = F.silu(self.noise(sigma)).unsqueeze(1)  # (B, 1, cond_dim)
 
-        def rows_of_targets(modulation: Tensor) -> Tensor:
-            return modulation  # (B, 1, ...), see `Block.forward`
-
         x, first = self.drop(x), None
         for block in self.blocks:
             settings = {"rotation": rotation, "first_values": first}
-            x, values = block(x, mask, rows_of_targets, condition, **settings)
+            # One modulation for a whole sequence, (B, 1, 6 D), serves all its positions.
+            x, values = block(x, mask, cut, condition, **settings)
             first = values if first is None else first
-        return self.final_norm(x, rows_of_targets, condition)
+        return self.final_norm(x, cut, condition)
 
     def logits(self, x: Tensor, float32: bool = False) -> Tensor:
         """As in `Transformer`, but (..., mask_token): the tokens end at [MASK]."""

@@ -66,7 +66,11 @@ class DecoderPasses(nn.Module):
         kernels = triton_kernels(weight.device)
         if kernels is not None and weight.dtype != torch.float64:  # whose sums are float32
             self.cache.kernel = kernels.attend_cached
-        self.modulations = model.modulations()
+        # adaLN of all positions, but for a few short samples that is more than their whole cache:
+        # then each pass computes it of the positions that it predicts.
+        rows = model.config.block_size * (6 * model.config.n_layer + 2) * model.config.n_embd
+        fit = rows * weight.itemsize <= self.cache.nbytes
+        self.modulations = model.modulations() if fit else None
 
     @staticmethod
     def cached_and_count(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
