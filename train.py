@@ -32,7 +32,7 @@ from data.loader import TokenDataset
 from model import Transformer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
-from runtime.devices import autocast, pick_dtype
+from runtime.devices import autocast, deterministic, pick_dtype
 from runtime.files import write_text
 from runtime.processes import Processes, StopRequest, processes
 from runtime.randomness import philox_bits
@@ -55,7 +55,10 @@ def main() -> int:
         return memory_plan.print_plan(arguments, __doc__)
     config = configuration.from_command_line(arguments, __doc__)
     sharded = config.train.parallel == "fsdp"  # which needs a group even of one process
-    with processes(config.train.device, config.train.timeout, group=sharded) as procs:
+    with (
+        deterministic(config.train.deterministic),
+        processes(config.train.device, config.train.timeout, group=sharded) as procs,
+    ):
         return train(config, procs)
 
 

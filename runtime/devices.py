@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,25 @@ def attention_of_many_shapes():
     return sdpa_kernel(
         [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     )
+
+
+@contextlib.contextmanager
+def deterministic(enabled: bool):
+    """A context in which a GPU, if enabled, does nothing whose rounding differs from run to run,
+    such as adding up with atomics. Enter it before the GPU is used."""
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    flags = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    flags.fill_uninitialized_memory = False  # for finding errors; it takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        flags.fill_uninitialized_memory = before[1]
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -1,9 +1,11 @@
 """runtime.devices: which device a process takes."""
 
+import os
+
 import pytest
 import torch
 
-from runtime.devices import pick_device
+from runtime.devices import deterministic, pick_device
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,15 @@ def test_a_gpu_becomes_the_current_one_before_anything_is_done_on_it(
     with pytest.raises(ValueError, match="PyTorch sees 2 GPUs here"):
         pick_device("cuda:2")
     assert pick_device("cpu") == torch.device("cpu") and len(chosen) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_deterministic_operations_are_asked_for_and_given_back(enabled, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(KeyError), deterministic(enabled):
+        assert torch.are_deterministic_algorithms_enabled() == enabled
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == enabled
+        raise KeyError  # however a run ends
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

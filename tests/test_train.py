@@ -38,6 +38,7 @@ from helpers import (
     wait_for,
     write_config,
 )
+from reference import make_system, random_orders, random_tokens
 
 import train
 from checkpoints import store
@@ -49,7 +50,7 @@ from orders import OrderConfig, orders_at
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
-from training.batches import micro_batches
+from training.batches import AHEAD, micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
 
@@ -143,6 +144,25 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     if system == "decoder":  # no row of a position past the end was touched
         touched = model.wpe.weight.grad
         assert touched[1:length].any() and not touched[length + 1 :].any()
+
+
+def test_batches_are_made_before_they_are_wanted_and_not_after(data, tmp_path):
+    """A few ahead of the one that is handed out, in order, and none once training ends."""
+    config = tiny_config(data, tmp_path, steps=50)  # two micro-batches a step
+    dataset, made = TokenDataset(data, "train", config.model.block_size), []
+    read = dataset.batch
+
+    def batch(seed, step, *more):
+        made.append(step)
+        return read(seed, step, *more)
+
+    dataset.batch = batch
+    with contextlib.closing(micro_batches(dataset, config, ALONE, 3)) as batches:
+        for wanted in (1, 2, 3):
+            next(batches)
+            wait_for(lambda: len(made) == wanted + AHEAD)  # noqa: B023, called at once
+        assert made == [3, 3, 4, 4, 5, 5, 6]
+    assert len(made) == 3 + AHEAD
 
 
 # ---- random lengths ------------------------------------------------------------------------------
@@ -805,3 +825,21 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, t
     log = done.stdout + done.stderr
     assert "TRACED GRAPH" in log, "nothing was compiled"
     assert "Recompiling function" not in log
+
+
+@needs_compiler
+def test_compiled_training_writes_no_modulation_of_every_token():
+    """adaLN's six parts are gathered one by one and their gradients, too: a tensor of all parts for
+    each token, (B, T, 6 D), would be written and read again."""
+    torch._dynamo.reset()
+    B, T, D = 3, 23, 24
+    model = make_system("AO-GPT", dtype=torch.float32, block_size=T, n_embd=D, n_layer=1)
+    tokens, order = random_tokens(11, B, T, seed=0), random_orders(B, T, seed=1)
+    eager = torch.autograd.grad(model(tokens, order).mean(), model.blocks[0].adaln.weight)[0]
+    model.compile(dynamic=False)
+    loss, codes = torch._inductor.utils.run_fw_bw_and_get_code(lambda: model(tokens, order).mean())
+    assert (model.blocks[0].adaln.weight.grad - eager).abs().max() < 1e-6  # float32, at most 1e-2
+    allocated = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", "".join(codes))
+    sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in allocated]
+    assert B * T * D in sizes and B * T * 6 * D not in sizes
+    torch._dynamo.reset()

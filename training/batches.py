@@ -5,6 +5,7 @@ B sequences in a micro-batch, T positions.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ class EncoderBatch:
 
 
 Batch = DecoderBatch | EncoderBatch
+AHEAD = 4  # micro-batches made before they are wanted
 
 
 def make_batch(tokens: Tensor, config: Config, step: int, batch_rows: range) -> Batch:
@@ -70,8 +72,9 @@ def micro_batches(
     """Yield this process's micro-batches on its device, those of `first_step` and of all steps
     after it, in order. Close it to end its thread.
 
-    A thread makes the next one while the device is at work on the one before, in pinned memory,
-    from where a copy to the GPU needs no wait either.
+    A thread makes the next ones while the device is at work on the one before, in pinned memory,
+    from where a copy to the GPU needs no wait either. Several, since a slow read from a disk or
+    a busy CPU must not leave the device without work.
 
     The global batch is cut into micro-batches first and among processes second: micro-batch m holds
     consecutive sequences, of which process r takes the r-th part. So which sequences and orders a
@@ -94,17 +97,16 @@ def micro_batches(
         return tensor.to(device, non_blocking=True)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        # When a batch is handed out, the thread has been told to make the one after it. So the loop
-        # is always one batch ahead, and at its end the last one is left over.
-        ahead = None
-        for step in range(first_step, config.train.steps):
-            for index in range(micro_steps):
-                following = thread.submit(make, step, index)
-                if ahead is not None:
-                    yield ahead.result().map(to_device)
-                ahead = following
-        if ahead is not None:
-            yield ahead.result().map(to_device)
+        steps = range(first_step, config.train.steps)
+        wanted = ((step, index) for step in steps for index in range(micro_steps))
+        ahead = deque(thread.submit(make, *which) for which in itertools.islice(wanted, AHEAD))
+        try:
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(thread.submit(make, *which) for which in itertools.islice(wanted, 1))
+                yield batch.map(to_device)
+        finally:  # of those that are not begun none is waited for
+            thread.shutdown(cancel_futures=True)
 
 
 class PendingLosses:
