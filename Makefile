@@ -3,6 +3,7 @@
 # make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
+# make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
@@ -17,7 +18,7 @@ CHOICE := --temperature 0.8 --top-p 0.9
 quickstart: export OMP_NUM_THREADS ?= 2
 eval-smoke soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint eval-smoke soak clean
+.PHONY: quickstart test test-all lint eval-smoke gpu soak clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -52,6 +53,9 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+
+gpu: $(VENV)/.requirements
+	$(PY) gpu.py
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py

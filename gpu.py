@@ -1,0 +1,449 @@
+"""Is everything right, and fast, on this GPU? One table says so.
+
+    python gpu.py                      # all parts: some 40 minutes at most
+    python gpu.py --parts 0 1 --out out/gpu
+
+Parts: 0 the machine; 1 right or wrong, against float64 and the CPU, and training in processes;
+2 speed of training; 3 speed of decoding; 4 train.py itself. A part is a process with a time limit,
+so that one which fails or hangs does not end the rest. Every line is printed as soon as it is
+known; OUT/gpu.json holds all, OUT/gpu.md the table. On a CPU parts 0 and 1 run, at the same sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+import train
+from benchmarks import common, correctness
+from benchmarks import train as bench_train
+from benchmarks.common import SIZES
+from benchmarks.correctness import Check, at_most
+from benchmarks.decode import DecodeOptions, bench_decode
+from benchmarks.train import TrainOptions
+from runtime.command_line import run_script
+from runtime.devices import GPU, pick_device, pick_dtype
+from runtime.files import write_json, write_text
+from runtime.ranges import Positive, check_values
+from runtime.reports import command, markdown_table, versions
+from training.config import Config
+from training.memory_plan import plan_run
+from training.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent
+MARK = "== "  # before a check that a part has printed
+Part = Literal[0, 1, 2, 3, 4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    parts: tuple[Part, ...] = ()
+    """Parts to run; none: all that this device can."""
+    out: Path = Path("out") / "gpu"
+    """Folder of the report."""
+    device: str = "auto"
+    minutes: Positive = 9.0
+    """Time limit of a part."""
+    here: bool = False
+    """Run the parts in this process, without a time limit, and write no report."""
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    check_values(arguments)
+    out = arguments.out.resolve()
+    device = pick_device(arguments.device)
+    parts = arguments.parts or ((0, 1) if device.type == "cpu" else (0, 1, 2, 3, 4))
+    if arguments.here:
+        for part in parts:
+            run_part(part, device, out)
+        return 0
+    rows: list[dict] = []
+    for part in parts:
+        for row in in_a_process(part, arguments):
+            rows.append(row)
+            report(rows, device, out)
+    wrong = [row for row in rows if row["verdict"] not in ("ok", "")]
+    print(f"\n{len(rows)} lines, {len(wrong)} not as they should be; {arguments.out / 'gpu.md'}")
+    for row in wrong:
+        print(f"  part {row['part']}, {row['check']}: {row['measured']} ({row['verdict']})")
+    return 1 if wrong else 0
+
+
+# ---- parts as processes --------------------------------------------------------------------------
+
+
+def in_a_process(part: Part, arguments: Arguments) -> Iterator[dict]:
+    """Run a part, and yield its lines as they come; a last one if it does not end well."""
+    started = time.monotonic()
+    words = ["--here", "--parts", str(part), "--device", arguments.device]
+    words += ["--out", str(arguments.out)]
+    process = subprocess.Popen(
+        ["timeout", f"{60 * arguments.minutes:.0f}", sys.executable, "-u", __file__, *words],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    print(f"part {part}: {PARTS[part].__doc__.splitlines()[0]}", flush=True)
+    for line in process.stdout:
+        if not line.startswith(MARK):
+            print(f"  {line}", end="", flush=True)
+            continue
+        found = json.loads(line.removeprefix(MARK))
+        print("  {check}: {measured}  {target}  {verdict}".format(**found), flush=True)
+        yield found
+    seconds = time.monotonic() - started
+    if process.wait():
+        why = "OUT OF TIME" if process.returncode == 124 else f"STATUS {process.returncode}"
+        yield row(part, Check(f"part {part} to its end", "", f"{seconds:.0f} s", False), why)
+
+
+def row(part: Part, check: Check, verdict: str = "") -> dict:
+    """A line of the report."""
+    verdict = verdict or {True: "ok", False: "FAILS", None: ""}[check.ok]
+    return {
+        "part": part,
+        "check": check.name,
+        "target": check.target,
+        "measured": check.measured,
+        "verdict": verdict,
+    }
+
+
+def run_part(part: Part, device: torch.device, out: Path) -> None:
+    """Print the lines of a part; a check that fails with an error is a line, too."""
+    for name, checks in PARTS[part](device, out):
+        try:
+            for check in checks():
+                print(MARK + json.dumps(row(part, check)), flush=True)
+        except Exception as error:  # whatever it is, the others are to run
+            traceback.print_exc()
+            first = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            print(MARK + json.dumps(row(part, Check(name, "", first, False), "ERROR")), flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def report(rows: list[dict], device: torch.device, out: Path) -> None:
+    """Write the JSON and the table of what is known by now."""
+    result = {
+        "command": command(),
+        "commit": commit(),
+        "machine": common.machine(device),
+        "versions": versions(),
+        "rows": rows,
+    }
+    write_json(out / "gpu.json", result)
+    cells = [
+        [str(r["part"]), *(r[k] for k in ("check", "target", "measured", "verdict"))] for r in rows
+    ]
+    table = markdown_table(["part", "check", "target", "measured", "verdict"], cells, left=2)
+    machine = f"{common.machine_line(result)}, commit {result['commit']}."
+    write_text(out / "gpu.md", "\n".join([f"    {result['command']}", "", machine, "", *table, ""]))
+
+
+def commit() -> str:
+    describe = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+Checks = Iterable[tuple[str, Callable[[], Iterable[Check]]]]
+"""Names, and functions that yield lines."""
+
+
+# ---- part 0 --------------------------------------------------------------------------------------
+
+
+def the_machine(device: torch.device, out: Path) -> Checks:
+    """the machine: versions, rates, and which attention runs"""
+    yield "versions", lambda: machine_versions(device)
+    yield "rates", lambda: machine_rates(device)
+    if device.type == "cuda":
+        yield "attention", lambda: attention_kernels(device)
+
+
+def machine_versions(device: torch.device) -> Iterator[Check]:
+    yield Check("device", "", common.machine(device)["name"], None)
+    for name, version in versions().items():
+        yield Check(name, "", version, None)
+    if device.type == "cuda":
+        yield Check("CUDA", "", str(torch.version.cuda), None)
+        yield Check("cuDNN", "", str(torch.backends.cudnn.version()), None)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        yield Check("memory", "", f"{memory / 2**30:.1f} GiB", None)
+
+
+def machine_rates(device: torch.device) -> Iterator[Check]:
+    dtype = pick_dtype("auto", device)
+    rates = common.measure_rates(SIZES["medium"][0], 4096, dtype, device)
+    yield Check("matrix product", "", f"{rates.flops / 1e12:.3g} TFLOP/s", None)
+    yield Check("reading memory", "", f"{rates.bandwidth / 1e9:,.0f} GB/s", None)
+
+
+def attention_kernels(device: torch.device) -> Iterator[Check]:
+    """The kernels that a causal training step in bfloat16 takes."""
+    q = torch.randn(8, 12, 1024, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with bench_train.profiler(device) as found:
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        y.sum().backward()
+        torch.cuda.synchronize(device)
+    kernels = [e for e in found.key_averages() if e.self_device_time_total > 0]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    for event in kernels[:3]:
+        yield Check("attention kernel", "", event.key[:80], None)
+
+
+# ---- part 1 --------------------------------------------------------------------------------------
+
+
+def right_or_wrong(device: torch.device, out: Path) -> Checks:
+    """right or wrong: numbers against float64 and the CPU, processes, resumed runs"""
+    yield from correctness.all_checks(device, train.training_loss)
+    yield "train.py", lambda: training_in_processes(device, out)
+
+
+def training_in_processes(device: torch.device, out: Path) -> Iterator[Check]:
+    """Six steps alone; under torchrun with ddp and with fsdp; and in two halves."""
+    folder = prepare_stories(out)
+    sizes = ["--model.n-layer", "2", "--model.n-embd", "64", "--model.cond-dim", "16"]
+    short = ["--train.steps", "6", "--optim.warmup-steps", "2", "--train.log-interval", "1"]
+    common_options = [
+        *("--out", out / "runs", "--data.folder", folder, "--train.device", str(device)),
+        *("--eval.interval", "3", "--eval.sequences", "8", "--checkpoint.interval", "3"),
+        *("--train.dtype", "float32", "--train.batch-size", "8", "--train.micro-batch-size", "4"),
+        *("--train.no-compile", "--model.block-size", "64", *sizes, *short),
+    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+
+    def losses(name: str, *more, processes: bool = False, clear: bool = True) -> list[float]:
+        run = out / "runs" / name
+        if clear:
+            subprocess.run(["rm", "-rf", run], check=True)
+        words = ["train.py", "configs/quickstart.toml", "--name", name, *common_options, *more]
+        python(*(launcher if processes else []), *words)
+        return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+
+    alone = losses("alone")
+    for name, mode in (("ddp", ["ddp"]), ("fsdp", ["fsdp"])):
+        found = losses(name, "--train.parallel", *mode, processes=True)
+        yield at_most(f"train.py: {name} against alone, loss", largest(found, alone), 1e-4)
+    losses("halves", "--train.steps", "3")
+    resumed = losses("halves", clear=False)
+    yield at_most(
+        "train.py: a resumed run against an undisturbed, loss", largest(resumed, alone), 1e-4
+    )
+
+
+def largest(found: list[float], expected: list[float]) -> float:
+    """The largest difference; infinite if there are not as many."""
+    if len(found) != len(expected):
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def prepare_stories(out: Path) -> Path:
+    """Tokens of the bundled text."""
+    folder = out / "stories"
+    if not (folder / "meta.json").exists():
+        python("data/prepare.py", "stories", "--out", folder)
+    return folder
+
+
+def python(*words) -> str:
+    """Run a script of this repository. Raises RuntimeError with the end of what it said."""
+    words = [str(word) for word in words]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words[:3])}: {(done.stderr or done.stdout)[-300:]}")
+    return done.stdout
+
+
+# ---- part 2 --------------------------------------------------------------------------------------
+
+MFU_GOALS = {"small": 0.45, "medium": 0.50}
+
+
+def speed_of_training(device: torch.device, out: Path) -> Checks:
+    """training: tokens/s, MFU, ratios to a plain GPT, memory against the plan"""
+    for batch_size in (16, 32, 64):
+        for size in ("small", "medium"):
+            yield f"{size}, {batch_size}", lambda s=size, b=batch_size: training(s, b, device, out)
+    yield "shares", lambda: shares_of_time(device)
+
+
+def training(size: str, batch_size: int, device: torch.device, out: Path) -> Iterator[Check]:
+    torch._dynamo.reset()
+    file = out / f"train_{size}_{batch_size}.json"
+    # The one that is written as one writes it first keeps much more in memory.
+    systems = ("aogpt", "rotary-only", "gpt", *(["per-token"] if batch_size == 16 else []))
+    options = TrainOptions(
+        size=size, batch_size=batch_size, systems=systems, repeats=10, device=str(device), json=file
+    )
+    bench_train.bench_train(options)
+    rows = {r["system"]: r for r in json.loads(file.read_text())["rows"]}
+    ours, name = rows["aogpt"], f"{size}, micro-batch {batch_size}"
+    yield Check(f"{name}: tokens/s", "", f"{ours['tokens_per_second']:,.0f}", None)
+    ratio = ours["times_gpt"]
+    yield Check(f"{name}: step x plain GPT's", "<= 1.08", f"{ratio:.3f}", ratio <= 1.08)
+    fast = rows["rotary-only"]["times_gpt"]
+    yield Check(f"{name}: rotary target, step x plain GPT's", "", f"{fast:.3f}", None)
+    if "per-token" in rows:
+        gain = rows["per-token"]["seconds"] / ours["seconds"]
+        yield Check(f"{name}: adaLN per token, step x ours", "", f"{gain:.2f}", None)
+    if ours["mfu"] is not None:
+        goal = MFU_GOALS[size]
+        yield Check(f"{name}: MFU", f">= {goal:.0%}", f"{ours['mfu']:.1%}", ours["mfu"] >= goal)
+    planned = planned_bytes(size, batch_size, device)
+    share = ours["peak_bytes"] / planned
+    ok = 0.6 <= share <= 1.05  # what is compiled keeps less than the plan, which is of eager mode
+    yield Check(f"{name}: peak memory / plan", "0.6 to 1.05", f"{share:.2f}", ok)
+
+
+def planned_bytes(size: str, batch_size: int, device: torch.device) -> int:
+    """What `train.py --plan` says of tensors, of the same step."""
+    config = Config(model=SIZES[size][0])
+    settings = {"batch_size": batch_size, "micro_batch_size": batch_size, "dtype": "bfloat16"}
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return sum(plan_run(config, 1, GPU("this", 1e15, memory)).memory.values())
+
+
+def shares_of_time(device: torch.device) -> Iterator[Check]:
+    """Where the time of a compiled step of AO-GPT goes, by names of kernels."""
+    options = TrainOptions(size="small", batch_size=16, systems=("aogpt",), device=str(device))
+    dtype = pick_dtype("auto", device)
+    system = bench_train.Trainee("aogpt", options, 1024, device, dtype)
+    for step in range(3):
+        system.timed_step(step)
+    batch = system.batch(3)
+    with bench_train.profiler(device) as found:
+        system.step(*batch, lambda: None)
+        torch.cuda.synchronize(device)
+    times = {"matrix products": 0.0, "attention": 0.0, "other": 0.0}
+    for event in found.key_averages():
+        name = event.key.lower()
+        kind = "other"
+        if any(word in name for word in ("flash", "fmha", "sdpa", "attention")):
+            kind = "attention"
+        elif any(word in name for word in ("gemm", "nvjet", "cutlass", "splitk")):
+            kind = "matrix products"
+        times[kind] += event.self_device_time_total
+    total = sum(times.values())
+    for kind, spent in times.items():
+        yield Check(f"small, micro-batch 16: share of {kind}", "", f"{spent / total:.1%}", None)
+
+
+# ---- part 3 --------------------------------------------------------------------------------------
+
+
+def speed_of_decoding(device: torch.device, out: Path) -> Checks:
+    """decoding: Medium, 32 samples of 1,024 tokens, against floor, plain sampler and encoder"""
+    for steps in (1024, 256, 64):
+        yield f"{steps} steps", lambda n=steps: decoding(n, device, out)
+    yield "eager", lambda: eager_decoding(device, out)
+
+
+def decoding(steps: int, device: torch.device, out: Path) -> Iterator[Check]:
+    rows = {r["system"]: r for r in timings(steps, device, out, compile=True)}
+    ours, name = rows["ours"], f"{steps} steps"
+    yield Check(f"{name}: ms a call", "", f"{ours['ms_per_call']:.3g}", None)
+    yield Check(f"{name}: first batch, with compiling", "", f"{ours['first_seconds']:.0f} s", None)
+    yield at_most(f"{name}: x floor", round(ours["times_floor"], 2), 2.5)
+    times = {system: rows[system]["times_ours"] for system in ("encoder", "baseline")}
+    goal = 100 if steps == 1024 else None
+    ok = None if goal is None else times["encoder"] >= goal
+    yield Check(f"{name}: encoder x ours", ">= 100" if goal else "", f"{times['encoder']:.1f}", ok)
+    yield Check(f"{name}: plain cached sampler x ours", "", f"{times['baseline']:.2f}", None)
+
+
+def eager_decoding(device: torch.device, out: Path) -> Iterator[Check]:
+    (ours,) = timings(256, device, out, compile=False, systems=("ours",))
+    yield Check("256 steps, not compiled: ms a call", "", f"{ours['ms_per_call']:.3g}", None)
+    yield Check("256 steps, not compiled: x floor", "", f"{ours['times_floor']:.2f}", None)
+
+
+def timings(
+    steps: int,
+    device: torch.device,
+    out: Path,
+    compile: bool,
+    systems: tuple = ("ours", "baseline", "encoder"),
+) -> list[dict]:
+    """The rows of bench.py decode."""
+    file = out / f"decode_{steps}{'' if compile else '_eager'}.json"
+    options = DecodeOptions(
+        size="medium",
+        batch_size=32,
+        steps=(steps,),
+        systems=systems,
+        compile=compile,
+        device=str(device),
+        json=file,
+    )
+    bench_decode(options)
+    return json.loads(file.read_text())["rows"]
+
+
+# ---- part 4 --------------------------------------------------------------------------------------
+
+
+def train_itself(device: torch.device, out: Path) -> Checks:
+    """train.py on real text: its speed against part 2, checkpoints, evaluations, a resumed run"""
+    yield "train.py", lambda: real_training(device, out)
+
+
+def real_training(device: torch.device, out: Path) -> Iterator[Check]:
+    folder, run = prepare_stories(out), out / "runs" / "small"
+    subprocess.run(["rm", "-rf", run], check=True)
+    words = [
+        *("train.py", "configs/aogpt_small.toml", "--name", "small", "--out", out / "runs"),
+        *("--data.folder", folder, "--train.batch-size", "64", "--train.micro-batch-size", "32"),
+        *("--train.log-interval", "5", "--optim.warmup-steps", "10", "--eval.interval", "50"),
+        *("--eval.sequences", "64", "--checkpoint.interval", "50", "--train.device", str(device)),
+    ]
+    started = time.monotonic()
+    python(*words, "--train.steps", "100")
+    first = time.monotonic() - started
+    python(*words, "--train.steps", "150")
+    second = time.monotonic() - started - first
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    speed = statistics.median(line["tokens_per_second"] for line in lines[2:])
+    yield Check("train.py, small: tokens/s", "", f"{speed:,.0f}", None)
+    known = out / "train_small_32.json"
+    if known.exists():
+        rows = json.loads(known.read_text())["rows"]
+        alone = next(r for r in rows if r["system"] == "aogpt")["tokens_per_second"]
+        share = speed / alone
+        yield Check(
+            "train.py, small: tokens/s / bench.py's", ">= 0.95", f"{share:.3f}", share >= 0.95
+        )
+    yield Check("train.py, small: 100 steps, all included", "", f"{first:.0f} s", None)
+    yield Check("train.py, small: 50 more, resumed, all included", "", f"{second:.0f} s", None)
+    steps = [line["step"] for line in lines]
+    yield Check("train.py, small: steps logged", "to 150", f"to {steps[-1]}", steps[-1] == 150)
+    fell = lines[0]["loss"] - lines[-1]["loss"]
+    yield Check("train.py, small: fall of the loss, nats", "> 1", f"{fell:.2f}", fell > 1)
+
+
+PARTS = {
+    0: the_machine,
+    1: right_or_wrong,
+    2: speed_of_training,
+    3: speed_of_decoding,
+    4: train_itself,
+}
+
+if __name__ == "__main__":
+    run_script(main)
