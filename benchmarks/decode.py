@@ -230,6 +230,7 @@ def summary(system: System, steps: int, timings: list[Timing], tokens: int) -> d
         "all_seconds": seconds,
         "tokens_per_second": tokens / median,
         "model_calls": first.model_calls,
+        "all_model_calls": [timing.model_calls for timing in timings],
         "measured_calls": first.measured_calls,
         "extrapolated": first.measured_calls < first.model_calls,
         "token_forwards": first.token_forwards,
