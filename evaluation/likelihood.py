@@ -22,7 +22,7 @@ from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
 from objectives import token_nll
 from orders import OrderConfig
-from runtime.devices import autocast, out_of_memory, release_memory
+from runtime.devices import autocast, out_of_memory, release_memory, tf32
 from runtime.processes import Processes
 
 LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
@@ -245,13 +245,15 @@ def _draw_gains(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
     """One draw of the gains of the larger sizes over size 1, (N, sizes).
 
     Always in float32: bfloat16 rounds every member in another way, and the mean probability of
-    predictions with independent noise looks like a gain."""
+    predictions with independent noise looks like a gain. What TF32 makes of that is too little to
+    measure (results/order_ensembles.md), so a GPU takes it unless float32 is asked for."""
 
     def work(tokens: Tensor, rows: range) -> Tensor:
         model, size = task.loaded.model, runner.batch_size
         return cheap_gains(model, tokens, task.true_ensembles, task.seed, draw, rows, size)
 
-    return runner.run(task, work, float32=True)
+    with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
+        return runner.run(task, work, float32=True)
 
 
 def _estimates(
