@@ -87,10 +87,12 @@ class DecoderPasses(nn.Module):
         cached = torch.cat([nothing, known[:-1]])
         return cached, (size > 0) * (plan.length - cached)
 
-    @staticmethod
-    def extents(steps: Step, length: int, compiled: bool) -> list[int]:
+    def extents(self, steps: Step, length: int, compiled: bool) -> list[int]:
         """How much each step's pass covers, for a decoder: slots of the cache that are read.
-        Compiled, a multiple of 256 or all (`length`), so that it seldom changes."""
+        Compiled, a multiple of 256 or all (`length`), so that it seldom changes; and always all
+        with a kernel, which itself reads no more of a row than it must."""
+        if self.cache.kernel is not None:
+            return [length] * len(steps.cached)
         slots = (steps.cached + steps.count).amax(dim=1).tolist()
         if compiled:
             return [min(length, -(-n // 256) * 256) for n in slots]
@@ -143,8 +145,7 @@ class EncoderPasses(nn.Module):
     def cached_and_count(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(known), (size > 0) * plan.length
 
-    @staticmethod
-    def extents(steps: Step, length: int, compiled: bool) -> list[int]:
+    def extents(self, steps: Step, length: int, compiled: bool) -> list[int]:
         """For an encoder: rows that are fed, those that unmask something; compiled, all."""
         if compiled:
             return [steps.size.shape[1]] * len(steps.size)
