@@ -159,13 +159,16 @@ def test_attention_over_the_cache_is_that_of_a_mask(hide_start, own):
     assert n == N - 2 and not out[n:].any()
 
 
-@pytest.mark.parametrize("name", ["_choose", "_attend_cached"])
-def test_kernels_assemble_for_an_h100(name, tmp_path):
-    """Down to machine code, without a GPU."""
+@pytest.mark.parametrize(
+    "name, number", [("_choose", "fp32"), ("_attend_cached", "fp32"), ("_attend_cached", "fp64")]
+)
+def test_kernels_assemble_for_an_h100(name, number, tmp_path):
+    """Down to machine code, without a GPU. number: the type in which a float comes, fp64 where
+    torch.compile calls the kernel."""
     (tmp_path / "assemble.py").write_text(ASSEMBLE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, tmp_path / "assemble.py", name],
+        [sys.executable, tmp_path / "assemble.py", name, number],
         env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
@@ -189,13 +192,13 @@ signatures = {
         "log_probs_at": "*fp32",
         "stride": "i64",
         "V": "i32",
-        "temperature": "fp32",
+        "temperature": sys.argv[2],
         "top_p": "i64",
     },
     "_attend_cached": dict.fromkeys(["q_at", "keys_at", "values_at", "out_at"], "*bf16")
     | dict.fromkeys(["cached_at", "known_at", "count_at", "first_at"], "*i64")
     | dict.fromkeys(["q_item", "q_head", "row_stride", "slot_stride", "head_stride"], "i64")
-    | {"size": "i32", "scale": "fp32"},
+    | {"size": "i32", "scale": sys.argv[2]},
 }
 constants = {
     "_choose": {"GREEDY": False, "NUCLEUS": True, "TILE": 4096},
