@@ -324,7 +324,7 @@ def _attend_cached(
     """ROWS items of one row of the batch, one head: softmax over tiles of SLOTS slots (Milakov and
     Gimelshein, arXiv 1805.02867)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    scale = scale.to(tl.float32)  # torch.compile hands over numbers as float64
+    scale = tl.full((), scale, tl.float32)  # torch.compile hands over numbers as float64
     count = tl.load(count_at + row)
     column = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     valid = column < count
