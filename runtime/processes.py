@@ -99,9 +99,9 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 
     # Tensors on a GPU travel by NCCL, small messages between the CPUs by gloo: the latter wait for
     # no GPU.
-    backend = "gloo"
-    if chosen.type == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
+    on_gpu = chosen.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    ended_well = False
     try:
         store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))
         limit = datetime.timedelta(seconds=timeout)
@@ -112,12 +112,15 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
         # Leave together: the connections of a process that leaves first break under the others, and
         # these can abort in their own teardown.
         dist.barrier()
+        ended_well = True
     except RuntimeError as error:
         if reason := lost_process(error, timeout):
             raise ConnectionError(reason) from error
         raise
     finally:
-        if dist.is_initialized():
+        # After an error NCCL's part of the group is left to the end of the process: taking it down
+        # would wait for messages that are under way, and no other process may ever answer them.
+        if dist.is_initialized() and (ended_well or not on_gpu):
             dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ Every test starts jobs of torchrun as a user would and disturbs them at random m
 does so for longer.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import jobs
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import ALONE, assert_same_losses, change, tiny_config, torchrun, wait_for, write_config
 
 import train
@@ -154,3 +157,20 @@ def test_any_other_error_between_processes_keeps_its_traceback(text):
     with pytest.raises(RuntimeError, match=text):
         with processes("cpu", 9.0, group=True):
             raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("device, fails", [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_after_an_error_no_process_waits_for_nccl_to_be_taken_down(device, fails, monkeypatch):
+    """With a process group that is not there."""
+    done = []
+    monkeypatch.setattr("runtime.processes.pick_device", lambda *a: torch.device(device))
+    for name in ("init_process_group", "destroy_process_group", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *a, name=name, **k: done.append(name))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with contextlib.suppress(KeyError), processes("auto", 9.0, group=True):
+        if fails:
+            raise KeyError
+    expected = ["init_process_group"] if fails else ["init_process_group", "barrier"]
+    if not (fails and device == "cuda"):
+        expected.append("destroy_process_group")
+    assert done == expected
