@@ -188,10 +188,12 @@ class ModelConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm with its weight in the input's dtype: else autocast would miss the fused kernel."""
+    """RMSNorm that reaches the fused kernel under autocast, too. A CPU's wants weight and input in
+    one dtype; a GPU's autocast runs it in float32, for which the weight must not be rounded."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight if x.is_cuda else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

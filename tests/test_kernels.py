@@ -10,6 +10,7 @@ import torch
 from helpers import ROOT
 from reference import make_plan, make_system, random_tokens, seeded, some_given
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import generate
 from sampling import engine, passes
@@ -130,6 +131,47 @@ def test_the_engine_generates_with_the_kernels_what_it_does_without(system, mode
     with_kernels = generate(model, plan, tokens, generator=seeded(1), **settings)
     assert torch.equal(reference.tokens, with_kernels.tokens)
     assert (reference.log_probs - with_kernels.log_probs).abs().max() < 1e-5  # float32
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that take the device at least one kernel."""
+
+    VIEWS = (
+        "view",
+        "slice",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "alias",
+        "detach",
+        "empty",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.__name__.partition(".")[0]
+        if not name.startswith(self.VIEWS):
+            self.names.append(name)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_the_choice_of_tokens_takes_few_launches(monkeypatch):
+    """Beside the kernel's one: uniforms are looked up, and tokens and log-probabilities stored."""
+    monkeypatch.setattr(engine, "triton_kernels", lambda device: kernels)
+    model = make_system("AO-GPT", 0, torch.float32, 0.7, 17, block_size=16)
+    made = engine.Engine(model, 5, 12, TokenChoice(0.9, 0.9), vocab_size=11)
+    row, slot = torch.arange(5), torch.arange(5)
+    logits = made._logits(torch.randn(5, 12, generator=seeded(0))).detach()
+    chosen = kernels.choose(logits, torch.rand(5, dtype=torch.float64), made.choice)
+    # In Triton's interpreter it would be many.
+    monkeypatch.setattr(kernels, "choose", lambda *arguments: chosen)
+    with torch.no_grad(), Launches() as beside:
+        made._draw_tokens(row, slot, logits)
+    assert 1 + len(beside.names) <= 8, beside.names
 
 
 @pytest.mark.parametrize("hide_start, own", [(False, True), (True, True), (False, False)])
