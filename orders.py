@@ -9,6 +9,7 @@ Randomness is counter-based: the order of a sequence is a function of (seed, ste
 global batch) and of nothing else, so neither resuming nor the number of processes can change it.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +35,7 @@ class OrderConfig:
     kind: OrderKind = "mixture"
     """l2r; random: uniform, drawn per sequence; mixture: l2r with probability l2r_prob, else
     random; fixed_random: one permutation for the whole run; fixed_blockwise: blocks from left to
-    right, one permutation inside every block."""
+    right, one permutation inside every block, which is not left to right."""
     l2r_prob: Probability = 0.1
     """Share of left-to-right sequences (mixture only)."""
     block: Count = 32
@@ -44,6 +45,11 @@ class OrderConfig:
 
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")
+        if self.kind == "fixed_blockwise" and self.block == 1:
+            raise ValueError(
+                "order.block is 1, and blocks of one position are left to right; give at least 2, "
+                "or order.kind = 'l2r'"
+            )
 
     @property
     def is_fixed(self) -> bool:
@@ -106,12 +112,14 @@ def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(-1, order, steps)
 
 
-def _permutation(seed: int, length: int) -> torch.Tensor:
-    return torch.from_numpy(philox_bits(seed, 0, range(1), length)[0].argsort(kind="stable"))
+def _permutation(seed: int, length: int, draw: int = 0) -> torch.Tensor:
+    return torch.from_numpy(philox_bits(seed, draw, range(1), length)[0].argsort(kind="stable"))
 
 
 def _blockwise(config: OrderConfig, length: int) -> torch.Tensor:
-    inside = _permutation(config.seed, config.block)
+    # The identity inside blocks would be left to right, which small blocks draw often.
+    draws = (_permutation(config.seed, config.block, draw) for draw in itertools.count())
+    inside = next(p for p in draws if p.diff().min() < 0)
     starts = torch.arange(0, length, config.block)
     order = (starts[:, None] + inside).flatten()
     return order[order < length]  # the last block may be shorter
