@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions.
 
 All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders (the paper,
-section 2): along orders for decoders, over random sets of masked positions for encoders. The masked
+section 3): along orders for decoders, over random sets of masked positions for encoders. The masked
 diffusion objective and the any-order autoregressive one are equal in expectation, so the losses of
 decoders and encoders can be compared.
 """
@@ -52,7 +52,7 @@ class ObjectiveConfig:
 
 def ao_ar_loss(model, tokens: Tensor, order: Tensor) -> Tensor:
     """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the paper,
-    section 2).
+    section 3, equation 2).
 
     Under the identity order it is the usual autoregressive loss; over uniform orders its
     expectation equals the masked diffusion objective divided by the length.

@@ -3,7 +3,7 @@
 An order sigma of length T is a permutation of the positions 0..T-1; `order[b, i]` is the position
 that sequence b predicts at step i. The distribution over orders is the *formulation* axis of the
 project: left-to-right gives an autoregressive model, uniform over all T! orders gives an any-order
-model, which is a masked diffusion model (the paper, section 2).
+model, which is a masked diffusion model (the paper, section 3).
 
 Randomness is counter-based: the order of a sequence is a function of (seed, step, index in the
 global batch) and of nothing else, so neither resuming nor the number of processes can change it.

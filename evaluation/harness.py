@@ -112,7 +112,7 @@ class HarnessModel(TemplateLM):
                             floor(n ((u + j / M) mod 1)) for mask j, one u a request.
 
     The last two estimate without bias E_s log p(continuation | context, s), the any-order ELBO,
-    which is at most log E_s p (the paper, section 2). SEDD is given the noise level of the share of
+    which is at most log E_s p (the paper, section 3). SEDD is given the noise level of the share of
     masked positions, context included. Estimates are a function of (seed, tokens of the request, M)
     alone, whatever the batches and processes.
 

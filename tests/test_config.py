@@ -58,6 +58,36 @@ def any_table(table, **keys):
     return st.builds(table, **{name: st.from_type(hint) for name, hint in hints.items()} | keys)
 
 
+SIZES_OF_THE_PAPER = {"small": (12, 12, 768, 6e-4), "medium": (24, 16, 1024, 3e-4)}
+ORDERS_OF_THE_PAPER = {
+    "aogpt": ("mixture", "adaln", "ao_ar"),
+    "sigmagpt": ("random", "input", "ao_ar"),
+    "gpt": ("l2r", "none", "ar"),
+    "gpt2": ("l2r", "none", "ar"),
+    "encoder": ("random", "none", "lambda_dce"),
+    "radd": ("random", "none", "lambda_dce"),
+    "sedd": ("random", "none", "score_entropy"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES_OF_THE_PAPER)
+@pytest.mark.parametrize("system", ORDERS_OF_THE_PAPER)
+def test_configs_of_the_paper_have_its_values(system, size):
+    """arXiv 2506.19935, appendix B.3 and table 3; 0.5M tokens a step."""
+    config = configuration.load_toml(ROOT / "configs" / f"{system}_{size}.toml")
+    m, o, t = config.model, config.optim, config.train
+    assert (m.n_layer, m.n_head, m.n_embd, o.lr) == SIZES_OF_THE_PAPER[size]
+    kinds = config.order.kind, m.target, config.objective.kind
+    assert kinds == ORDERS_OF_THE_PAPER[system]
+    assert system != "aogpt" or config.order.l2r_prob == 0.1
+    assert (m.vocab_size, m.block_size, m.dropout) == (50304, 1024, 0.0)
+    assert (o.kind, o.beta1, o.beta2, o.weight_decay) == ("adamw", 0.9, 0.95, 0.05)
+    assert (o.schedule, o.warmup_steps, o.min_lr_ratio) == ("cosine", 2000, 0.1)
+    assert (o.grad_clip, o.ema_decay) == (1.0, 0.9999)
+    assert (t.steps, t.batch_size * m.block_size) == (500_000, 2**19)
+    assert config.data.folder == "data/openwebtext" and not config.data.random_length_prob
+
+
 @st.composite
 def configs(draw):
     """Any valid Config of a decoder: every key varies but those that only encoders have."""
@@ -65,7 +95,8 @@ def configs(draw):
     heads, steps, micro = draw(size), draw(count), draw(size)
     model = any_table(
         ModelConfig,
-        **{key: count for key in ("vocab_size", "block_size", "n_layer", "cond_dim")},
+        **{key: count for key in ("vocab_size", "n_layer", "cond_dim")},
+        block_size=st.integers(2, 2**31),
         n_head=st.just(heads),
         n_embd=size.map(lambda width: width * heads),
         attention=st.just("causal"),
@@ -78,7 +109,7 @@ def configs(draw):
     model = draw(model)
     fixed = ("l2r", "fixed_random")
     kinds = st.sampled_from(fixed if model.target == "none" else typing.get_args(OrderKind))
-    blocks, seed = st.integers(1, model.block_size), st.integers(0, 99)
+    blocks, seed = st.integers(2, model.block_size), st.integers(0, 99)
     stage = any_table(StageConfig, kind=kinds)
     name = st.text(max_size=20).filter(lambda s: s.strip(".") and "/" not in s and "\0" not in s)
     batch = size.map(lambda micro_steps: micro_steps * micro)
@@ -175,6 +206,8 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", "_steps (11)", "train.steps (10)"),
     ("[train]\nbatch_size = 8\nmicro_batch_size = 3", "batch_size (8)", "micro_batch_size (3)"),
     ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "(2048)", "model.block_size (1024)"),
+    ('[order]\nkind = "fixed_blockwise"\nblock = 1', "order.block is 1", "at least 2"),
+    ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ('[model]\ntarget = "none"', "model.target", "order.kind", "'l2r'"),
     ('[model]\ntarget = "none"\n[order]\nkind = "random"', "model.target", "order.kind"),
 ]

@@ -162,8 +162,9 @@ def count_distinct(values, tolerance=4e-6):
 @pytest.mark.parametrize("length", [3, 4])
 @every_encoder
 def test_an_encoder_has_one_conditional_per_set_of_context(system, length, seed):
-    """n 2^(n-1) of them (the paper, section 3): 12 and 32. Rotary positions are relative: where all
-    tokens are [MASK], no position differs from another, and n of these conditionals are one."""
+    """n 2^(n-1) of them (the paper, Finding 5, section 4.1): 12 and 32. Rotary positions are
+    relative: where all tokens are [MASK], no position differs from another, and n of these
+    conditionals are one."""
     values = listed_conditionals(make_system(system, seed, block_size=length), length, seed)
     for (context, target), value in values.items():
         # float32 of logs of size 1 to 10
@@ -176,9 +177,9 @@ def test_an_encoder_has_one_conditional_per_set_of_context(system, length, seed)
 @pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("system", [name for name in DECODERS if name != "GPT-2"])
 def test_a_decoder_has_one_conditional_per_order_of_context(system, length, seed):
-    """sum_k C(n, k) (n - k) k! of them, about e n! (the paper, section 3): 15 and 64. n - 1 fewer
-    where targets are told by rotation alone: before any token is known, the start is the only key,
-    and no rotation changes a softmax over one score."""
+    """sum_k C(n, k) (n - k) k! of them, about e n! (the paper, Finding 5, section 4.1): 15 and 64.
+    n - 1 fewer where targets are told by rotation alone: before any token is known, the start is
+    the only key, and no rotation changes a softmax over one score."""
     coinciding = length - 1 if system == "target rotary" else 0
     values = listed_conditionals(make_system(system, seed, block_size=length), length, seed)
     orders = sum(math.comb(length, k) * (length - k) * math.factorial(k) for k in range(length))

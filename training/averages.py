@@ -8,8 +8,8 @@ import torch
 
 
 class EMA:
-    """Exponential moving average of a model's parameters (the paper, section 3; evaluation and
-    sampling use it).
+    """Exponential moving average of a model's parameters (the paper, appendix B.3.2; evaluation
+    and sampling use it).
 
     The decay is warmed up: decay_t = min(decay, (1 + t) / (10 + t)) after t updates, for the first
     weights are those of a model that has learned nothing. Of sharded weights, every process

@@ -244,6 +244,7 @@ class Config:
                 )
             return
         for stage in stages:
+            dataclasses.replace(self.order, kind=stage.kind)  # raises where its settings do not fit
             # An order that never changes can be learnt without being told; one drawn anew cannot.
             drawn = stage.kind == "random" or (stage.kind == "mixture" and stage.l2r_prob < 1)
             if drawn and model.l2r_only:
