@@ -339,17 +339,18 @@ def test_the_peak_of_a_step_is_what_the_plan_says(
     config = small(layers=6, dtype=dtype, train__activation_checkpointing=checkpointing, **sizes)
     kept, peak = step_bytes(config)
     memory = memory_by_part(config, meta_model(config), 1)
-    # What RMSNorm saves besides on a CPU: in all blocks, in the one computed again, or in none at
-    # once; and autocast's copies are gone before a backward pass that computes again.
-    norms, in_all, again, copies = 16 * T * cpu_norms(config), 0, 0, 0
+    # What RMSNorm saves besides on a CPU: in all blocks, or in the one computed again; and
+    # autocast's copies are gone before a backward pass that computes again.
+    norms, in_all, copies = 16 * T * cpu_norms(config), 0, 0
+    working = memory_plan.working_bytes(config, 16)
     if checkpointing == "none":
         in_all, copies = 6 * norms, memory["in_use"]
-    elif memory_plan.working_bytes(config, 16)["block"] == memory["working"]:
-        again = norms
+    else:
+        working["block"] += norms
     planned = memory["activations"] + copies + in_all + 16 * T * 4 * D  # the last norm's
     if chunk == 2**16:  # no logits are kept
         assert planned == pytest.approx(kept, rel=0.03)
-    assert planned + memory["working"] + again == pytest.approx(peak, rel=0.05)
+    assert planned + max(working.values()) == pytest.approx(peak, rel=0.05)
 
 
 # ---- the whole plan ------------------------------------------------------------------------------

@@ -23,16 +23,17 @@ width, H heads, V vocabulary; f = 4 bytes (float32); h = 2 bytes in bfloat16, el
                      normalised queries and keys             2 h D + 2 f H
                      mixed values (model.value_residual)     h D
                      MLP: before and after GELU              8 h D
-                     adaLN: gathered table, 1 + scale twice  8 h D
+                     adaLN: gathered gates, 1 + scale twice  4 h D
                             normed inputs, gated outputs     2 f D + 2 h D
-                   which makes 26 h D + 4 f D for AO-GPT
+                   which makes 22 h D + 4 f D for AO-GPT
                    selective checkpointing: the block's input, f D, results of its matrix products
                    and attention, 10 h D + f H, and of every position the adaLN table, 6 h D
                    block checkpointing: the block's input, f D
     working        the larger of what the head and one block need in passing.
                    head: gradients of its weight and its input, f D (V + n), and eager 12 bytes for
                    each logit of a chunk, compiled the logits and their gradient, 2 h n V
-                   block: what checkpointing had left out of it
+                   block: what checkpointing had left out of it, and the gradient that waits
+                   meanwhile, f D
 
 torch.compile keeps some 30% less of a block than autograd does; the residual stream is taken as
 float32. CUDA's context, NCCL's buffers and gaps between tensors are not counted: RESERVED is left
@@ -297,7 +298,7 @@ def block_bytes(config: Config, checkpointing: str) -> int:
         kept += h * D  # values, mixed
     kept += streams * 8 * h * D  # the MLP, before and after GELU
     if m.target == "adaln":
-        kept += 8 * h * D  # its table; that of the noise level has a row a sequence, not a token
+        kept += 4 * h * D  # its rows; those of the noise level are of a sequence, not a token
     if m.has_adaln:
         kept += 2 * f * D + 2 * h * D  # normed inputs, gated outputs
     if m.start == "hidden":
@@ -336,6 +337,8 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
         logits = 12 * min(tokens, head_chunk(m.vocab_size, "cuda")) * m.vocab_size
     head = logits + FLOAT * m.n_embd * (m.vocab_size + tokens)
     block = tokens * (block_bytes(config, "none") - block_bytes(config, t.activation_checkpointing))
+    if t.activation_checkpointing != "none":
+        block += tokens * FLOAT * m.n_embd  # the gradient that waits while it is computed again
     gradients = tokens * m.n_embd * (FLOAT + 4 * h)  # of the residuals and inside the MLP
     return {"head": head, "block": max(block, gradients)}
 
