@@ -188,12 +188,12 @@ class ModelConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm that reaches the fused kernel under autocast, too. A CPU's wants weight and input in
-    one dtype; a GPU's autocast runs it in float32, for which the weight must not be rounded."""
+    """RMSNorm that reaches the fused kernel under autocast, too, which wants weight and input in
+    one dtype: on a CPU the input's, on a GPU, where it is to be in float32, the weight's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if x.is_cuda else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        dtype = self.weight.dtype if x.is_cuda else x.dtype
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

@@ -150,8 +150,8 @@ def read_track(name: str) -> dict:
         return values
     source = read_track(values.pop("from"))
     for part in ("base", "arms"):
-        for name, table in values.pop(part, {}).items():
-            source[part][name] = source[part].get(name, {}) | table
+        for key, table in values.pop(part, {}).items():
+            source[part][key] = source[part].get(key, {}) | table
     return source | values
 
 

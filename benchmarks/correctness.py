@@ -59,6 +59,7 @@ def all_checks(device: torch.device, loss_of: LossOf) -> Iterator[tuple[str, Cal
     fast = configs["aogpt_small_fast"]
     yield "compiled", lambda: compiled_training(fast, device, loss_of)
     yield "skipped", lambda: skipped_step(fast, device)
+    yield "no wait", lambda: step_without_waiting(fast, device, loss_of)
     yield "token choice", lambda: token_choice(device)
     for name in ("aogpt_small", "aogpt_small_fast", "gpt_small"):
         yield f"decoding, {name}", lambda n=name: decoding(configs[n], n, device)
@@ -166,9 +167,8 @@ def skipped_step(config: Config, device: torch.device) -> Iterator[Check]:
     for p in model.parameters():
         p.grad = torch.full_like(p, torch.nan)
     finite = torch.zeros((), device=device)
-    with no_waiting(device):
-        move(optimizer, finite)
-        average.update(model, finite)
+    move(optimizer, finite)
+    average.update(model, finite)
     moved = sum(
         not torch.equal(p, q)
         for p, q in itertools.chain(
@@ -177,6 +177,26 @@ def skipped_step(config: Config, device: torch.device) -> Iterator[Check]:
         )
     )
     yield at_most("tensors that a step with infinite gradients changed", moved, 0)
+
+
+def step_without_waiting(config: Config, device: torch.device, loss_of: LossOf) -> Iterator[Check]:
+    """Forward, backward, clipping, optimizer and average of a step: an error where it waits."""
+    model = random_model(config).float().to(device).train()
+    optimizer, average = make_optimizer(model, config), EMA(model, 0.9)
+    batch = batch_of(config).map(lambda tensor: tensor.to(device))
+    for number in range(3):  # the first steps may load kernels and make states
+        with no_waiting(device) if number == 2 else contextlib.nullcontext():
+            with autocast(device, torch.bfloat16):
+                loss = loss_of(model, batch, config, 0)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            finite = (loss + norm).isfinite().float()
+            move(optimizer, finite)
+            average.update(model, finite)
+            optimizer.zero_grad(set_to_none=True)
+    yield at_most("training steps of three that were skipped", 3 - int(average.updates), 0)
+    if device.type == "cuda":
+        yield Check("training steps that wait for the GPU", "none", "none", True)
 
 
 @contextlib.contextmanager
@@ -242,7 +262,9 @@ def decoding(config: Config, name: str, device: torch.device) -> Iterator[Check]
         float((cached - score).abs().max()),
         1e-4,
     )
-    eager = run(model, parallel, uniforms)
+    made = engine_of(model, parallel)
+    eager = made.generate(parallel, uniforms=uniforms)
+    yield from steps_wait_for_nothing(made, parallel, uniforms, f"{name}, eager")
     with kernels_off():
         plain = run(model, parallel, uniforms)
     different = int((plain.tokens != eager.tokens).sum())
@@ -261,7 +283,19 @@ def compiled_decoding(
         graphs = counters["stats"]["unique_graphs"]
     different = int((compiled.tokens != eager.tokens).sum())
     yield at_most(f"{name}: tokens that compiling changes, of {eager.tokens.numel()}", different, 0)
-    step, device = made._run, model.wte.weight.device
+    yield from steps_wait_for_nothing(made, plan, uniforms, f"{name}, compiled")
+    compiled_again = counters["stats"]["unique_graphs"] - graphs
+    yield at_most(f"{name}: graphs compiled after the warm-up", compiled_again, 0)
+    breaks = sum(counters["graph_break"].values())
+    yield at_most(f"{name}: graph breaks in decoding", breaks, 0)
+    torch._dynamo.reset()
+
+
+def steps_wait_for_nothing(
+    made: Engine, plan: Plan, uniforms: Tensor, name: str
+) -> Iterator[Check]:
+    """On a GPU: generate with an engine that has done so before, and raise where a step waits."""
+    device, step = made.order.device, made._run
 
     def without_waiting(*arguments):
         with no_waiting(device):
@@ -269,11 +303,9 @@ def compiled_decoding(
 
     made._run = without_waiting
     made.generate(plan, uniforms=uniforms)
-    compiled_again = counters["stats"]["unique_graphs"] - graphs
-    yield at_most(f"{name}: graphs compiled after the warm-up", compiled_again, 0)
-    breaks = sum(counters["graph_break"].values())
-    yield at_most(f"{name}: graph breaks in decoding", breaks, 0)
-    torch._dynamo.reset()
+    made._run = step
+    if device.type == "cuda":
+        yield Check(f"{name}: steps of decoding that wait for the GPU", "none", "none", True)
 
 
 def engine_of(model: Transformer, plan: Plan, compile: bool = False) -> Engine:

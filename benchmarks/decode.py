@@ -99,6 +99,7 @@ class DecodeBench:
     def __init__(self, options: DecodeOptions, device: torch.device, dtype: torch.dtype):
         self.options, self.device, self.dtype = options, device, dtype
         self.choice = TokenChoice(options.temperature, options.top_p)
+        self.engines: dict[Transformer, Engine] = {}
         self.model, self.vocab_size = load_decoder(options, device)
         block_size = self.model.config.block_size
         if options.length > block_size:
@@ -146,17 +147,14 @@ class DecodeBench:
             row["first_seconds"] = warm_up[row["system"]].seconds
         ours = next((row for row in rows if row["system"] == "ours"), None)
         if ours:
-            ours |= self.floor(plans, rates)
-            ours["times_floor"] = ours["seconds"] / ours["floor_seconds"]
+            settings = self.vocab_size, self.dtype.itemsize, rates
+            floors = [floor_of(self.model.config, plan, *settings) for plan in plans]
+            ours |= {key: statistics.median(floor[key] for floor in floors) for key in floors[0]}
+            pairs = zip(ours["all_seconds"], floors, strict=True)
+            ours["times_floor"] = statistics.median(s / f["floor_seconds"] for s, f in pairs)
         for row in rows:
             row["times_ours"] = row["seconds"] / ours["seconds"] if ours else None
         return rows
-
-    def floor(self, plans: list[Plan], rates: Rates) -> dict[str, float]:
-        """`floor_of` some plans, in the mean."""
-        settings = self.vocab_size, self.dtype.itemsize, rates
-        floors = [floor_of(self.model.config, plan, *settings) for plan in plans]
-        return {key: statistics.mean(floor[key] for floor in floors) for key in floors[0]}
 
     def time(self, system: System, plan: Plan, calls: list[int] | None) -> Timing:
         """Time a plan; or some of its calls, scaled to all of them."""
@@ -200,11 +198,13 @@ class DecodeBench:
                 tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
                 return self.engine(self.encoder).generate(plan, tokens, generator=generator)
 
-    @functools.cache  # noqa: B019
     def engine(self, model: Transformer) -> Engine:
         """Caches, packed weights and compiled steps are made once, as for many samples."""
-        o = self.options
-        return Engine(model, o.batch_size, o.length, self.choice, self.vocab_size, o.compile)
+        if model not in self.engines:
+            o = self.options
+            made = Engine(model, o.batch_size, o.length, self.choice, self.vocab_size, o.compile)
+            self.engines[model] = made
+        return self.engines[model]
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def _draw_gains(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
     """One draw of the gains of the larger sizes over size 1, (N, sizes).
 
     Always in float32: bfloat16 rounds every member in another way, and the mean probability of
-    predictions with independent noise looks like a gain. What TF32 makes of that is too little to
+    predictions with independent noise looks like a gain. What TF32 makes of that was too little to
     measure (results/order_ensembles.md), so a GPU takes it unless float32 is asked for."""
 
     def work(tokens: Tensor, rows: range) -> Tensor:

@@ -95,14 +95,15 @@ def attention_of_many_shapes():
 @contextlib.contextmanager
 def deterministic(enabled: bool):
     """A context in which a GPU, if enabled, does nothing whose rounding differs from run to run,
-    such as adding up with atomics. Enter it before the GPU is used."""
+    such as adding up with atomics; an operation that has no other form is a RuntimeError (only
+    warned of, it would run as it is, and attention with it). Enter it before the GPU is used."""
     if not enabled:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     flags = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     flags.fill_uninitialized_memory = False  # for finding errors; it takes time
     try:
         yield

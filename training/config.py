@@ -113,8 +113,8 @@ class TrainConfig(_Section):
     compile: bool = True
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     deterministic: bool = False
-    """The same bits in every run on a GPU, too, by slower operations; PyTorch warns of one that it
-    has in no such form. A CPU's are the same anyway."""
+    """The same bits in every run on a GPU, too, by slower operations; PyTorch ends with an error
+    that names one which has no such form. A CPU's are the same anyway."""
     log_interval: Count = 10
     """Steps between lines of metrics.jsonl."""
     max_skipped_steps: Count = 10
