@@ -430,14 +430,14 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
 ):
     files = {name: tmp_path / f"result.{name}" for name in ("json", "markdown", "plot")}
     options = [part for name, path in files.items() for part in (f"--{name}", path)]
-    options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.7,0.95".split()
+    options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.3,0.5".split()
     options += "--noise float32 --top-k 50".split()
     status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
     result, text = json.loads(files["json"].read_text()), files["markdown"].read_text()
     rows, samplers = result["rows"], [row["sampler"] for row in result["rows"]]
     keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
-    settings = ((1, 1), (0.9, 0.95), (0.7, 0.95))
+    settings = ((1, 1), (0.9, 0.95), (0.3, 0.5))
     assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]
     expected = {"noise": "float32", "dtype": "float32", "top_k": 50, "seed": 0, "length": LENGTH}
     for s in samplers:
