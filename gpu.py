@@ -45,7 +45,7 @@ from runtime.command_line import run_script
 from runtime.devices import GPU, pick_device, pick_dtype, release_memory
 from runtime.files import write_json, write_text
 from runtime.ranges import Positive, check_values
-from runtime.reports import command, markdown_table, versions
+from runtime.reports import command, commit, markdown_table, versions
 from training.config import Config
 from training.memory_plan import plan_run
 from training.metrics import read_metrics
@@ -181,12 +181,6 @@ def report(rows: list[dict], out: Path) -> None:
     write_text(out / "gpu.md", "\n".join([*head, *table, ""]))
 
 
-def commit() -> str:
-    describe = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 Checks = Iterable[tuple[str, Callable[[], Iterable[Check]]]]
 """Names, and functions that yield lines."""
 
@@ -253,7 +247,7 @@ def training_in_processes(device: torch.device, out: Path) -> Iterator[Check]:
         *("--model.block-size", "64", "--model.n-layer", "2", "--model.n-embd", "64"),
     ]
 
-    def losses(name: str, *more, before: list = ()) -> list[float]:
+    def losses(name: str, *more, before: Iterable[str] = ()) -> list[float]:
         python(*before, "train.py", "configs/quickstart.toml", "--name", name, *words, *more)
         lines = read_metrics(out / "runs" / name / "metrics.jsonl")
         return [line["loss"] for line in lines if "loss" in line]
@@ -295,7 +289,7 @@ def python(*words) -> None:
         print(done.stdout, done.stderr, file=sys.stderr)
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
         last = next((line for line in said if "error" in line.lower()), said[-1])
-        raise RuntimeError(f"a run of train.py ended with status {done.returncode}: {last}")
+        raise RuntimeError(f"a script ended with status {done.returncode}: {last}")
 
 
 # ---- parts 2 and 3 -------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ HEAD_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 def head_chunk(vocab_size: int, device: str) -> int:
     """Tokens whose logits are alive at once; at least 256, as small matrix products are slow.
     device: "cpu" or "cuda"."""
-    return max(256, HEAD_CHUNK_ELEMENTS.get(device, 2**25) // vocab_size)
+    return max(256, HEAD_CHUNK_ELEMENTS.get(device, HEAD_CHUNK_ELEMENTS["cpu"]) // vocab_size)
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
     if config.kind == "mixture":
         coin = torch.from_numpy(to_uniform(bits[:, :1]))
         return torch.where(coin < config.l2r_prob, identity, order)
+    # Not reached, as OrderConfig knows these kinds only; one that is added is not to be forgotten.
     raise NotImplementedError(f"orders of kind {config.kind!r}")
 
 

@@ -32,7 +32,7 @@ from evaluation.text_measures import mean_and_error
 from runtime.command_line import run_script
 from runtime.files import write_json, write_text
 from runtime.ranges import Count, check_values
-from runtime.reports import markdown_table, versions
+from runtime.reports import commit, markdown_table, versions
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics
@@ -193,7 +193,7 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
     if not has_ended(config):
         failure = train_to_the_end(config, processes)
         if "not finite" in failure:
-            return found | {"loss": None, "tokens_to_goal": None, "commit": commit_now()}
+            return found | {"loss": None, "tokens_to_goal": None, "commit": commit()}
         if failure or not has_ended(config):
             stopped = "stopped before its last step; give the same command again"
             raise ValueError(f"{config.run_folder} {failure[-500:] or stopped}")
@@ -204,9 +204,9 @@ def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
     # The first line has the start in it.
     speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
     speeds = speeds[1:] or speeds
-    commit = config.run_folder / "commit"
+    noted = config.run_folder / "commit"
     found |= {
-        "commit": commit.read_text() if commit.exists() else "unknown",
+        "commit": noted.read_text() if noted.exists() else "unknown",
         "loss": last[own],
         "any_order": last.get(ANY_ORDER),
         "l2r": last.get(L2R),
@@ -246,7 +246,7 @@ def train_to_the_end(config: Config, processes: int) -> str:
     write_text(file, configuration.to_toml(config))
     started = config.run_folder.with_name(f"{config.name}.commit")
     known = started.read_text().split(", ") if started.exists() else []
-    write_text(started, ", ".join(dict.fromkeys([*known, commit_now()])))  # a run can be resumed
+    write_text(started, ", ".join(dict.fromkeys([*known, commit()])))  # a run can be resumed
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
         [sys.executable, *(launcher if processes > 1 else []), ROOT / "train.py", file],
@@ -258,13 +258,6 @@ def train_to_the_end(config: Config, processes: int) -> str:
         started.replace(config.run_folder / "commit")
         return ""
     return done.stderr.strip() or f"ended with status {done.returncode}"
-
-
-def commit_now() -> str:
-    """The commit of this code, with "-dirty" after it where files have been changed since."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return found or "unknown"
 
 
 def crossing(validations: list[dict], goal: float) -> float | None:

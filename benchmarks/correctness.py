@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import AOGPT, Encoder, Transformer
+from model import AOGPT, Transformer
 from runtime.devices import autocast
 from sampling import engine, passes
 from sampling.engine import Engine, Generation
@@ -93,7 +93,7 @@ def random_model(config: Config) -> Transformer:
     """In float64 on the CPU, with weights that float32 holds exactly. All of them matter: those
     that begin as 0 (adaLN, biases) or 1 (norms) do not here."""
     generator = torch.Generator().manual_seed(0)
-    model = (Encoder if config.model.is_encoder else AOGPT)(config.model).eval()
+    model = AOGPT(config.model).eval()  # an encoder where the configuration is one's
     for p in model.parameters():
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
     return model.double()

@@ -70,31 +70,32 @@ def to_tf32(x: Tensor) -> Tensor:
     return ((bits + 2**12) & ~(2**13 - 1)).view(torch.float32)
 
 
-def gains(a: TF32Options, precision: contextlib.AbstractContextManager) -> Tensor:
-    """Of every sequence and size, (N, sizes), nats per token."""
-    loaded = load(a.run)
-    eval_set = open_eval_set(a.dataset, None, loaded, a.sequences)
-    rows = range(min(a.sequences, eval_set.dataset.num_blocks))
-    # The plain way to compute attention is one that consists of matrix products.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), precision:
-        return cheap_gains(loaded.model, eval_set.tokens(rows), a.ensemble, a.seed, 0, rows, 16)
-
-
 def bench_tf32(a: TF32Options) -> None:
     """Run the comparison and report. Raises ValueError for a run or data that do not fit."""
     check_values(a)
     check_output(a.json, "--json")
-    exact = gains(a, contextlib.nullcontext())
+    loaded = load(a.run)
+    eval_set = open_eval_set(a.dataset, None, loaded, a.sequences)
+    sequences = range(min(a.sequences, eval_set.dataset.num_blocks))
+    tokens = eval_set.tokens(sequences)
+
+    def gains(precision: contextlib.AbstractContextManager) -> Tensor:
+        """Of every sequence and size, (N, sizes), nats per token."""
+        # The plain way to compute attention is one that consists of matrix products.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), precision:
+            return cheap_gains(loaded.model, tokens, a.ensemble, a.seed, 0, sequences, 16)
+
+    exact = gains(contextlib.nullcontext())
     found = {
-        "TF32": gains(a, TF32()) - exact,
-        "bfloat16": gains(a, torch.autocast("cpu", torch.bfloat16)) - exact,
+        "float32": exact,
+        "TF32": gains(TF32()) - exact,
+        "bfloat16": gains(torch.autocast("cpu", torch.bfloat16)) - exact,
     }
     lines, rows = [], []
     for i, size in enumerate(a.ensemble):
-        row = {"size": size, "float32": mean_and_error(exact[:, i].tolist())}
-        row |= {name: mean_and_error(values[:, i].tolist()) for name, values in found.items()}
-        rows.append(row)
-        cells = [f"{mean:.2e} +- {error:.1e}" for mean, error in list(row.values())[1:]]
+        figures = {name: mean_and_error(values[:, i].tolist()) for name, values in found.items()}
+        rows.append({"size": size} | figures)
+        cells = [f"{mean:.2e} +- {error:.1e}" for mean, error in figures.values()]
         lines.append([str(size), *cells])
     head = ["M", "gain in float32", "TF32 less float32", "bfloat16 less float32"]
     print("\n".join(markdown_table(head, lines)))

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import platform
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,14 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "numpy": np.__version__,
     }
+
+
+def commit() -> str:
+    """The commit of this code, with "-dirty" after it where files have been changed since."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    root = Path(__file__).resolve().parents[1]
+    found = subprocess.run(describe, cwd=root, capture_output=True, text=True).stdout.strip()
+    return found or "unknown"
 
 
 def command() -> str:

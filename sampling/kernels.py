@@ -246,7 +246,8 @@ def _shift_right(z, bits: tl.constexpr):
 # ---- attention over the cache --------------------------------------------------------------------
 
 
-# An operator of its own: a compiled block knows that it only reads the cache, and copies nothing.
+# Registered with PyTorch under a name of its own ("library::operator") and as changing none of its
+# arguments: torch.compile takes it as one operation that only reads the cache, and makes no copy.
 @torch.library.triton_op("aogpt::attend_cached", mutates_args=())
 def attend_cached(
     q: Tensor,
@@ -274,7 +275,9 @@ def attend_cached(
     out = torch.zeros_like(q)
     (B, _, H, size), rows = keys.shape, 16  # the least that a matrix product takes
     kernel = _attend_cached
-    if isinstance(kernel, JITFunction):  # in Triton's interpreter it is a plain function
+    # wrap_triton shows torch.compile the kernel within the operator. In Triton's interpreter there
+    # is none to show, but a plain function.
+    if isinstance(kernel, JITFunction):
         kernel = torch.library.wrap_triton(kernel)
     kernel[(B, H, triton.cdiv(width, rows))](
         q,
