@@ -147,10 +147,6 @@ class ModelConfig:
                 "model.target = 'rotary' tells a step its target by rotating its queries; set "
                 "model.position to 'rotary'"
             )
-        if self.start == "hidden" and self.target == "two_stream":
-            raise ValueError(
-                "model.start = 'hidden' leaves the first query of two_stream nothing to read"
-            )
 
     @property
     def is_encoder(self) -> bool:
@@ -248,9 +244,6 @@ class AttentionMask:
     """With causal: input 0 is seen by itself only."""
     allowed: Tensor | None = None
     """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
-    own: bool = True
-    """In a parallel pass whose cache has a kernel (`KVCache.kernel`), which needs no `allowed`:
-    whether an item sees its own slot."""
 
 
 @dataclass
@@ -634,6 +627,9 @@ class ParallelPass:
     """W >= count.max()."""
     length: int
     """Cache slots that are read, >= (cached + count).max()."""
+    grouped: bool = False
+    """Of two_stream: what is known but not cached is one group, unless nothing is cached at all,
+    and its inputs see all of it, as in training with groups."""
 
 
 class AOGPT(Transformer):
@@ -687,14 +683,9 @@ class AOGPT(Transformer):
         in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))  # its first column stands for [None]
         in_positions = F.pad(shifted + 1, (1, 0))
         inverse = inverse_permutation(order)  # for the gradient of what is looked up by target
-        mask = AttentionMask(causal=True, hide_start=self.config.start == "hidden")
-        query_mask = mask
+        mask = query_mask = AttentionMask(causal=True, hide_start=self.config.start == "hidden")
         if group_start is not None:
-            # Input i holds the token of step i - 1, so inputs up to group_start, not below it, hold
-            # what came before the group. For group_start 0 0 2 2, steps 0 and 1 read input 0
-            # ([None]), steps 2 and 3 read inputs 0 to 2 ([None] and the tokens of steps 0 and 1).
-            inputs = torch.arange(T, device=order.device)
-            query_mask = AttentionMask(allowed=(inputs <= group_start.unsqueeze(-1)).unsqueeze(1))
+            mask, query_mask = self._group_masks(group_start)
         return self._trunk(
             self._embed(in_tokens, in_positions),
             in_positions,
@@ -707,6 +698,36 @@ class AOGPT(Transformer):
             mask,
             query_mask,
         )
+
+    def _group_masks(self, group_start: Tensor) -> tuple[AttentionMask, AttentionMask]:
+        """What inputs and queries of two_stream see in groups (A3); group_start: see `hidden`.
+
+        An input sees all groups up to its own, and of its own the tokens after it, too; a query
+        sees the groups before its own. So nothing depends on the order inside a group. Example: two
+        groups of two, group_start 0 0 2 2. Input i holds the token of step i - 1:
+
+            input, step   input holds   the input sees   the query sees
+            0             [None]        0                0
+            1             group 1       0 1 2            0
+            2             group 1       0 1 2            0 1 2
+            3             group 2       0 1 2 3          0 1 2      (input 4 would hold step 3's)
+        """
+        inputs = torch.arange(group_start.shape[1], device=group_start.device)
+        group = F.pad(group_start[:, :-1], (1, 0), value=-1)  # of an input's token, by its start
+        seen = group.unsqueeze(1) <= group.unsqueeze(2)
+        asked = inputs <= group_start.unsqueeze(2)
+        return self._masks(seen, asked, inputs[:, None], group_start.unsqueeze(2))
+
+    def _masks(
+        self, seen: Tensor, asked: Tensor, slots: Tensor, last: Tensor
+    ) -> tuple[AttentionMask, AttentionMask]:
+        """Attention masks of the inputs in `slots`, which see (..., keys) `seen`, and of queries
+        that see `asked`, up to the inputs `last`. With a hidden start only what has nothing else
+        to see sees it."""
+        if self.config.start == "hidden":
+            later = torch.arange(seen.shape[-1], device=seen.device) > 0
+            seen, asked = seen & (later | (slots == 0)), asked & (later | (last == 0))
+        return AttentionMask(allowed=seen.unsqueeze(1)), AttentionMask(allowed=asked.unsqueeze(1))
 
     def _embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
         """Inputs, one vector a token: at position 0 it is [None], whatever the token."""
@@ -794,8 +815,12 @@ class AOGPT(Transformer):
     # Scoring of known sequences.
 
     @torch.no_grad()
-    def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
+    def token_log_probs(
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+    ) -> Tensor:
         """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, natural logarithm.
+
+        group_start: see `hidden`; then given the tokens of the groups before its own.
 
         Raises ValueError if the shapes differ, T exceeds block_size, a token is not in the
         vocabulary or a row of `order` is not a permutation.
@@ -804,7 +829,7 @@ class AOGPT(Transformer):
         steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
         if not torch.equal(order.sort(dim=1).values, steps):
             raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
-        return -self(tokens, order)
+        return -self(tokens, order, group_start)
 
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
         """log p(true token | all unmasked tokens) at every masked position, in one pass.
@@ -930,18 +955,19 @@ class AOGPT(Transformer):
     ) -> tuple[AttentionMask, AttentionMask]:
         """What the items of a parallel pass see of the first cache slots, (B, 1, W, length), and
         what the query stream sees."""
-        hide_start = self.config.start == "hidden"
-        if kernel:
-            return AttentionMask(hide_start=hide_start), AttentionMask(own=False)
-        columns = torch.arange(this_pass.width, device=this_pass.cached.device)
-        slots = (this_pass.cached[:, None] + columns)[:, None, :, None]  # (B, 1, W, 1)
-        source = torch.minimum(slots, this_pass.known.view(-1, 1, 1, 1))  # as in `parallel_hidden`
-        keys = torch.arange(this_pass.length, device=slots.device)
+        if kernel:  # two_stream has none
+            mask = AttentionMask(hide_start=self.config.start == "hidden")
+            return mask, mask
+        cached, known = (v.view(-1, 1, 1) for v in (this_pass.cached, this_pass.known))
+        columns = torch.arange(this_pass.width, device=cached.device)
+        slots = cached + columns[:, None]  # (B, W, 1)
+        source = torch.minimum(slots, known)  # as in `parallel_hidden`
+        keys = torch.arange(this_pass.length, device=cached.device)
         seen = (keys < source) | (keys == slots)  # what came before, and itself: no other copy
-        if hide_start:
-            seen &= (keys > 0) | (slots == 0)
+        if this_pass.grouped and self.config.target == "two_stream":
+            seen |= (cached > 0) & (slots <= known) & (keys <= known)
         # A query of two_stream has no key of its own. It reads the true inputs, 0 to `source`.
-        return AttentionMask(allowed=seen), AttentionMask(allowed=keys <= source)
+        return self._masks(seen, keys <= source, slots, source)
 
 
 def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -1022,7 +1048,8 @@ class KVCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.kernel: Callable | None = None
-        """What reads the cache without a mask: `sampling.kernels.attend_cached`."""
+        """What reads the cache without a mask: `sampling.kernels.attend_cached`. It does not know
+        what two_stream needs."""
 
     @property
     def nbytes(self) -> int:
@@ -1052,7 +1079,7 @@ class LayerCache:
         p = self.this_pass
         rows = p.cached, p.known, p.count
         q = q.to(self.keys.dtype)
-        return self.kernel(q, self.keys, self.values, *rows, p.width, mask.hide_start, mask.own)
+        return self.kernel(q, self.keys, self.values, *rows, p.width, mask.hide_start)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the (N, H, D/H) keys and values of this pass; return all (B, length, H, D/H)."""

@@ -393,7 +393,7 @@ class Engine(nn.Module):
     ) -> None:
         """One step: pure tensor code whose shapes follow from all arguments but the first."""
         # 1. Predict.
-        hidden, item = self.predict(step, shape, extent, padded)
+        hidden, item = self.predict(step, shape, extent, padded, grouped=True)
         # 2. Let the model choose which positions come next, unless the plan says so.
         if unmask_by != "order":
             item = self._reorder(hidden, item, step, unmask_by, shape.candidates)
@@ -403,12 +403,13 @@ class Engine(nn.Module):
             self._draw_tokens(rows, slots, self._logits(hidden[item[rows, slots]]))
 
     def predict(
-        self, step: Step, shape: StepShape, extent: int, padded: bool
+        self, step: Step, shape: StepShape, extent: int, padded: bool, grouped: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Hidden states, and which of them predicts each slot, as the passes' `predict` says.
-        padded: whether some rows are shorter than T."""
+        padded: whether some rows are shorter than T. grouped: whether the tokens of a step are a
+        group; speculation settles them one by one."""
         length = self.length if padded else None
-        return self.passes.predict(self.tokens, self.order, length, step, shape, extent)
+        return self.passes.predict(self.tokens, self.order, length, step, shape, extent, grouped)
 
     def _slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T for

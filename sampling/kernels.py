@@ -258,7 +258,6 @@ def attend_cached(
     count: Tensor,
     width: int,
     hide_start: bool,
-    own: bool,
 ) -> Tensor:
     """Attention of the items of a parallel pass over the cache of a layer.
 
@@ -266,8 +265,6 @@ def attend_cached(
         q: (N, H, D/H), row after row. keys, values: (B, C, H, D/H), those of this pass in them.
         cached, known, count: LongTensors (B,), of the `ParallelPass`; width: its W.
         hide_start: slot 0 is seen by itself only.
-        own: an item sees its own slot beside the true inputs before it. Else, as a query of
-            two_stream, which has none: the true inputs up to the last one known.
 
     Returns: of the shape of q; 0 for items too many.
     """
@@ -293,7 +290,6 @@ def attend_cached(
         size,
         size**-0.5,
         HIDE_START=hide_start,
-        OWN=own,
         ROWS=rows,
         SLOTS=64,
         SIZE=max(16, triton.next_power_of_2(size)),
@@ -319,7 +315,6 @@ def _attend_cached(
     size,
     scale,
     HIDE_START: tl.constexpr,
-    OWN: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -339,8 +334,6 @@ def _attend_cached(
     q = tl.load(q_at + places, mask=real, other=0.0)
     slot = tl.load(cached_at + row) + column
     bound = tl.minimum(slot, tl.load(known_at + row))
-    if not OWN:
-        bound += 1
     # 2. Their keys, a tile at a time: the largest score, the sum of exponentials, the weighted sum.
     keys_at += row * row_stride + head * head_stride
     values_at += row * row_stride + head * head_stride
@@ -366,14 +359,13 @@ def _attend_cached(
         mean = mean * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         largest = larger
     # 3. And its own key, which no other item sees.
-    if OWN:
-        own = slot[:, None] * slot_stride + d[None, :]
-        k = tl.load(keys_at + own, mask=real, other=0.0).to(tl.float32)
-        v = tl.load(values_at + own, mask=real, other=0.0).to(tl.float32)
-        score = tl.sum(q.to(tl.float32) * k, axis=1) * scale
-        larger = tl.maximum(largest, score)
-        before, weight = tl.exp(largest - larger), tl.exp(score - larger)
-        total = total * before + weight
-        mean = mean * before[:, None] + weight[:, None] * v
+    own = slot[:, None] * slot_stride + d[None, :]
+    k = tl.load(keys_at + own, mask=real, other=0.0).to(tl.float32)
+    v = tl.load(values_at + own, mask=real, other=0.0).to(tl.float32)
+    score = tl.sum(q.to(tl.float32) * k, axis=1) * scale
+    larger = tl.maximum(largest, score)
+    before, weight = tl.exp(largest - larger), tl.exp(score - larger)
+    total = total * before + weight
+    mean = mean * before[:, None] + weight[:, None] * v
     mean = mean / tl.maximum(total, 1e-30)[:, None]
     tl.store(out_at + places, mean.to(out_at.dtype.element_ty), mask=real)

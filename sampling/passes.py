@@ -63,8 +63,10 @@ class DecoderPasses(nn.Module):
         weight = model.wte.weight
         self.model = model
         self.cache = KVCache(model.config, batch_size, length, weight.device, weight.dtype)
+        self.two_stream = model.config.target == "two_stream"
         kernels = triton_kernels(weight.device)
-        if kernels is not None and weight.dtype != torch.float64:  # whose sums are float32
+        # Its sums are float32, and it knows neither groups nor queries without a key of their own.
+        if kernels is not None and weight.dtype != torch.float64 and not self.two_stream:
             self.cache.kernel = kernels.attend_cached
         # adaLN of all positions, but for a few short samples that is more than their whole cache:
         # then each pass computes it of the positions that it predicts.
@@ -72,20 +74,19 @@ class DecoderPasses(nn.Module):
         fit = rows * weight.itemsize <= self.cache.nbytes
         self.modulations = model.modulations() if fit else None
 
-    @staticmethod
-    def cached_and_count(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """`cached` and `count` of all steps, (G, B); as in the example of
         `AOGPT.parallel_hidden`."""
-        nothing = torch.zeros_like(known[:1])
-        if plan.unmask_by == "order":
-            # The inputs of known tokens stay in the cache, and so does the first target of a step
-            # (slot 3 of the example): of its copies it alone is the true input of its slot.
-            cached = torch.cat([nothing, known[:-1] + 1])
-            return cached, (size > 0) * (known - cached + size)
-        # Every position left is a candidate. The copies stand for an order that is yet to be
-        # chosen, so none of them stays.
-        cached = torch.cat([nothing, known[:-1]])
-        return cached, (size > 0) * (plan.length - cached)
+        # The inputs of known tokens stay in the cache, and so does the first target of a step (slot
+        # 3 of the example): of its copies it alone is the true input of its slot.
+        chosen = plan.unmask_by != "order"
+        # Where its target is yet to be chosen it stays in two_stream only, whose inputs are not
+        # told their targets.
+        stays = not chosen or self.two_stream
+        cached = torch.cat([torch.zeros_like(known[:1]), known[:-1] + stays])
+        # Where the model chooses, every position left is a candidate.
+        last = plan.length if chosen else known + size
+        return cached, (size > 0) * (last - cached)
 
     def extents(self, steps: Step, length: int, compiled: bool) -> list[int]:
         """How much each step's pass covers, for a decoder: slots of the cache that are read.
@@ -106,6 +107,7 @@ class DecoderPasses(nn.Module):
         step: Step,
         shape: StepShape,
         extent: int,
+        grouped: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """One pass.
 
@@ -114,12 +116,13 @@ class DecoderPasses(nn.Module):
             length: (B,) if some rows are shorter than T, else None.
             step, shape: what is fed; `shape` may be larger than needed.
             extent: as `extents` gives it.
+            grouped: see `ParallelPass`.
 
         Returns: hidden states (N, D), and the item (B, T + 1) that predicts each entry of the
         order, which means something for those fed as targets.
         """
         one_pass = ParallelPass(
-            step.cached, step.known, step.count, shape.items, shape.width, length=extent
+            *(step.cached, step.known, step.count, shape.items, shape.width, extent), grouped
         )
         hidden = self.model.parallel_hidden(
             tokens, order[:, :-1], one_pass, self.cache, self.modulations
@@ -141,8 +144,7 @@ class EncoderPasses(nn.Module):
         super().__init__()
         self.model = model
 
-    @staticmethod
-    def cached_and_count(plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(known), (size > 0) * plan.length
 
     def extents(self, steps: Step, length: int, compiled: bool) -> list[int]:
@@ -151,7 +153,9 @@ class EncoderPasses(nn.Module):
             return [steps.size.shape[1]] * len(steps.size)
         return (steps.size > 0).sum(dim=1).tolist()
 
-    def predict(self, tokens, order, length, step, shape, extent) -> tuple[Tensor, Tensor]:
+    def predict(
+        self, tokens, order, length, step, shape, extent, grouped=False
+    ) -> tuple[Tensor, Tensor]:
         T = order.shape[1] - 1
         # 1. The tokens in sequence order, [MASK] where they are not known.
         known = torch.arange(T, device=order.device) < step.known[:, None]
@@ -176,7 +180,7 @@ class EncoderPasses(nn.Module):
 Passes = DecoderPasses | EncoderPasses
 
 
-def steps_of(plan: Plan, passes: Passes | type[Passes]) -> Step:
+def steps_of(plan: Plan, passes: Passes) -> Step:
     """All steps of a plan, (G, B), on the host."""
     size = group_sizes(plan).T
     given = plan.given_positions().sum(dim=1)

@@ -59,9 +59,11 @@ def _sequence(config, params, tokens, order, group):
             x = x + params["wtpe.weight"][target]
         stream.append(x)
     first = 1 if config.start == "hidden" else 0  # the first input that later steps see
-    seen = [range(min(i, first), i + 1) for i in range(len(order))]
+    # The last input of the group that the token of input i is in, the start before them all.
+    ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
+    seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
     if config.target == "two_stream":
-        stream = _query_stream(config, params, stream, seen, own, targets, group)
+        stream = _query_stream(config, params, stream, seen, own, targets, group, first)
     else:
         conditions = (
             [params["wtpe.weight"][target] for target in order]
@@ -84,16 +86,17 @@ def _sequence(config, params, tokens, order, group):
     return torch.stack(result)
 
 
-def _query_stream(config, params, content, seen, own, targets, group):
+def _query_stream(config, params, content, seen, own, targets, group, first):
     """Final states of the query stream, which starts from a learned vector plus its position (row 0
     of the position table is the start's) and reads the contents of the groups before its own:
-    inputs 0 ([None]) to the group's start. Both streams share all weights; queries are never
-    keys."""
+    inputs `first` (0 is [None]) to the group's start. Both streams share all weights; queries are
+    never keys."""
     queries = [
         params["query"] + (0 if config.position == "rotary" else params["wpe.weight"][target])
         for target in targets
     ]
-    seen_by_query = [range(i - i % group + 1) for i in range(len(targets))]
+    starts = [i - i % group for i in range(len(targets))]
+    seen_by_query = [range(min(start, first), start + 1) for start in starts]
     for layer in range(config.n_layer):
         name = f"blocks.{layer}."
         keys = [_norm(config, params, name + "norm1.", x) for x in content]
@@ -319,13 +322,44 @@ def listed_contexts(length):
 
 def conditionals(model, vocab_size, length):
     """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for
-    every sequence x."""
+    every sequence x. Of two_stream also {(context, sizes, target): ...}, where the context is in
+    groups of these sizes (`given_groups`)."""
     sequences, keys = all_sequences(vocab_size, length), listed_contexts(length)
     orders = torch.tensor([order_through(context, target, length) for context, target in keys])
     rows = model.token_log_probs(
         sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
     ).unflatten(0, (len(keys), len(sequences)))
-    return {key: row[:, len(key[0])].double().exp() for key, row in zip(keys, rows, strict=True)}
+    result = {key: row[:, len(key[0])].double().exp() for key, row in zip(keys, rows, strict=True)}
+    if model.config.target != "two_stream":
+        return result
+    for context, target in keys:
+        for sizes in ordered_sums(len(context)):
+            order = torch.tensor(order_through(context, target, length)).expand_as(sequences)
+            starts = group_starts(sizes, length).expand_as(sequences)
+            log_probs = model.token_log_probs(sequences, order, starts)[:, len(context)]
+            result[context, sizes, target] = log_probs.double().exp()
+    return result
+
+
+def ordered_sums(total):
+    """All ways to write `total` as an ordered sum of positive integers."""
+    if total == 0:
+        return [()]
+    return [(n, *rest) for n in range(1, total + 1) for rest in ordered_sums(total - n)]
+
+
+def group_starts(sizes, length):
+    """LongTensor (length,): of every step the first step of its group, groups of these sizes and
+    then of one."""
+    sizes = [*sizes, *[1] * (length - sum(sizes))]
+    return torch.tensor([sum(sizes[:g]) for g, size in enumerate(sizes) for _ in range(size)])
+
+
+def given_groups(conditional, context, sizes, target):
+    """p(x_target | x_context in groups of these sizes, of which some may be 0), (V ** T,). Only of
+    two_stream does it matter what a group is."""
+    grouped = tuple(context), tuple(size for size in sizes if size), target
+    return conditional[grouped if grouped in conditional else (tuple(context), target)]
 
 
 def encoder_conditionals(model, vocab_size, length):
@@ -408,9 +442,10 @@ def plan_distribution(conditional, plans, n_given=0):
     total = 0
     for probability, order, counts in plans:
         product, known = torch.ones_like(next(iter(conditional.values()))), n_given
-        for count in counts:
+        for g, count in enumerate(counts):
             for target in order[known : known + count]:
-                product = product * conditional[order[:known], target]
+                groups = *[1] * n_given, *counts[:g]
+                product = product * given_groups(conditional, order[:known], groups, target)
             known += count
         assert known == len(order)
         total = total + float(probability) * product
@@ -451,6 +486,12 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
     What it chooses depends on the tokens so far, so the sequences that are consistent with a
     context part ways: `reached[context][x]` is the probability that x's tokens at the positions of
     `context` are drawn in that order. Equals are ranked in uniformly random order."""
+
+    def given_context(context, target):
+        chosen = len(context) - len(given)
+        sizes = *[1] * len(given), *[group] * (chosen // group), chosen % group
+        return given_groups(conditional, context, sizes, target)
+
     result, reached = 0, {tuple(given): torch.ones(vocab_size**length, dtype=torch.float64)}
     while reached:
         following = {}
@@ -462,14 +503,17 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
             ranks = list(itertools.permutations(free))
             for ranked in ranks:  # equal to 7 digits: the same number, rounded differently
                 scores = torch.stack(
-                    [_certainty(conditional[context, p], p, vocab_size, length, by) for p in ranked]
+                    [
+                        _certainty(given_context(context, p), p, vocab_size, length, by)
+                        for p in ranked
+                    ]
                 )
                 best = (scores * 1e7).round().argsort(dim=0, descending=True, stable=True)[:group]
                 for chosen in itertools.permutations(range(len(free)), len(best)):
                     taken = weight / len(ranks) * (best == torch.tensor(chosen)[:, None]).all(dim=0)
                     if taken.any():
                         for i in chosen:
-                            taken = taken * conditional[context, ranked[i]]
+                            taken = taken * given_context(context, ranked[i])
                         state = (*context, *(ranked[i] for i in chosen))
                         following[state] = following.get(state, 0) + taken
         reached = following
@@ -707,17 +751,28 @@ def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
 
 def uncached_log_probs(model, tokens, plan):
     """Each unmasked position under the order (known before its group, it, the rest), in one
-    uncached pass each."""
+    uncached pass each; of two_stream, in the groups of the steps."""
     result = torch.zeros(tokens.shape)
     rows = zip(plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True)
     for b, (order, step, length) in enumerate(rows):
         for i in (i for i in range(length) if step[i] >= 0):
             start = i if plan.draft else step.index(step[i])
-            single = torch.tensor([order_through(order[:start], order[i], length)])
-            result[b, order[i]] = model.token_log_probs(tokens[b : b + 1, :length], single)[
-                0, start
-            ]
+            single, starts = torch.tensor([order_through(order[:start], order[i], length)]), None
+            if model.config.target == "two_stream" and not plan.draft:
+                starts = group_starts(sizes_of(step[:start]), length)[None]
+            scored = model.token_log_probs(tokens[b : b + 1, :length], single, starts)
+            result[b, order[i]] = scored[0, start]
     return result
+
+
+def sizes_of(steps):
+    """How many positions each step unmasked, of a list of steps in order; given ones, step -1, are
+    groups of one."""
+    return [
+        n
+        for step, equal in itertools.groupby(steps)
+        for n in ([1] * len(list(equal)) if step < 0 else [len(list(equal))])
+    ]
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):

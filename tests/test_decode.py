@@ -21,6 +21,7 @@ from reference import (
     encoder_conditionals,
     enumerable_system,
     exact_plans,
+    group_starts,
     make_plan,
     make_system,
     one_stage_distribution,
@@ -98,6 +99,7 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
         for system in ("two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary")
         for mode in DECODER_MODES
     ]
+    + [("two_stream", 4, mode) for mode in modes("random 2, random 3, l2r 2, even 2, exact 2")]
     + [("target rotary", 1, mode) for mode in (*DECODER_MODES, "l2r 2", "exact 3", "speculative 3")]
     + [(system, 2, mode) for system in ENCODERS for mode in ENCODER_MODES],
 )
@@ -277,9 +279,9 @@ def every_mode_of(*systems, modes=EVERY_MODE):
     )
 
 
-def logits_given(model, tokens, context, target):
-    """Logits (V,) of one position given the tokens of one row (T,) at `context`, without a
-    cache."""
+def logits_given(model, tokens, context, target, sizes=()):
+    """Logits (V,) of one position given the tokens of one row (T,) at `context`, without a cache;
+    of two_stream, a context in groups of these sizes."""
     length = len(tokens)
     if model.config.is_encoder:
         known = torch.tensor([p in context for p in range(length)])
@@ -287,8 +289,10 @@ def logits_given(model, tokens, context, target):
         sigma = log_linear_noise((~known).double().mean()[None]) if model.config.noise else None
         return model.logits(model.hidden(inputs, sigma))[0, target]
     rest = [p for p in range(length) if p not in context and p != target]
-    order = torch.tensor([[*context, target, *rest]])
-    return model.logits(model.hidden(tokens[None], order))[0, len(context)]
+    order, starts = torch.tensor([[*context, target, *rest]]), None
+    if model.config.target == "two_stream":
+        starts = group_starts(sizes, length)[None]
+    return model.logits(model.hidden(tokens[None], order, starts))[0, len(context)]
 
 
 @torch.no_grad()
@@ -296,9 +300,10 @@ def adaptive_reference(model, tokens, context, by, group):
     """Step and log-probability of every position of one row (T,) whose final tokens are known:
     choose the `group` positions of each step by the model's distributions, without a cache."""
     steps, log_probs, step = [-1] * len(tokens), torch.zeros(len(tokens)), 0
+    sizes = [1] * len(context)
     while len(context) < len(tokens):
         said = {
-            p: logits_given(model, tokens, context, p).log_softmax(-1)
+            p: logits_given(model, tokens, context, p, sizes).log_softmax(-1)
             for p in range(len(tokens))
             if p not in context
         }
@@ -309,7 +314,7 @@ def adaptive_reference(model, tokens, context, by, group):
         chosen = sorted(score, key=score.get, reverse=True)[:group]
         for p in chosen:
             steps[p], log_probs[p] = step, said[p][tokens[p]]
-        context, step = [*context, *chosen], step + 1
+        context, sizes, step = [*context, *chosen], [*sizes, len(chosen)], step + 1
     return steps, log_probs
 
 
@@ -895,7 +900,7 @@ def test_more_shapes_than_torch_compile_keeps_by_default_are_all_compiled(
 
 
 def needs_of(plan):
-    return shapes_of(plan, steps_of(plan, DecoderPasses))
+    return shapes_of(plan, steps_of(plan, DecoderPasses(make_system("AO-GPT"), 1, 1)))
 
 
 @pytest.mark.parametrize("mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"])

@@ -27,6 +27,7 @@ VARIANTS = {name: (name, {}) for name in DECODERS} | {
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
     "two_stream, rotary": ("two_stream", {"position": "rotary"}),
+    "two_stream, hidden start": ("two_stream", {"start": "hidden"}),
     "two_stream, mixed values": ("two_stream", {"value_residual": True}),
     "mixed values": ("AO-GPT", {"value_residual": True}),
     "per_block, tables and rotary": ("per_block", {"position": "both"}),
@@ -434,7 +435,6 @@ REFUSED += [
     (ENCODER | {"target": "adaln"}, "target is 'adaln', but an encoder"),
     (ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
     ({"position": "both", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
-    ({"target": "two_stream", "start": "hidden"}, "start = 'hidden'"),
 ]
 
 

@@ -5,6 +5,7 @@ The formulas are written out here in float64 on the tensors under the names of t
 no code of the project. GPT-2 is compared with `transformers` itself.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -520,25 +521,17 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     assert expected.std() > 0.5
 
 
+def started_from_gpt2(folder, target):
+    """A model of GPT-2's sizes that starts from its weights, and GPT-2."""
+    source = checkpoint.load_model(folder).double()
+    model = AOGPT(dataclasses.replace(source.config, target=target)).double()
+    warm_start(model, source)
+    return model, source
+
+
 def test_gpt2_starts_an_ao_gpt_with_equal_logits_left_to_right(gpt2):
     reference, folder = gpt2
-    source = checkpoint.load_model(folder).double()
-    settings = {
-        "vocab_size": VOCAB,
-        "block_size": BLOCK,
-        "n_layer": LAYERS,
-        "n_head": HEADS,
-        "n_embd": WIDTH,
-    }
-    settings |= {
-        "norm": "layernorm",
-        "qk_norm": False,
-        "gelu": "tanh",
-        "tied_head": True,
-        "head_bias": False,
-    }
-    model = AOGPT(ModelConfig(**settings, target="adaln", start="hidden")).double()
-    warm_start(model, source)
+    model, source = started_from_gpt2(folder, "adaln")
     tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
     with torch.no_grad():
         logits = [m.logits(m.hidden(tokens, order)) for m in (model, source)]
@@ -548,6 +541,20 @@ def test_gpt2_starts_an_ao_gpt_with_equal_logits_left_to_right(gpt2):
     assert torch.equal(model.token_log_probs(tokens, order), -model(tokens, order).detach())
     # only the modulation has to move for the model to tell its targets apart
     assert model.wtpe.weight.std() > 0 and model.blocks[0].adaln.weight.abs().max() == 0
+
+
+@torch.no_grad()
+def test_gpt2_starts_a_two_stream_decoder_whose_content_stream_it_is(gpt2):
+    """The queries have to learn to ask; what they read is GPT-2's already. 1e-9: as above."""
+    reference, folder = gpt2
+    model, source = started_from_gpt2(folder, "two_stream")
+    tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
+    contents = []
+    model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
+    nll = model(tokens, order)
+    logits = model.logits(model.norm_f(contents[0]))
+    assert (logits[:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
+    assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -777,7 +784,7 @@ def run(tmp_path_factory):
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
     model, ema = AOGPT(config), EMA(AOGPT(config), 0.9)
-    state = State(model, ema, torch.optim.AdamW(model.parameters()), Progress(step=5))
+    state = State(model, [ema], torch.optim.AdamW(model.parameters()), Progress(step=5))
     data = {"tokenizer": "bytes", "vocab_size": 257}
     values = plain_values(state, None, Config(name="run", model=config), data)
     store.write(folder / "run", values, named_tensors(state), keep=1)
