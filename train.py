@@ -125,9 +125,9 @@ def training_loop(
                 saver.wait()
             best = progress.best
             if evaluating:
-                losses_ema, losses_last = evaluate(state.model, state.ema, val_data, config, procs)
-                log.validation(losses_ema, losses_last)
-                val_loss, _ = losses_ema[best_by(config)]
+                val_losses = evaluate(state.model, state.averages, val_data, config, procs)
+                log.validation(val_losses)
+                val_loss = val_losses[""][best_by(config)].mean
                 if best is None or val_loss < best["loss"]:
                     best = {"step": progress.step, "loss": val_loss}
             if saving or best != progress.best:
@@ -213,7 +213,8 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
     """
     finite = (loss + norm).isfinite().float()  # 1 or 0, on the device
     move(state.optimizer, finite)
-    state.ema.update(state.model, finite)
+    for ema in state.averages:
+        ema.update(state.model, finite)
     state.optimizer.zero_grad(set_to_none=True)
     state.progress.step += 1
 

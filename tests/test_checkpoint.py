@@ -39,7 +39,7 @@ def tiny_state(step):
     model(tokens, torch.arange(8).expand(2, 8)).mean().backward()
     optimizer.step()
     ema.update(model)
-    return State(model, ema, optimizer, Progress(step))
+    return State(model, [ema], optimizer, Progress(step))
 
 
 def save(run_folder, step, keep=2, best=None):
@@ -342,17 +342,17 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in
 ):
     older, newest = save(tmp_path, 1, best=1), save(tmp_path, 2, best=1)
     state = tiny_state(2)
-    for which, expected in (("ema", state.ema.weights), ("raw", weights(state.model))):
+    for which, expected in (("ema", state.averages[0].weights), ("raw", weights(state.model))):
         loaded = load(tmp_path, which)
         assert_same(weights(loaded.model), expected)
         assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, which)
         assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
         assert not loaded.model.training
         assert loaded.model.config == TINY
-    assert not torch.equal(state.ema.weights["start"], state.model.start)
+    assert not torch.equal(state.averages[0].weights["start"], state.model.start)
     for path in (older, tmp_path / "best"):
         assert load(path).path == str(older)
-        assert_same(weights(load_model(path)), tiny_state(1).ema.weights)
+        assert_same(weights(load_model(path)), tiny_state(1).averages[0].weights)
 
 
 @pytest.mark.parametrize("text", ["step_00000009", "../../step_00000001", "", "/etc/passwd"])

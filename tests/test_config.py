@@ -126,7 +126,14 @@ def configs(draw):
             for step in sorted(draw(st.sets(st.integers(0, 2**31), max_size=3)))
         ),
         data=draw(any_table(DataConfig)),
-        optim=draw(any_table(OptimConfig, warmup_steps=st.integers(0, steps))),
+        optim=draw(
+            any_table(
+                OptimConfig,
+                warmup_steps=st.integers(0, steps),
+                decay_steps=st.sampled_from((0, steps, 2 * steps)),
+                more_ema_decays=st.sampled_from(((), (0.1234,), (0.1234, 0.5678))),
+            )
+        ),
         train=draw(
             any_table(
                 TrainConfig, steps=st.just(steps), micro_batch_size=st.just(micro), batch_size=batch
@@ -204,6 +211,9 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     # values that do not go together
     ("[model]\nn_embd = 100\nn_head = 3", "model.n_embd (100)", "model.n_head (3)"),
     ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", "_steps (11)", "train.steps (10)"),
+    ("[optim]\nwarmup_steps = 11\ndecay_steps = 10", "decay_steps (10)", "warmup_steps (11)"),
+    ("[optim]\nema_decay = 0.9\nmore_ema_decays = [0.8, 0.9]", "a decay twice"),
+    ("[optim]\nmore_ema_decays = [1.5]", "optim.more_ema_decays is 1.5"),
     ("[train]\nbatch_size = 8\nmicro_batch_size = 3", "batch_size (8)", "micro_batch_size (3)"),
     ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "(2048)", "model.block_size (1024)"),
     ('[order]\nkind = "fixed_blockwise"\nblock = 1', "order.block is 1", "at least 2"),
@@ -223,11 +233,12 @@ def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(lo
 
 @pytest.mark.parametrize("key", configuration.valid_keys())
 def test_a_wrong_type_is_an_error_for_every_key(load, key):
-    """A list is right for no key; a string is wrong for numbers, a number for strings."""
+    """A list is right where there may be several values only; a string is wrong for numbers, a
+    number for strings."""
     table, _, name = key.rpartition(".")
     head = f"[{table}]\n" if table else ""
     hint = typing.get_type_hints(typing.get_type_hints(Config)[table] if table else Config)[name]
-    wrong = ["[1]", "1979-05-27"] + (["1", "true"] if hint is str else ['"1"'])
+    wrong = ["[true]", "1979-05-27"] + (["1", "true"] if hint is str else ['"1"'])
     wrong += {int: ["1.0", "true"], float: ["true"], bool: ["1"]}.get(hint, [])
     for value in wrong:
         with pytest.raises(ValueError, match="must be") as error:
@@ -276,6 +287,8 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
         option = "--" + key.replace("_", "-")
         if isinstance(value, bool):
             given = [option if value else f"--{table}.no-{name}".replace("_", "-")]
+        elif isinstance(value, tuple):
+            given = [option, *map(str, value)]
         else:
             given = [option, str(value)] if value != "" else [option + "="]
         assert configuration.from_command_line([str(path), *given], "") == base

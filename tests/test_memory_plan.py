@@ -114,7 +114,7 @@ def test_a_checkpoint_has_the_planned_size(tmp_path):
     optimizer = make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
-    state = State(model, EMA(model, 0.9), optimizer, Progress(step=1))
+    state = State(model, [EMA(model, 0.9)], optimizer, Progress(step=1))
     values = plain_values(state, None, config, {})
     path = store.write(tmp_path, values, named_tensors(state), keep=1)
     planned = plan_run(config, 1, find_gpu(H100)).checkpoint_bytes

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import ALONE, LENGTH, encoder_config, run_script, tiny_config
+from helpers import ALONE, LENGTH, change, encoder_config, run_script, tiny_config
 from matplotlib.figure import Figure
 
 import train
@@ -16,6 +16,7 @@ from objectives import evaluation_masks
 from orders import OrderConfig, orders_at
 from training import plots, validation
 
+RANDOM = OrderConfig("random")
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
 
 
@@ -64,13 +65,9 @@ def test_a_curve_is_the_mean_over_sequences_of_the_loss_at_every_step(run, data,
 def test_a_long_curve_is_the_mean_over_equal_parts_of_the_order(run, data, points, monkeypatch):
     config = tiny_config(data, "")
     model = checkpoint.load_model(run, "ema")
-    _, whole = validation.validation_loss(
-        model, TokenDataset(data, "val", LENGTH), OrderConfig("random"), config, ALONE
-    )
+    whole = any_order(model, data, config).curve
     monkeypatch.setattr(validation, "CURVE_POINTS", points)
-    loss, curve = validation.validation_loss(
-        model, TokenDataset(data, "val", LENGTH), OrderConfig("random"), config, ALONE
-    )
+    loss, _, curve = any_order(model, data, config)
     parts = [[whole[i] for i in range(LENGTH) if i * points // LENGTH == j] for j in range(points)]
     np.testing.assert_allclose(curve, [np.mean(part) for part in parts], rtol=1e-12)
     assert np.dot(curve, [len(part) for part in parts]) / LENGTH == pytest.approx(loss, rel=1e-12)
@@ -86,9 +83,7 @@ def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of
     expected = [[] for _ in range(LENGTH)]
     for b in range(7):
         expected[LENGTH - int(masked[b].sum())] += (-log_probs[b][masked[b]]).tolist()
-    loss, curve = validation.validation_loss(
-        model, TokenDataset(data, "val", LENGTH), OrderConfig("random"), config, ALONE
-    )
+    loss, _, curve = any_order(model, data, config)
     assert 0 < sum(value is None for value in curve) <= LENGTH - 2, (
         "7 sequences cannot have 16 numbers of known tokens"
     )
@@ -99,6 +94,43 @@ def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of
     known = (LENGTH - masked.sum(dim=1)).tolist()
     per_sequence = [float(-log_probs[b][masked[b]].double().mean()) for b in range(7)]
     assert loss == pytest.approx(np.mean(per_sequence), rel=1e-5) and len(set(known)) > 1
+
+
+@pytest.mark.parametrize("system", ["decoder", "encoder"])
+def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run, encoder, data):
+    """The error is that of what a draw gives, over draws; one draw has none. 1e-5: float32."""
+    config = tiny_config(data, "")
+    config = encoder_config(config) if system == "encoder" else config
+    model = checkpoint.load_model(encoder if system == "encoder" else run, "ema")
+    tokens, means = val_data(data, 7), []
+    for draw in range(3):
+        if system == "encoder":
+            masks = evaluation_masks(7, draw, range(7), 7, LENGTH)
+            nll = -model.masked_log_probs(tokens, masks.masked) * masks.weight[:, None]
+        else:
+            nll = -model.token_log_probs(tokens, orders_at(RANDOM, 7, draw, range(7), LENGTH))
+        means.append(float(nll.double().mean()))
+    loss, error, curve = any_order(model, data, change(config, eval__draws=3))
+    assert loss == pytest.approx(np.mean(means), rel=1e-5)
+    assert error == pytest.approx(np.std(means, ddof=1) / 3**0.5, rel=1e-3) and error > 1e-4
+    if system == "decoder":
+        assert np.mean(curve) == pytest.approx(loss, rel=1e-12)
+    single = any_order(model, data, config)
+    assert single.mean == pytest.approx(means[0], rel=1e-5) and single.error is None
+
+
+def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(data, tmp_path):
+    """Of left to right there is one order, whatever is drawn. An average of decay 0 is the last
+    weights."""
+    config = tiny_config(data, tmp_path, steps=20, eval__draws=3)
+    config = change(config, optim__more_ema_decays=(0.0, 0.5))
+    train.train(config, ALONE)
+    for line in (line for line in lines_of(config.run_folder) if "val_loss_l2r" in line):
+        assert line["val_error_random"] > 0 and "val_error_l2r" not in line
+        for kind in ("l2r", "random"):
+            of = {name: line[f"val_loss_{kind}{name}"] for name in ("", "_raw", "_ema0", "_ema0.5")}
+            assert of["_ema0"] == of["_raw"] != of[""]
+            assert line["step"] < 20 or len(set(of.values())) == 3  # both averages warm up alike
 
 
 # ---- drawing -------------------------------------------------------------------------------------

@@ -65,6 +65,19 @@ def test_the_learning_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor(
     assert learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_the_schedule_may_end_before_or_beyond_the_run(kind):
+    """decay_steps: the rate is that of a run of so many steps, and then stays."""
+    config = tiny_config("", "", steps=20, optim__schedule=kind, optim__warmup_steps=4)
+
+    def rates(steps, **changes):
+        changed = change(config, train__steps=steps, **changes)
+        return [learning_rate(step, changed) for step in range(steps)]
+
+    assert rates(30, optim__decay_steps=20) == rates(20) + 10 * [learning_rate(20, config)]
+    assert rates(10, optim__decay_steps=20) == rates(20)[:10]
+
+
 def test_both_rates_follow_one_schedule_and_reach_their_own_groups():
     config = muon_config()
     optimizer = make_optimizer(AOGPT(config.model), config)

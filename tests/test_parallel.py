@@ -356,7 +356,7 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
             for p in state.model.parameters() if spoilt else ():
                 p.grad.mul_(math.nan)
             train.update(state, loss, norm * math.nan if spoilt else norm)
-            return parallel_jobs.full_state(state), state.ema.updates.item()
+            return parallel_jobs.full_state(state), state.averages[0].updates.item()
 
         (_, _), (before, updates) = step(0, False), step(1, False)
         (spoilt, same), (after, more) = step(2, True), step(3, False)

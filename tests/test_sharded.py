@@ -100,7 +100,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     before, state.progress.step = parallel_jobs.full_state(state), 3
     saver.save(state, None)
     path = store.path_of(config.run_folder, 3)
-    for tensor in [*state.model.parameters(), *state.ema.weights.values()]:
+    for tensor in [*state.model.parameters(), *state.averages[0].weights.values()]:
         tensor.detach().fill_(7)
     for values in state.optimizer.state.values():
         for tensor in values.values():

@@ -66,6 +66,9 @@ class OptimConfig(_Section):
     schedule: Literal["cosine", "linear"] = "cosine"
     """How the rate falls after its warm-up."""
     warmup_steps: NonNegative = 2000
+    decay_steps: NonNegative = 0
+    """The step at which the rate has come down, and stays there; 0: the last of the run. Beyond the
+    last: the run is the beginning of a longer one."""
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     weight_decay: Amount = 0.05
@@ -74,6 +77,10 @@ class OptimConfig(_Section):
     """Largest gradient norm; 0 switches clipping off."""
     ema_decay: Ratio = 0.9999
     """Decay of the averaged weights, warmed up as min(ema_decay, (1 + t) / (10 + t))."""
+    more_ema_decays: tuple[Ratio, ...] = ()
+    """Decays of further averages, e.g. [0.99, 0.999], each as large as the weights: their losses
+    stand in metrics.jsonl beside those of ema_decay's, which alone is evaluated and sampled from
+    after the run."""
     kind: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of attention and MLP, AdamW with lr and the betas for all other
     weights."""
@@ -134,7 +141,10 @@ class EvalConfig(_Section):
     interval: NonNegative = 1000
     """Steps between evaluations on the validation split; 0 switches them off."""
     sequences: Count = 256
-    """Sequences scored, left-to-right and in one random order each."""
+    """Sequences scored."""
+    draws: Count = 1
+    """Random orders (of an encoder sets of masked positions) under which each is scored. From 2 on,
+    metrics.jsonl has the error of their mean."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +219,17 @@ class Config:
                 f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps "
                 f"({self.train.steps}): the learning rate would never reach its peak; lower the "
                 "first or raise the second"
+            )
+        if 0 < self.optim.decay_steps < self.optim.warmup_steps:
+            raise ValueError(
+                f"optim.decay_steps ({self.optim.decay_steps}) is before the end of the warm-up; "
+                f"give at least optim.warmup_steps ({self.optim.warmup_steps}), or 0 for the last "
+                "step"
+            )
+        decays = self.optim.ema_decay, *self.optim.more_ema_decays
+        if len(set(decays)) < len(decays):
+            raise ValueError(
+                "optim.ema_decay and optim.more_ema_decays name a decay twice; give each once"
             )
         self._check_objective()
         self._check_orders()
@@ -335,6 +356,10 @@ def _typed(value, hint, name: str):
     checks."""
     if get_origin(hint) is Literal:
         return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} is {value!r}, but it must be a list, such as [0.9, 0.99]")
+        return tuple(_typed(item, get_args(hint)[0], name) for item in value)
     allowed = get_args(hint) or (hint,)  # int | None has two
     if type(value) is int and float in allowed:
         return float(value)

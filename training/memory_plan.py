@@ -9,7 +9,7 @@ width, H heads, V vocabulary; f = 4 bytes (float32); h = 2 bytes in bfloat16, el
     weights        f a parameter. ddp: all of them; fsdp: of each, ceil(rows / N) rows
     gradients      as many
     optimizer      AdamW: 2 f, and 4 bytes for the step of each tensor; Muon: f for its matrices
-    ema            f
+    ema            f, and f for each of optim.more_ema_decays
     in use         fsdp: gathered weights of 2 blocks (one is fetched while the other computes), h,
                    and of all that is outside blocks, f. In bfloat16 also autocast's copies of
                    linear layers, h: with fsdp of those outside blocks, with ddp of all
@@ -211,7 +211,8 @@ def state_bytes(config: Config, model: Transformer, world_size: int) -> dict[str
         weights += size
         # Muon keeps one average; AdamW keeps two and counts its steps, in a float32 each tensor.
         optimizer += size if name in muon else 2 * size + FLOAT
-    return {"weights": weights, "gradients": weights, "optimizer": optimizer, "ema": weights}
+    averages = (1 + len(config.optim.more_ema_decays)) * weights
+    return {"weights": weights, "gradients": weights, "optimizer": optimizer, "ema": averages}
 
 
 def memory_by_part(config: Config, model: Transformer, world_size: int) -> dict[str, int]:

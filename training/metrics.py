@@ -10,7 +10,9 @@ and an evaluation line, every eval.interval steps,
     step
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
                          fixed (the run's own)
-    val_loss_KIND_raw    of the last weights
+    val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of those averaged with another
+                         decay (optim.more_ema_decays)
+    val_error_KIND       standard error of val_loss_KIND by its draws of orders, if eval.draws > 1
     val_curve_KIND       of the averaged weights, how hard step i of n is: a list of P = min(64, n)
                          means over sequences and over the steps i with floor(i P / n) = 0 .. P - 1.
                          An encoder, which has no steps: the mean over its masked tokens where i
@@ -41,6 +43,7 @@ from runtime.devices import peak_flops, pick_dtype
 from runtime.files import json_object, read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
 from training.config import Config
+from training.validation import Losses
 
 
 class Log:
@@ -101,21 +104,21 @@ class Log:
             print(f"step {step}: loss {loss:.4f}, {speed}", flush=True)
         self.restart_clock()
 
-    def validation(
-        self, averaged: dict[str, tuple[float, list]], raw: dict[str, tuple[float, list]]
-    ) -> None:
-        """An evaluation: (loss, curve) of every kind of order, of the averaged and of the last
-        weights."""
+    def validation(self, losses: dict[str, Losses]) -> None:
+        """An evaluation: what `evaluate` returns."""
         if self.active:
-            step = self.progress.step
-            text = ", ".join(f"{kind} {loss:.4f}" for kind, (loss, _) in averaged.items())
+            step, averaged = self.progress.step, losses[""]
+            text = ", ".join(f"{kind} {loss.mean:.4f}" for kind, loss in averaged.items())
             self._print(f"step {step}: validation {text} nats per token (averaged weights)")
             line = {"step": step}
-            line |= {f"val_loss_{kind}": loss for kind, (loss, _) in averaged.items()}
-            line |= {f"val_loss_{kind}_raw": loss for kind, (loss, _) in raw.items()}
+            for weights in ("", *(name for name in losses if name)):
+                of_kinds = losses[weights].items()
+                line |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds}
+            known = averaged.items()
+            line |= {f"val_error_{kind}": v.error for kind, v in known if v.error is not None}
             line |= {"grad_norm": self.norm, "tokens": self.tokens}
             line |= {"tokens_per_second": self.tokens_per_second} | self._costs()
-            line |= {f"val_curve_{kind}": curve for kind, (_, curve) in averaged.items()}
+            line |= {f"val_curve_{kind}": loss.curve for kind, loss in averaged.items()}
             self._write(line)
         self.restart_clock()
 

@@ -17,13 +17,14 @@ from training.muon import Muon
 
 
 def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
-    """Linear warm-up to `peak` (default optim.lr), then down to peak * min_lr_ratio at the end of
-    the run, along half a cosine or a straight line."""
+    """Linear warm-up to `peak` (default optim.lr), then down to peak * min_lr_ratio at
+    optim.decay_steps (default: the end of the run), along half a cosine or a straight line."""
     o = config.optim
     peak = o.lr if peak is None else peak
     if step < o.warmup_steps:
         return peak * (step + 1) / o.warmup_steps
-    done = (step - o.warmup_steps) / max(1, config.train.steps - o.warmup_steps)
+    end = o.decay_steps or config.train.steps
+    done = (step - o.warmup_steps) / max(1, end - o.warmup_steps)
     left = 1 - min(1.0, done)  # from 1 down to 0
     if o.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))

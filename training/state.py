@@ -43,7 +43,8 @@ class State:
     """Everything that training changes. Data, orders and learning rate follow from the step."""
 
     model: Transformer
-    ema: EMA
+    averages: list[EMA]
+    """That of optim.ema_decay, which stands for the run, and those of optim.more_ema_decays."""
     optimizer: torch.optim.AdamW | MuonAdamW
     progress: Progress
 
@@ -89,8 +90,9 @@ def resume(config: Config, data_meta: dict, procs: Processes, path: Path, values
 
 
 def new_state(config: Config, model: Transformer) -> State:
-    ema = EMA(model, config.optim.ema_decay)
-    return State(model, ema, make_optimizer(model, config), Progress())
+    decays = config.optim.ema_decay, *config.optim.more_ema_decays
+    averages = [EMA(model, decay) for decay in decays]
+    return State(model, averages, make_optimizer(model, config), Progress())
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
@@ -106,8 +108,9 @@ def check_same_run(
     """Say what has changed since a checkpoint. Raises ValueError for what cannot change."""
     old = configuration.from_dict(values["config"], str(path))
     for key, (before, after) in configuration.differences(old, config).items():
-        if key.startswith("model.") or key == "optim.kind":
-            what = "architecture" if key.startswith("model.") else "optimizer"
+        fixed = {"optim.kind": "optimizer", "optim.more_ema_decays": "list of averages"}
+        if key.startswith("model.") or key in fixed:
+            what = fixed.get(key, "architecture")
             raise ValueError(
                 f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}:"
                 f" the {what} of a run cannot change; set it back, or start another run with --name"
@@ -131,8 +134,9 @@ def named_tensors(state: State) -> dict[str, Tensor]:
     tensors = {}
     for name, p in state.model.named_parameters():
         tensors[f"model.{name}"] = p.detach()
-    for name, average in state.ema.weights.items():
-        tensors[f"ema.{name}"] = average
+    for i, ema in enumerate(state.averages):
+        prefix = f"ema{ema.decay:g}" if i else "ema"
+        tensors |= {f"{prefix}.{name}": average for name, average in ema.weights.items()}
     for name, values in named_state(state.model, state.optimizer).items():
         for key, value in values.items():
             tensors[f"optimizer.{name}.{key}"] = value
@@ -143,7 +147,8 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
     """Everything else: values of JSON. The names are those of checkpoints.on_disk.KEYS."""
     values = asdict(state.progress)
     values["best"] = best  # which progress has only once this checkpoint is written
-    values["ema"] = {"updates": int(state.ema.updates), "decay": state.ema.decay}
+    ema = state.averages[0]
+    values["ema"] = {"updates": int(ema.updates), "decay": ema.decay}
     values["model_config"] = asdict(state.model.config)
     values["config"] = configuration.to_dict(config)
     values["data"] = data_meta
@@ -158,7 +163,8 @@ def restore(state: State, path: Path, values: dict) -> None:
     restore_state(state.model, state.optimizer, optimizer_state)
     on_disk.read_tensors(path, values, named_tensors(state))
 
-    state.ema.updates.fill_(values["ema"]["updates"])
+    for ema in state.averages:
+        ema.updates.fill_(values["ema"]["updates"])
     for field in fields(Progress):
         setattr(state.progress, field.name, values[field.name])
 

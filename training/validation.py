@@ -6,6 +6,8 @@ B sequences, T positions.
 from __future__ import annotations
 
 import math
+import statistics
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +24,48 @@ from training.parallel import reshard
 
 CURVE_POINTS = 64  # at most; of a curve by step
 
-Losses = dict[str, tuple[float, list]]
-"""(loss, curve) by the name of the orders, as in metrics.jsonl: l2r, random, fixed."""
+
+class Loss(NamedTuple):
+    """Nats per token of the validation split under some orders."""
+
+    mean: float
+    error: float | None
+    """Standard error of the mean, as other draws of orders or masks would have given another;
+    None of a single draw. The sequences are the same in every run."""
+    curve: list
+    """By step, see `by_step`."""
+
+
+Losses = dict[str, Loss]
+"""By the name of the orders, as in metrics.jsonl: l2r, random, fixed."""
 
 
 def evaluate(
-    model: Transformer, ema: EMA, val_data: TokenDataset, config: Config, procs: Processes
-) -> tuple[Losses, Losses]:
-    """Validation losses of the averaged and of the last weights; all processes must call."""
-    orders = validation_orders(config)
-    model.eval()
-    last = {name: validation_loss(model, val_data, o, config, procs) for name, o in orders.items()}
-    with ema.applied(model):
-        averaged = {
-            name: validation_loss(model, val_data, o, config, procs) for name, o in orders.items()
+    model: Transformer,
+    averages: list[EMA],
+    val_data: TokenDataset,
+    config: Config,
+    procs: Processes,
+) -> dict[str, Losses]:
+    """Validation losses by the weights, named as in metrics.jsonl: "" the averaged ones, "_raw" the
+    last, "_ema0.99" those of another decay. All processes must call.
+
+    averages: that of optim.ema_decay first.
+    """
+
+    def losses() -> Losses:
+        return {
+            name: validation_loss(model, val_data, orders, config, procs)
+            for name, orders in validation_orders(config).items()
         }
+
+    model.eval()
+    result = {"_raw": losses()}
+    for i, ema in enumerate(averages):
+        with ema.applied(model):
+            result[f"_ema{ema.decay:g}" if i else ""] = losses()
     model.train()
-    return averaged, last
+    return result
 
 
 def validation_orders(config: Config) -> dict[str, OrderConfig]:
@@ -78,17 +105,19 @@ def validation_loss(
     orders: OrderConfig,
     config: Config,
     procs: Processes,
-) -> tuple[float, list]:
-    """Mean nats per token of the first eval.sequences blocks, and its curve by step (see
-    `by_step`).
+) -> Loss:
+    """Mean nats per token of the first eval.sequences blocks.
 
-    Every block is scored under one order, or one set of masked positions, which is the same in
-    every evaluation of the run, so that the loss changes with the weights alone.
+    Every block is scored under eval.draws orders (a single one where orders are not random), or
+    sets of masked positions, which are the same in every evaluation of the run, so that the loss
+    changes with the weights alone.
     """
     count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
     points = min(CURVE_POINTS, config.model.block_size)
     dtype = pick_dtype(config.train.dtype, procs.device)
-    total, sums = 0.0, torch.zeros(2, points, dtype=torch.float64)  # of losses, and how many
+    draws = config.eval.draws if orders.kind == "random" else 1
+    totals = torch.zeros(draws, dtype=torch.float64)  # of the losses of sequences, by draw
+    sums = torch.zeros(2, points, dtype=torch.float64)  # of losses by step, and how many
 
     share = procs.share(count)
     largest_share = math.ceil(count / procs.world_size)
@@ -99,21 +128,31 @@ def validation_loss(
         counts = bool(batch_rows)
         batch_rows = batch_rows or range(1)
         tokens = val_data.blocks(list(batch_rows)).to(procs.device)
-        with autocast(procs.device, dtype):
-            nll = token_nll(model, tokens, orders, config.seed, 0, batch_rows, count).cpu()
-        if counts:
-            total += float(nll.mean(dim=1).sum())
-            sums += by_step(nll, orders, config, batch_rows, count, points)
+        for draw in range(draws):
+            of_draw = config.seed, draw, batch_rows, count
+            with autocast(procs.device, dtype):
+                nll = token_nll(model, tokens, orders, *of_draw).cpu()
+            if counts:
+                totals[draw] += nll.mean(dim=1).sum()
+                sums += by_step(nll, orders, config, draw, batch_rows, count, points)
     reshard(model)
 
-    totals, all_sums = zip(*procs.gather((total, sums)), strict=True)
+    all_totals, all_sums = zip(*procs.gather((totals, sums)), strict=True)
+    means = (sum(all_totals) / count).tolist()
     losses, numbers = sum(all_sums).tolist()
     curve = [loss / n if n else None for loss, n in zip(losses, numbers, strict=True)]
-    return sum(totals) / count, curve
+    error = statistics.stdev(means) / math.sqrt(draws) if draws > 1 else None
+    return Loss(statistics.mean(means), error, curve)
 
 
 def by_step(
-    nll: Tensor, orders: OrderConfig, config: Config, batch_rows: range, total: int, points: int
+    nll: Tensor,
+    orders: OrderConfig,
+    config: Config,
+    draw: int,
+    batch_rows: range,
+    total: int,
+    points: int,
 ) -> Tensor:
     """Losses by how much of the sequence is known: (2, points) float64, their sums and their
     numbers.
@@ -124,16 +163,16 @@ def by_step(
     set of these is uniformly random, as the first i of a decoder's random order are.
 
     Args:
-        nll: (B, T), what `token_nll` gave for the sequences `batch_rows` of `total`.
+        nll: (B, T), what `token_nll` gave in a draw for the sequences `batch_rows` of `total`.
     """
     length = nll.shape[1]
     if config.model.is_encoder:
-        masks = evaluation_masks(config.seed, 0, batch_rows, total, length)
+        masks = evaluation_masks(config.seed, draw, batch_rows, total, length)
         number = masks.masked.sum(dim=1)
         step = length - number
         losses = nll.sum(dim=1) / masks.weight  # of a sequence, over its masked positions
     else:
-        order = orders_at(orders, config.seed, 0, batch_rows, length)
+        order = orders_at(orders, config.seed, draw, batch_rows, length)
         step = torch.arange(length)
         losses = nll.gather(1, order).sum(dim=0)  # of a step, over sequences
         number = torch.full_like(step, len(nll))
