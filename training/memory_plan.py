@@ -308,7 +308,7 @@ def block_bytes(config: Config, checkpointing: str) -> int:
         kept += streams * 2 * D  # masks, a byte each
     largest_group = max(stage.group for stage in (config.objective, *config.schedule))
     if config.objective.kind == "groupwise" and largest_group > 1:
-        kept += h * m.block_size  # the query stream's mask
+        kept += 2 * h * m.block_size  # the masks of both streams
     return kept
 
 
