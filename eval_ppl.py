@@ -47,8 +47,9 @@ class Arguments(ModelOptions):
     """By default the evaluation set's own, the only one, or val."""
     orders: tuple[str, ...] | None = None
     """Orders to score: l2r, random (any-order: the mean over uniform orders; an encoder's ELBO), or
-    any distribution with its settings, as fixed_blockwise:block=32,seed=1 or mixture:l2r_prob=0.5.
-    By default l2r and random, or that one of them which the model has."""
+    any distribution with its settings, as fixed_blockwise:block=32,seed=1 or mixture:l2r_prob=0.5;
+    of SEDD also score_entropy, its own bound. By default l2r and random, or what the model has of
+    them in a single pass: an encoder takes as many passes as tokens along an order."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
     """Sizes of order ensembles: probabilities averaged over that many orders of the context, for
     uniformly random orders, always in float32 (rounding looks like a gain). 1 is no ensemble."""
@@ -124,37 +125,36 @@ def parse_orders(text: str) -> OrderConfig:
 def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
     """The distributions to score, by name. Raises ValueError where the model has no such likelihood
     or no ensembles of it."""
-    # What the model can be asked for, and, where that is one kind only, why.
-    one_kind_only, no_ensemble = None, None
+    possible, no_ensemble = ("l2r", "random"), None
     if config.is_encoder:  # it sees a set of tokens, in no order
-        possible = ("random",)
-        one_kind_only = "is an encoder"
-        no_ensemble = "its predictions do not depend on the order of the context"
+        possible = ("random", "score_entropy") if config.noise else ("random",)
+        no_ensemble = "is an encoder, whose predictions do not depend on the order of the context"
     elif config.l2r_only:  # a decoder that can only know the order it was trained on
         possible = ("l2r",)
-        one_kind_only = "is not told its target position"
-        no_ensemble = "it knows one order only"
-    else:
-        possible = ("l2r", "random")
+        no_ensemble = "is not told its target position: it knows one order only"
     if a.orders == ():
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
-    named = {text: parse_orders(text) for text in a.orders or possible}
+    named = {}
+    for text in a.orders or possible:
+        own_bound = text == "score_entropy"
+        if own_bound and not config.noise:
+            raise ValueError("--orders score_entropy is the bound of SEDD; this is another model")
+        named[text] = OrderConfig("random") if own_bound else parse_orders(text)
     for text, orders in named.items():
         if orders.kind == "fixed_blockwise" and orders.block > config.block_size:
             raise ValueError(
                 f"--orders {text}: the model's block size is {config.block_size}; "
                 "give a smaller block"
             )
-        if one_kind_only and orders.kind not in possible:
+        if config.l2r_only and orders.kind != "l2r":
             raise ValueError(
-                f"this model {one_kind_only} and has no {text!r} perplexity; "
-                f"give --orders {possible[0]}"
+                f"this model is not told its target position and has no {text!r} perplexity; "
+                "give --orders l2r"
             )
     if set(a.ensemble) != {1}:
         if no_ensemble:
             raise ValueError(
-                f"this model {one_kind_only}: {no_ensemble}, so there is no ensemble of orders; "
-                "leave out --ensemble"
+                f"this model {no_ensemble}, so there is no ensemble of orders; leave out --ensemble"
             )
         if all(orders.kind != "random" for orders in named.values()):
             raise ValueError(
@@ -193,6 +193,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 max_draws=a.max_draws,
                 target_se=a.target_se,
                 per_token=a.per_token is not None,
+                score_entropy=name == "score_entropy",
             )
             scores = score(task, runner)
             results += result_rows(task, scores, a.weights)

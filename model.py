@@ -826,9 +826,7 @@ class AOGPT(Transformer):
         vocabulary or a row of `order` is not a permutation.
         """
         self.check_tokens(tokens, order)
-        steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        if not torch.equal(order.sort(dim=1).values, steps):
-            raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
+        check_permutations(order)
         return -self(tokens, order, group_start)
 
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
@@ -1173,8 +1171,24 @@ class Encoder(Transformer):
         normaliser, output = self(tokens, masked, sigma)
         return (output - normaliser) * masked
 
+    @torch.no_grad()
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
-        raise ValueError("an encoder has no log-probabilities along an order; use masked_log_probs")
+        """log p(x[order[b, i]] | x[order[b, :i]]), arguments and result as those of
+        `AOGPT.token_log_probs`. What is left is masked, so that every step is a pass of its own: T
+        passes of T tokens, where a decoder needs one."""
+        self.check_tokens(tokens, order)
+        check_permutations(order)
+        step_of, rows = inverse_permutation(order), torch.arange(len(tokens), device=tokens.device)
+        result = []
+        for step in range(order.shape[1]):
+            masked = step_of >= step
+            inputs = torch.where(masked, self.config.mask_token, tokens)
+            sigma = log_linear_noise(masked.double().mean(1)) if self.config.noise else None
+            target = order[:, step]
+            logits = self.logits(self.hidden(inputs, sigma)[rows, target], float32=True)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            result.append(logits.log_softmax(-1).gather(1, tokens[rows, target, None]))
+        return torch.cat(result, dim=1)
 
 
 class NoiseEmbedding(nn.Module):
@@ -1189,6 +1203,13 @@ class NoiseEmbedding(nn.Module):
         angle = sigma.double()[:, None] * frequency
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype)
         return self.proj(F.silu(self.fc(waves)))
+
+
+def check_permutations(order: Tensor) -> None:
+    """Raise ValueError if a row of (B, T) is no permutation of 0..T-1."""
+    steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    if not torch.equal(order.sort(dim=1).values, steps):
+        raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
 
 
 def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:

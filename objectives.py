@@ -181,16 +181,39 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
 
     which is 0 where s is the true ratio of a token that is certain.
     """
+    return score_entropy_terms(model, tokens, masks, vocab).mean(dim=1)
+
+
+def score_entropy_terms(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
+    """Those of `score_entropy`, (B, T), 0 at unmasked positions."""
     sigma = masks.sigma.to(torch.get_default_dtype())
     # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
     normaliser, output = model(tokens, masks.masked, sigma).double()
     log_ratio = -masks.sigma.expm1().log()[:, None]  # log r, (B, 1)
     shift, ratio = log_ratio - math.log(vocab), log_ratio.exp()  # log s = o + shift
     entropy = (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
-    return masks.weight * (entropy * masks.masked).sum(dim=1) / tokens.shape[1]
+    return masks.weight[:, None] * entropy * masks.masked
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
+
+
+def token_score_entropy(
+    model, tokens: Tensor, seed: int, draw: int, rows: range, total: int
+) -> Tensor:
+    """One estimate of SEDD's own bound on the negative log-likelihood, in nats: the integral of
+    score entropy over time. Terms (B, T) float64, in sequence order, whose mean it is. The times
+    are stratified over the sequences `rows` of `total`.
+
+    It is what SEDD is trained on and published with. `token_nll` takes its outputs as
+    probabilities instead, which a score that is not normalised is not.
+    """
+    length, eps = tokens.shape[1], ObjectiveConfig.noise_eps
+    uniform = torch.from_numpy(to_uniform(philox_bits(seed, draw, rows, length + 1)))
+    t = stratified(seed, draw, rows, total, length + 1).clamp(min=SMALLEST_RATE)
+    rate = (1 - eps) * t
+    masks = Masks(uniform[:, 1:] < rate[:, None], (1 - eps) / (1 - rate), log_linear_noise(t, eps))
+    return score_entropy_terms(model, tokens, masks.to(tokens.device), model.config.mask_token)
 
 
 def token_nll(
@@ -205,28 +228,22 @@ def token_nll(
 ) -> Tensor:
     """One estimate of the negative log-likelihood of every token, in nats.
 
-    A decoder is scored along one order drawn from `orders`. An encoder knows no order: its ELBO,
-    the any-order value, is estimated with `evaluation_masks`; the terms of a sequence (0 where not
-    masked) have the ELBO as their mean. Either follows from (seed, draw, row) alone.
+    It is scored along one order drawn from `orders`. But an encoder needs a pass for every step of
+    an order, so its any-order value is the ELBO, estimated with `evaluation_masks`; the terms of a
+    sequence (0 where not masked) have it as their mean. Either follows from (seed, draw, row)
+    alone.
 
     Args:
         model: a decoder or an encoder.
         tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored.
-        orders: of a decoder; an encoder takes kind "random" only, for what it has is any-order.
+        orders: the distribution of orders; of an encoder "random" means its ELBO.
         seed, draw: which draw of orders or masks.
         scored_from: first step of an order that counts; 1 for GPT-2, which has no start token.
             NaN before it.
 
     Returns: (B, T) float64, in sequence order.
-
-    Raises ValueError if an encoder is asked for another kind of orders.
     """
-    if model.config.is_encoder:
-        if orders.kind != "random":
-            raise ValueError(
-                "an encoder has an any-order likelihood only, not one for orders of kind "
-                f"{orders.kind!r}"
-            )
+    if model.config.is_encoder and orders.kind == "random":
         masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
         return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
     order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)

@@ -20,7 +20,7 @@ from checkpoints.load import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
-from objectives import token_nll
+from objectives import token_nll, token_score_entropy
 from orders import OrderConfig
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
 from runtime.processes import Processes
@@ -55,6 +55,8 @@ class ScoringTask:
     """Monte Carlo standard error, nats per token, that ends the draws early."""
     per_token: bool
     """Keep the loss of every token."""
+    score_entropy: bool = False
+    """SEDD's own bound instead of the likelihood of its outputs as probabilities."""
 
     @property
     def true_ensembles(self) -> tuple[int, ...]:
@@ -73,7 +75,7 @@ class ScoringTask:
         What an encoder loses depends much on how many positions are masked. So a draw spreads these
         numbers evenly over the sequences (`objectives.evaluation_masks`: stratified), which takes
         most of that noise out of their mean; the price is that only whole draws are independent."""
-        return self.loaded.model.config.is_encoder
+        return self.loaded.model.config.is_encoder and self.orders.kind == "random"
 
     def scored_tokens(self) -> Tensor:
         """(N,) tokens of each row that count."""
@@ -225,16 +227,11 @@ def _draw_losses(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
 def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor:
     """One draw of the losses of a batch, (B, T), or their means over the tokens, (B, 1), which is
     less to gather from the processes."""
-    nll = token_nll(
-        task.loaded.model,
-        tokens,
-        task.orders,
-        seed=task.seed,
-        draw=draw,
-        rows=rows,
-        total=task.eval_set.count,
-        scored_from=task.loaded.scored_from,
-    )
+    model, drawn = task.loaded.model, (task.seed, draw, rows, task.eval_set.count)
+    if task.score_entropy:
+        nll = token_score_entropy(model, tokens, *drawn)
+    else:
+        nll = token_nll(model, tokens, task.orders, *drawn, task.loaded.scored_from)
     if not task.per_token:
         return nll.nanmean(dim=1, keepdim=True)
     missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks

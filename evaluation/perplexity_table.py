@@ -9,7 +9,11 @@ from evaluation.likelihood import Scores, ScoringTask
 from evaluation.published import published_perplexity
 from runtime.reports import markdown_table
 
-LABELS = {"l2r": "left to right", "random": "any order"}
+LABELS = {
+    "l2r": "left to right",
+    "random": "any order",
+    "score_entropy": "any order, score entropy",
+}
 HEAD = ["text", "orders", "M", "nats/token", "std. error", "Monte Carlo"]
 HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
 
@@ -21,6 +25,11 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
     rows = []
     for size, (loss, change) in scores.estimates.items():
         contexts = scores.contexts if size > 1 else 0
+        # Inputs that the model is fed: for each draw a pass, and one for each member of each
+        # context; of an encoder along an order, a pass for every token of it.
+        lengths, passes = task.eval_set.lengths(), scores.draws + contexts * size
+        step_by_step = task.loaded.model.config.is_encoder and task.orders.kind != "random"
+        fed = int((lengths * lengths if step_by_step else lengths).sum()) * passes
         row = {
             "dataset": task.eval_set.name,
             "data": task.eval_set.description(),
@@ -42,9 +51,7 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
             "draws": scores.draws,
             "contexts": contexts,
             "stopped": scores.stopped,
-            # inputs that the model must be fed for this size alone: a pass for each draw of an
-            # order, and one for each member of each context
-            "token_forwards": int(task.eval_set.lengths().sum()) * (scores.draws + contexts * size),
+            "token_forwards": fed,
             "seconds_of_all_sizes": scores.seconds,
             "batch_size": scores.batch_size,
         }
@@ -114,6 +121,11 @@ def notes(results: list[dict], target_se: float | None) -> list[str]:
                 f"{gap['mean']:+.5f} nats/token on average, {gap['largest']:.5f} at most"
             )
     lines = [*texts.values(), *targets, *gaps.values()]
+    if any(r["orders"] == "score_entropy" for r in results):
+        lines.append(
+            "score entropy: SEDD's own bound, with which it is published; without it, its outputs "
+            "are normalised to probabilities"
+        )
     if any(r["published"] for r in results):
         lines.append(
             "published: of the model whose layout and size this is; the others are measured here"

@@ -28,8 +28,12 @@ def published_perplexity(task: ScoringTask, size: int, weights: str) -> float | 
     whole = eval_set.count >= eval_set.dataset.num_blocks
     if not (same_model and same_protocol and same_text and whole):
         return None
+    # SEDD's are of its own bound, not of its outputs as probabilities.
+    name = "random" if task.score_entropy else task.name
+    if (loaded.system == "SEDD") != task.score_entropy:
+        return None
     config = loaded.model.config
     scale = SCALES.get((config.n_layer, config.n_embd))
-    name = loaded.system if size == 1 else f"{loaded.system}, {size} orders"
-    figures = table.get(scale, {}).get(task.name, {}).get(name)
+    row = loaded.system if size == 1 else f"{loaded.system}, {size} orders"
+    figures = table.get(scale, {}).get(name, {}).get(row)
     return figures[table["datasets"].index(data)] if figures else None

@@ -1,5 +1,6 @@
 """eval_ppl.py: what it prints and writes, the same for any batches and processes."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, LENGTH, flip_byte, make_data, torchrun
+from helpers import ALONE, LENGTH, encoder_config, flip_byte, make_data, tiny_config, torchrun
 from reference import direct_nll
 
 import eval_ppl
+import train
 from checkpoints import store
 from checkpoints.load import load_model
 from convert import convert
@@ -21,6 +23,7 @@ from data.prepare import Prepare, prepare
 from evaluation.estimates import estimate
 from evaluation.likelihood import JOINT_DRAWS, BatchRunner
 from evaluation.published import PUBLISHED, published_perplexity
+from objectives import ObjectiveConfig, token_score_entropy
 from orders import OrderConfig, orders_at
 from runtime.files import sha256_file
 
@@ -340,7 +343,8 @@ def published(
     loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
     dataset = SimpleNamespace(meta=meta, num_blocks=3)
     eval_set = SimpleNamespace(dataset=dataset, split=split, count=3)
-    task = SimpleNamespace(eval_set=eval_set, loaded=loaded, name=orders)
+    own_bound = orders == "score_entropy"
+    task = SimpleNamespace(eval_set=eval_set, loaded=loaded, name=orders, score_entropy=own_bound)
     return published_perplexity(task, ensemble, weights)
 
 
@@ -350,6 +354,9 @@ def test_published_figures_stand_beside_released_models_under_the_same_protocol_
     assert published("GPT-2", (24, 1024), "l2r") == 123.14
     assert published("RADD", settings={"dataset": "lm1b"}) == 74.28
     assert published("RADD", split="train", settings={"dataset": "wikitext2"}) == 38.26
+    assert published("SEDD", orders="score_entropy") == 114.24
+    assert published("SEDD") is None  # published with its own bound
+    assert published("RADD", orders="score_entropy") is None
     assert published("GPT-2") is None  # no any-order likelihood
     assert published(None) is None
     for difference in (
@@ -402,6 +409,37 @@ def test_the_batch_is_halved_until_it_fits():
         batches(5, batch_size=8)
 
 
+# ---- encoders ------------------------------------------------------------------------------------
+
+
+def test_an_encoder_is_scored_along_orders_too_a_pass_for_every_token(evaluate, encoder, data):
+    report = evaluate("--orders l2r random --max-sequences 4", path=encoder)
+    results = by_name(report)
+    assert results["l2r", 1]["nll"] == pytest.approx(
+        direct(encoder, data, "l2r", 1, 0, 4).mean(), rel=1e-6
+    )
+    assert results["l2r", 1]["stopped"] == "exact" and results["l2r", 1]["draws"] == 1
+    assert results["l2r", 1]["token_forwards"] == 4 * LENGTH**2
+    assert results["random", 1]["token_forwards"] == 2 * 4 * LENGTH
+
+
+def test_sedd_is_scored_as_probabilities_and_by_its_own_bound(evaluate, data, tmp_path):
+    config = encoder_config(tiny_config(data, tmp_path, "sedd", steps=5))
+    objective = ObjectiveConfig("score_entropy")
+    noisy = dataclasses.replace(config.model, noise=True)
+    config = dataclasses.replace(config, objective=objective, model=noisy)
+    train.train(config, ALONE)
+    report = evaluate("--max-sequences 4 --num-orders 8", path=config.run_folder)
+    results = by_name(report)
+    assert list(results) == [("random", 1), ("score_entropy", 1)]
+    model = load_model(config.run_folder)
+    tokens = TokenDataset(data, "val", LENGTH).blocks(range(4))
+    draws = [token_score_entropy(model, tokens, 0, d, range(4), 4).mean() for d in range(8)]
+    assert results["score_entropy", 1]["nll"] == pytest.approx(float(sum(draws)) / 8, rel=1e-6)
+    assert "any order, score entropy" in report["terminal"]
+    assert "SEDD's own bound" in report["terminal"]
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -413,8 +451,8 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
     for path, options, words in (
         (plain, "--orders random", "has no 'random' perplexity; give --orders l2r"),
         (plain, "--ensemble 8", "knows one order only, so there is no ensemble of orders"),
-        (encoder, "--orders l2r", "is an encoder and has no 'l2r' perplexity; give --orders"),
-        (encoder, "--ensemble 1 8", "its predictions do not depend on the order of the context"),
+        (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
+        (encoder, "--ensemble 1 8", "whose predictions do not depend on the order of the context"),
     ):
         status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())
         assert status == 2 and words in err
