@@ -39,7 +39,7 @@ from sampling.engine import Generation
 from sampling.modes import BATCH_SIZE, Mode, SamplingOptions
 from sampling.plans import Schedule
 from sampling.records import generation_cost, sample_records
-from sampling.token_choice import TokenChoice
+from sampling.token_choice import Crossing, Noise, TokenChoice
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler,
 # width, and how numbers are written. evaluation/scoring.py makes the rows and says where a new
@@ -51,6 +51,7 @@ COLUMNS = (
     ("perplexity", "perplexity", 10, ".2f"),
     ("95% from", "perplexity_low", 10, ".2f"),
     ("to", "perplexity_high", 10, ".2f"),
+    ("of a sample", "mean_sample_perplexity", 11, ".2f"),
     ("scored", "scored_tokens", 8, "d"),
     ("entropy", "entropy", 7, ".3f"),
     ("distinct-1", "distinct_1", 10, ".3f"),
@@ -67,7 +68,8 @@ NAMES = 2  # columns of names, before those of numbers
 LEGEND = (
     "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, adaptive) or tokens "
     "drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
-    "interval over samples. Scored: those tokens. Of a sample's own tokens, means over samples: "
+    "interval over samples; of a sample: the mean of the samples' own, never less, which some "
+    "published tables have. Scored: the tokens. Of a sample's own tokens, means over samples: "
     "entropy of their histogram in nats; distinct-n, the share of n-grams that differ from one "
     "another; repeated, the share of 4-grams that occurred before. Words: the share of words "
     "(letters only, three or more) that occur in the training text of --words-of. NFE: model calls "
@@ -109,7 +111,9 @@ class Arguments(ModelOptions):
     """Temperature and top-p, as in 0.9,0.95; a curve of the plot for each."""
     top_k: Count | None = None
     """Draw from so many most probable tokens."""
-    noise: Literal["float64", "float32", "bfloat16"] = "float64"
+    crossing: Crossing = "keep"
+    """As in sample.py."""
+    noise: Noise = "float64"
     """Precision of the draw, as in sample.py."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, of which a judge can score all but one; by default the block size."""
@@ -374,6 +378,8 @@ def notes(rows: list[dict]) -> list[str]:
         ):
             if row["sampler"].get(name) is not None:
                 parts.append(f"{label} {row['sampler'][name]}")
+        if row["sampler"].get("crossing") == "drop":
+            parts.append("without the token that crosses top-p")
         lines.append(f"{row['run']}: {', '.join(parts)}.")
         if row["tokens_judged"] == "retokenised":
             lines.append(

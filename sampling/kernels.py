@@ -44,6 +44,7 @@ def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
     return (
         choice.noise == "float64"
         and choice.top_k is None
+        and choice.crossing == "keep"
         and logits.dtype != torch.float64
         and logits.shape[1] <= LARGEST_VOCABULARY
     )

@@ -28,7 +28,7 @@ from sampling.plans import (
     random_plan,
     speculative_plan,
 )
-from sampling.token_choice import Noise, Temperature, TokenChoice
+from sampling.token_choice import Crossing, Noise, Temperature, TokenChoice
 
 Mode = Literal["mdm", "even", "l2r", "random", "adaptive", "speculative"]
 Context = list[int | None]  # the tokens of a sample, None where they are to be generated
@@ -84,6 +84,9 @@ class SamplingOptions:
     """Draw from the most probable tokens that together have this probability."""
     top_k: Count | None = None
     """Draw from so many most probable tokens."""
+    crossing: Crossing = "keep"
+    """drop: of the tokens of --top-p without the last, which takes them above it, as some published
+    samplers do."""
     noise: Noise = "float64"
     """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
     temperature."""
@@ -95,7 +98,9 @@ class SamplingOptions:
 
     @property
     def choice(self) -> TokenChoice:
-        return TokenChoice(self.temperature, self.top_p, self.top_k, self.noise)
+        return TokenChoice(
+            self.temperature, self.top_p, self.top_k, crossing=self.crossing, noise=self.noise
+        )
 
 
 Options = TypeVar("Options", bound=SamplingOptions)  # a script's own, which inherit from these

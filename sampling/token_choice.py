@@ -22,6 +22,7 @@ from runtime.ranges import Count, Probability, check_values
 
 Temperature = Annotated[float, Ge(0)]
 Noise = Literal["float64", "float32", "bfloat16"]
+Crossing = Literal["keep", "drop"]
 
 GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could overflow
 
@@ -50,6 +51,9 @@ class TokenChoice:
     noise: Noise = "float64"
     """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, as many published
     samplers use it, which lowers the temperature; for comparison with them."""
+    crossing: Crossing = "keep"
+    """drop: without the last token of the nucleus, with which top_p is crossed, unless it is the
+    only one; as some published samplers do, for comparison with them."""
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -78,8 +82,10 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return logits.argmax(dim=-1)
     probs = _tempered(logits, choice)
     if choice.noise != "float64":
-        kept = _top_p(probs, choice.top_p)
+        kept = _top_p(probs, choice)
         return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
+    if choice.crossing == "drop":
+        return draw(_top_p(probs, choice), uniforms)
 
     # 1. Draw from all tokens.
     drawn, total = _inverse_cdf(probs, uniforms)
@@ -103,7 +109,7 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
     if choice.greedy:
         certain = torch.zeros_like(logits, dtype=torch.float64)
         return certain.scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    probs = _top_p(_tempered(logits, choice), choice.top_p).double()
+    probs = _top_p(_tempered(logits, choice), choice).double()
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
@@ -165,10 +171,22 @@ def _cut(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 # each row is outside (`_outside_nucleus`), one row from the top down to a token (`_draw_again`).
 
 
-def _top_p(probs: Tensor, top_p: float) -> Tensor:
-    if top_p == 1:
+def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
+    if choice.top_p == 1:
         return probs
-    return _nucleus(probs, top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    wanted = choice.top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    kept = _nucleus(probs, wanted)
+    return kept if choice.crossing == "keep" else _without_crossing(kept, wanted)
+
+
+def _without_crossing(kept: Tensor, wanted: Tensor) -> Tensor:
+    """The nucleus without its last token where that takes it above `wanted`, unless it is alone."""
+    least = kept.where(kept > 0, torch.inf).amin(dim=-1, keepdim=True)
+    ids = torch.arange(kept.shape[-1], device=kept.device)
+    last = ids.where(kept == least, -1).amax(dim=-1, keepdim=True)
+    crosses = kept.sum(dim=-1, keepdim=True, dtype=torch.float64) > wanted
+    alone = (kept > 0).sum(dim=-1, keepdim=True) == 1
+    return torch.where((ids == last) & crosses & ~alone, 0, kept)
 
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:

@@ -46,6 +46,10 @@ CHOICES = [
     TokenChoice(top_k=100),
     TokenChoice(top_k=3, top_p=0.6),
     TokenChoice(temperature=0.7, top_k=5, top_p=0.85),
+    TokenChoice(top_p=0.1, crossing="drop"),
+    TokenChoice(top_p=0.5, crossing="drop"),
+    TokenChoice(top_p=0.9, crossing="drop"),
+    TokenChoice(temperature=0.7, top_k=5, top_p=0.85, crossing="drop"),
 ]
 
 

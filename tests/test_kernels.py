@@ -105,6 +105,7 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     logits = torch.zeros(2, 5)
     assert kernels.can_choose(logits, TokenChoice(0.9, 0.5))
     assert not kernels.can_choose(logits, TokenChoice(top_k=3))
+    assert not kernels.can_choose(logits, TokenChoice(top_p=0.5, crossing="drop"))
     assert not kernels.can_choose(logits, TokenChoice(noise="float32"))
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
@@ -249,7 +250,7 @@ signatures = {
 }
 constants = {
     "_choose": {"GREEDY": False, "NUCLEUS": True, "TILE": 4096},
-    "_attend_cached": {"HIDE_START": False, "OWN": True, "ROWS": 16, "SLOTS": 64, "SIZE": 64},
+    "_attend_cached": {"HIDE_START": False, "ROWS": 16, "SLOTS": 64, "SIZE": 64},
 }
 name = sys.argv[1]
 signature = signatures[name] | dict.fromkeys(constants[name], "constexpr")
