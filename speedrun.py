@@ -12,13 +12,8 @@ and the other seeds are trained with that value. Results: results/speedrun/TRACK
 
 from __future__ import annotations
 
-import copy
-import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,16 +24,14 @@ import tyro
 
 from evaluation.estimates import t_quantile
 from evaluation.text_measures import mean_and_error
+from experiments.arms import ROOT, Arm, config_of, crossing, own_loss, read_arms, run_of
 from runtime.command_line import run_script
 from runtime.files import write_json, write_text
 from runtime.ranges import Count, check_values
-from runtime.reports import commit, markdown_table, versions
+from runtime.reports import markdown_table, versions
 from training import config as configuration
 from training.config import Config
-from training.metrics import read_metrics
-from training.validation import best_by
 
-ROOT = Path(__file__).resolve().parent
 TRACKS, RESULTS = ROOT / "configs" / "speedrun", ROOT / "results" / "speedrun"
 OUT = Path("out") / "speedrun"
 # Losses of the averaged weights in metrics.jsonl, nats per token.
@@ -58,18 +51,6 @@ class Arguments:
     """Of each run, one a GPU of this machine, started by torchrun."""
     markdown: Path | None = None
     """Write the table."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to train."""
-
-    name: str
-    changes: dict
-    """Dotted keys of the configuration, and what is not as in the track."""
-    tune: dict
-    """Dotted keys, and the values that are tried."""
-    why: str
 
 
 def main() -> None:
@@ -106,18 +87,7 @@ class Track:
 
     def config(self, arm: Arm, seed: int, tuned: dict) -> Config:
         """The configuration of one run."""
-        values = copy.deepcopy(self.base)
-        words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
-        name = "_".join([arm.name, *words, f"s{seed}"])
-        changes = arm.changes | tuned
-        changes |= {"name": name, "seed": seed, "out": str(OUT / self.name)}
-        for key, value in changes.items():
-            table = values
-            *path, last = key.split(".")
-            for part in path:
-                table = table.setdefault(part, {})  # an unknown key is refused below, by its name
-            table[last] = value
-        return configuration.from_dict(values, f"arm {arm.name}")
+        return config_of(self.base, arm, seed, tuned, OUT / self.name)
 
 
 def load_track(name: str) -> Track:
@@ -125,17 +95,7 @@ def load_track(name: str) -> Track:
     each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys.
     `from` at its top is another track, over whose base and arms it lays its own."""
     values = read_track(name)
-    arms: dict[str, Arm] = {}
-    for arm, table in values["arms"].items():
-        source = table.pop("from", None)
-        if source is not None and source not in arms:
-            raise ValueError(f"track {name}: {arm} is from {source!r}, which is no arm above it")
-        inherited = arms[source] if source else Arm("", {}, {}, "")
-        why, tune = table.pop("why", ""), table.pop("tune", inherited.tune)
-        tune = {key: values for key, values in tune.items() if key not in table}
-        changes = inherited.changes | table
-        changes = {key: value for key, value in changes.items() if key not in tune}
-        arms[arm] = Arm(arm, changes, tune, why)
+    arms = read_arms(values["arms"], f"track {name}")
     return Track(name, values["goal"], values["base"], arms)
 
 
@@ -160,11 +120,8 @@ def read_track(name: str) -> dict:
 
 def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
     """Tune an arm with seed 0, then train the other seeds; what every run came to."""
-    grid = [
-        dict(zip(arm.tune, values, strict=True)) for values in itertools.product(*arm.tune.values())
-    ]
     with ThreadPoolExecutor(a.jobs) as pool:
-        tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned, a.processes), grid))
+        tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned, a.processes), arm.grid()))
         ended = [result for result in tuning if result["loss"] is not None]
         if not ended:
             raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
@@ -186,92 +143,28 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
 
 
 def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
-    """What a run came to, which is trained to its end first where it is not there. A rate that is
-    too high for it to end is a result, too: no loss. Raises ValueError if it fails otherwise."""
+    """What a run came to; no loss where its rate was too high for it to end."""
     config = track.config(arm, seed, tuned)
-    found = {"seed": seed, "tuned": tuned}
-    if not has_ended(config):
-        failure = train_to_the_end(config, processes)
-        if "not finite" in failure:
-            return found | {"loss": None, "tokens_to_goal": None, "commit": commit()}
-        if failure or not has_ended(config):
-            stopped = "stopped before its last step; give the same command again"
-            raise ValueError(f"{config.run_folder} {failure[-500:] or stopped}")
-    lines = read_metrics(config.run_folder / "metrics.jsonl")
-    own = own_loss(config)
-    validations = [line for line in lines if own in line]
-    last = validations[-1]
+    done = run_of(config, processes)
+    found = {"seed": seed, "tuned": tuned, "commit": done.commit}
+    if done.lines is None:
+        return found | {"loss": None, "tokens_to_goal": None}
+    validations = done.validations
+    last, in_any_order = validations[-1], own_loss(config) == ANY_ORDER
     # The first line has the start in it.
-    speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
+    speeds = [line["tokens_per_second"] for line in done.lines if "loss" in line]
     speeds = speeds[1:] or speeds
-    noted = config.run_folder / "commit"
     found |= {
-        "commit": noted.read_text() if noted.exists() else "unknown",
-        "loss": last[own],
+        "loss": done.loss,
         "any_order": last.get(ANY_ORDER),
         "l2r": last.get(L2R),
         "tokens": last["tokens"],
-        "tokens_to_goal": crossing(validations, track.goal) if own == ANY_ORDER else None,
+        "tokens_to_goal": crossing(validations, ANY_ORDER, track.goal) if in_any_order else None,
         "tokens_per_second": statistics.median(speeds),
         "curve": [[line["tokens"], line.get(ANY_ORDER), line.get(L2R)] for line in validations],
     }
-    print(f"{config.name}: {own} {found['loss']:.4f}", flush=True)
+    print(f"{config.name}: {own_loss(config)} {done.loss:.4f}", flush=True)
     return found
-
-
-def own_loss(config: Config) -> str:
-    """The key of metrics.jsonl that a run is judged by: under the orders that it learns."""
-    return f"val_loss_{best_by(config)}"
-
-
-def has_ended(config: Config) -> bool:
-    """Whether a run of this configuration has been trained to its end. Raises ValueError where the
-    folder holds a run of another configuration: an arm was changed since."""
-    file = config.run_folder / "config.toml"
-    if not file.exists():
-        return False
-    if changed := configuration.differences(configuration.load_toml(file), config):
-        raise ValueError(
-            f"{config.run_folder} holds a run with another {', '.join(changed)}: the arm has been "
-            "changed since; remove the folder, or give the arm another name"
-        )
-    lines = read_metrics(file.with_name("metrics.jsonl"))
-    return any(line["step"] == config.train.steps and own_loss(config) in line for line in lines)
-
-
-def train_to_the_end(config: Config, processes: int) -> str:
-    """Train a run, in processes of one thread. Returns what it ended with, if not well."""
-    file = config.run_folder.with_name(f"{config.name}.toml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, configuration.to_toml(config))
-    started = config.run_folder.with_name(f"{config.name}.commit")
-    known = started.read_text().split(", ") if started.exists() else []
-    write_text(started, ", ".join(dict.fromkeys([*known, commit()])))  # a run can be resumed
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), ROOT / "train.py", file],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 0:
-        started.replace(config.run_folder / "commit")
-        return ""
-    return done.stderr.strip() or f"ended with status {done.returncode}"
-
-
-def crossing(validations: list[dict], goal: float) -> float | None:
-    """Tokens at which the loss first passes the goal, on the straight line between two evaluations;
-    None if it never does."""
-    for i, line in enumerate(validations):
-        if line[ANY_ORDER] > goal:
-            continue
-        if i == 0:
-            return line["tokens"]
-        before = validations[i - 1]
-        share = (before[ANY_ORDER] - goal) / (before[ANY_ORDER] - line[ANY_ORDER])
-        return before["tokens"] + share * (line["tokens"] - before["tokens"])
-    return None
 
 
 # ---- the table -----------------------------------------------------------------------------------

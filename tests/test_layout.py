@@ -11,7 +11,8 @@ import sys
 import pytest
 from helpers import ROOT
 
-FOLDERS = {"benchmarks", "training", "evaluation", "sampling", "checkpoints", "data", "runtime"}
+FOLDERS = {"benchmarks", "experiments", "training", "evaluation", "sampling", "checkpoints"}
+FOLDERS |= {"data", "runtime"}
 PAPER = {"model", "orders", "objectives"}
 
 

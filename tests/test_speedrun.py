@@ -8,7 +8,9 @@ import tomli_w
 from helpers import ROOT, change, tiny_config
 
 import speedrun
-from speedrun import crossing, load_track
+from experiments import arms as of_experiments
+from experiments.arms import crossing
+from speedrun import load_track
 from training import config as configuration
 
 TRACKS = sorted(path.stem for path in (ROOT / "configs" / "speedrun").glob("*.toml"))
@@ -77,7 +79,7 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     commit = (tmp_path / "runs" / "tiny" / "still_s1" / "commit").read_text()
     assert commit and still["commit"] == commit == still["runs"][1]["commit"]
     # Both again: every run is there already, so that nothing is trained and nothing changes.
-    monkeypatch.setattr(speedrun, "train_to_the_end", None)
+    monkeypatch.setattr(of_experiments, "train_to_the_end", None)
     again = run(monkeypatch, capsys, "tiny", "faster", "--seeds", 2)
     assert f"{faster['runs'][0]['loss']:.4f}" in again and "faster" in out
     assert "not run yet: moving" in run(
@@ -118,5 +120,6 @@ def test_what_is_not_there_is_named(track, monkeypatch, capsys, words, message):
 
 def test_the_goal_is_reached_between_two_evaluations():
     before, line = {"tokens": 100, "val_loss_random": 3.0}, {"tokens": 200, "val_loss_random": 2.0}
-    assert crossing([before, line], 2.25) == 175 and crossing([line], 2.25) == 200
-    assert crossing([before], 2.25) is None
+    key = "val_loss_random"
+    assert crossing([before, line], key, 2.25) == 175 and crossing([line], key, 2.25) == 200
+    assert crossing([before], key, 2.25) is None
