@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from data.generators import Generated, Shuffled, latin5, polya
 from data.sources import (
     ROW_FILES,
     TEXT_FILES,
@@ -108,6 +111,28 @@ class OpenWebText(Dataset):
         # not streaming: 24 GB, which a second run should not download again
         whole = {"streaming": False, "expected": self.DOCUMENTS}
         return {split: HubRows(self.name, self.REPOSITORY, None, "train", files.field, **whole)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Dataset):
+    """What a function of data/generators.py makes, so many documents in each split."""
+
+    make: Callable[[np.random.Generator], str]
+    documents: dict[str, int]
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        return {
+            split: Generated(self.name, self.make, [seed, self.documents[split]], number)
+            for seed, (split, number) in enumerate(self.documents.items())
+        }
+
+
+class ShuffledText(Text):
+    """As Text, in pieces whose characters are in random order."""
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        texts = super().corpora(files)
+        return {split: Shuffled(text, seed) for seed, (split, text) in enumerate(texts.items())}
 
 
 # ---- to evaluate on ------------------------------------------------------------------------------
@@ -245,12 +270,18 @@ EVALUATION_SETS = (
     ),
 )
 
+URNS = {"train": 60_000, "val": 4_000}  # documents of 63 letters
+SQUARES = {"train": 150_000, "val": 10_000}  # of 25
+
 DATASETS: dict[str, Dataset] = {
     dataset.name: dataset
     for dataset in (
         Stories(name="stories", tokenizer="english", val_fraction=0.05),
         PyDocs(name="pydocs", tokenizer="bytes", val_fraction=0.05),
         Text(name="text", val_fraction=0.05, source="always"),
+        Random(name="polya", tokenizer="bytes", make=polya, documents=URNS),
+        Random(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
+        ShuffledText(name="shuffled", tokenizer="bytes", val_fraction=0.05, source="always"),
         OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),
         *EVALUATION_SETS,
     )

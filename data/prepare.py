@@ -39,7 +39,7 @@ import tyro
 from annotated_types import Interval
 
 from data import packing
-from data.catalogue import DATASETS, Dataset, EvaluationSet, Files
+from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, Random
 from data.detokenisers import DETOKENISERS
 from data.encoding import encode_all
 from data.folder import clear_leftovers, is_finished, move_into_place, staging
@@ -82,6 +82,8 @@ class Prepare:
     """stories: nine books for children, 2.7 MB, no download.
     pydocs: the English that comes with Python, 2 MB, no download.
     text: your own files, given with --source.
+    shuffled: the same, in pieces of 63 characters in random order.
+    polya, latin5: made of random numbers, with a known entropy.
     openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
     wikitext2, wikitext103, ptb, lambada, lm1b: the evaluation sets of the
     published zero-shot perplexities, one split each, detokenised;
@@ -220,6 +222,10 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         raise ValueError(
             f"{args.name} is an evaluation set: it is written one split at a time, "
             f"--split {'|'.join(dataset.splits)}, and takes no --val, --test or --val-fraction"
+        )
+    if isinstance(dataset, Random) and (own_splits or args.split):
+        raise ValueError(
+            f"{args.name} is made in splits of its own: leave out --split and --val-fraction"
         )
     if (args.val or args.test) and dataset.source != "always":
         raise ValueError(

@@ -38,7 +38,9 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
     main, goal = experiment.kind, experiment.goal
     head = ["arm", *(f"{title_of(main)}, {share:.0%}" for share in SHARES)]
     head += [title_of(kind) for kind in experiment.shown]
-    head += [f"tokens to {goal:g}"] * (goal is not None) + ["tuned", "what it is"]
+    known = any(arm["entropy"] for arm in arms.values())
+    head += [f"tokens to {goal:g}"] * (goal is not None) + ["above the entropy"] * known
+    head += ["tuned", "what it is"]
     rows = []
     for name, arm in arms.items():
         cells = [
@@ -48,8 +50,12 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
         cells += [mean_cell([at(run, kind) for run in arm["runs"]]) for kind in experiment.shown]
         if goal is not None:
             reached = [crossing(lines_of(run, main), main, goal) for run in arm["runs"]]
-            known = None not in reached
-            cells.append(f"{statistics.mean(reached) / 1e6:.2f}M" if known else "-")
+            missing = None in reached
+            cells.append("-" if missing else f"{statistics.mean(reached) / 1e6:.2f}M")
+        if known:
+            excess = [at(run, main) for run in arm["runs"]]
+            excess = [v - arm["entropy"] for v in excess if v and arm["entropy"]]
+            cells.append(mean_cell(excess))
         cells.append(", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in arm["tuned"].items()))
         rows.append([*cells, arm["why"]])
     return markdown_table(head, rows)

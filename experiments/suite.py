@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from data.generators import ENTROPY_PER_TOKEN
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of
 from training.config import Config
 
@@ -141,6 +142,7 @@ def train(
                 "why": arm.why,
                 "tuning": [{"tuned": t, "loss": f.result().loss} for t, f in tuning[key]],
                 "tuned": tuned,
+                "entropy": known_entropy(first.config),
                 "runs": [summary(run) for run in runs],
             }
     return found
@@ -158,6 +160,12 @@ def best_of(key: tuple[str, str], tried: list) -> tuple[dict, Run]:
     if not ended:
         raise ValueError(f"no run of {' '.join(key)} ended: lower the values that it tunes")
     return min(ended, key=lambda pair: pair[1].loss)
+
+
+def known_entropy(config: Config) -> float | None:
+    """Of the data of a run, nats per token, where it is known."""
+    entropy = ENTROPY_PER_TOKEN.get(Path(config.data.folder).name)
+    return entropy() if entropy else None
 
 
 def summary(run: Run) -> dict:

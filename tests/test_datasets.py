@@ -481,7 +481,8 @@ def test_splits_and_protocols_of_the_sets():
     """Those of the published tables; what models are trained on is not packed."""
     splits = dict.fromkeys(("wikitext103", "ptb", "lambada", "lm1b"), "test")
     assert {name: each.split for name, each in SETS.items()} == splits | {"wikitext2": "train"}
-    protocols = dict.fromkeys(("stories", "pydocs", "text", "openwebtext"), "full")
+    made = "polya", "latin5", "shuffled"
+    protocols = dict.fromkeys(("stories", "pydocs", "text", "openwebtext", *made), "full")
     protocols |= dict.fromkeys(SETS, "sedd")
     assert {name: each.protocol for name, each in catalogue.DATASETS.items()} == protocols
 
@@ -550,7 +551,7 @@ FILES = {
         ),
         ("lambada", "good.txt", {}, "known here are .jsonl, .parquet "),
         # options that do not fit the dataset or each other
-        ("texts", "good.txt", {}, "'pydocs', 'text', 'openwebtext'.*did you mean 'text'"),
+        ("texts", "good.txt", {}, "'pydocs', 'text', .*'openwebtext'.*did you mean 'text'"),
         ("text", None, {}, "needs files to read: --source FILE"),
         ("pydocs", "good.txt", {}, "takes no --source.*text --source"),
         ("pydocs", None, {"val": "good.txt"}, "--val-fraction"),
