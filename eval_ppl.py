@@ -53,6 +53,9 @@ class Arguments(ModelOptions):
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
     """Sizes of order ensembles: probabilities averaged over that many orders of the context, for
     uniformly random orders, always in float32 (rounding looks like a gain). 1 is no ensemble."""
+    group: Count = 1
+    """Steps of an order that are predicted at once, from those before them alone, as decoding in
+    groups does: a pass for each group, but of a two-stream model."""
     num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] | None = None
     """Draws per sequence (Monte Carlo) of orders or of an encoder's masks; by default 2, with
     --target-se at most 1000. Ensembles draw a context for every 8 orders, but two at least."""
@@ -91,6 +94,8 @@ def check_arguments(a: Arguments) -> None:
         raise ValueError("--ensemble names no size; give one at least, or leave it out")
     if a.target_se and a.max_draws < 2:
         raise ValueError("--target-se needs --num-orders 2 or more: one draw has no visible error")
+    if a.group > 1 and set(a.ensemble) != {1}:
+        raise ValueError("ensembles are of single steps: leave out --ensemble or --group")
     if a.per_token and a.per_token.suffix != ".npz":
         raise ValueError(f"--per-token {a.per_token}: name a file that ends in .npz")
     if a.json and a.json.suffix in (".md", ".npz"):  # names of what is written beside it
@@ -151,6 +156,11 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
                 f"this model is not told its target position and has no {text!r} perplexity; "
                 "give --orders l2r"
             )
+    if a.group > 1 and (config.l2r_only or "score_entropy" in named):
+        raise ValueError(
+            "--group is for models that are told their targets, scored as probabilities; leave it "
+            "out, or name other --orders"
+        )
     if set(a.ensemble) != {1}:
         if no_ensemble:
             raise ValueError(
@@ -194,6 +204,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 target_se=a.target_se,
                 per_token=a.per_token is not None,
                 score_entropy=name == "score_entropy",
+                group=a.group,
             )
             scores = score(task, runner)
             results += result_rows(task, scores, a.weights)

@@ -829,6 +829,30 @@ class AOGPT(Transformer):
         check_permutations(order)
         return -self(tokens, order, group_start)
 
+    @torch.no_grad()
+    def group_log_probs(self, tokens: Tensor, order: Tensor, group: int) -> Tensor:
+        """As `token_log_probs`, but the steps of a group of `group` are predicted at once, from the
+        groups before it alone: what decoding in such groups draws from. A pass for each group; of
+        two_stream, which is trained so, one for all.
+
+        Raises ValueError as `token_log_probs`, and of a model that is not told its target.
+        """
+        self.check_tokens(tokens, order)
+        check_permutations(order)
+        if self.config.l2r_only and group > 1:
+            raise ValueError("this model is not told its target and predicts one token at a time")
+        if self.config.target == "two_stream":
+            steps = torch.arange(order.shape[1], device=order.device)
+            return -self(tokens, order, (steps - steps % group).expand_as(order))
+        if group == 1:
+            return -self(tokens, order)
+        result = []
+        for start in range(0, order.shape[1], group):
+            known = torch.full((len(order),), start, device=order.device)
+            log_probs = self.parallel_log_probs(tokens, order, known)
+            result.append(log_probs[:, start : start + group])
+        return torch.cat(result, dim=1)
+
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
         """log p(true token | all unmasked tokens) at every masked position, in one pass.
 
@@ -1176,18 +1200,26 @@ class Encoder(Transformer):
         """log p(x[order[b, i]] | x[order[b, :i]]), arguments and result as those of
         `AOGPT.token_log_probs`. What is left is masked, so that every step is a pass of its own: T
         passes of T tokens, where a decoder needs one."""
+        return self.group_log_probs(tokens, order, group=1)
+
+    @torch.no_grad()
+    def group_log_probs(self, tokens: Tensor, order: Tensor, group: int) -> Tensor:
+        """As `AOGPT.group_log_probs`, a pass for each group."""
         self.check_tokens(tokens, order)
         check_permutations(order)
-        step_of, rows = inverse_permutation(order), torch.arange(len(tokens), device=tokens.device)
-        result = []
-        for step in range(order.shape[1]):
-            masked = step_of >= step
+        step_of, result = inverse_permutation(order), []
+        for start in range(0, order.shape[1], group):
+            masked = step_of >= start
             inputs = torch.where(masked, self.config.mask_token, tokens)
             sigma = log_linear_noise(masked.double().mean(1)) if self.config.noise else None
-            target = order[:, step]
-            logits = self.logits(self.hidden(inputs, sigma)[rows, target], float32=True)
+            targets = order[:, start : start + group]
+            wanted = targets.unsqueeze(-1).expand(-1, -1, self.config.n_embd)
+            hidden = self.hidden(inputs, sigma).gather(1, wanted).flatten(0, 1)
+            logits = self.logits(hidden, float32=True)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            result.append(logits.log_softmax(-1).gather(1, tokens[rows, target, None]))
+            true = tokens.gather(1, targets)
+            log_probs = logits.log_softmax(-1).gather(1, true.view(-1, 1))
+            result.append(log_probs.view_as(targets))
         return torch.cat(result, dim=1)
 
 

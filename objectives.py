@@ -225,6 +225,7 @@ def token_nll(
     rows: range,
     total: int,
     scored_from: int = 0,
+    group: int = 1,
 ) -> Tensor:
     """One estimate of the negative log-likelihood of every token, in nats.
 
@@ -240,13 +241,18 @@ def token_nll(
         seed, draw: which draw of orders or masks.
         scored_from: first step of an order that counts; 1 for GPT-2, which has no start token.
             NaN before it.
+        group: steps that are predicted at once (`AOGPT.group_log_probs`); above 1 an encoder, too,
+            is scored along an order.
 
     Returns: (B, T) float64, in sequence order.
     """
-    if model.config.is_encoder and orders.kind == "random":
+    if model.config.is_encoder and orders.kind == "random" and group == 1:
         masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
         return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
     order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
-    nll = -model.token_log_probs(tokens, order).double()
+    if group == 1:
+        nll = -model.token_log_probs(tokens, order).double()
+    else:
+        nll = -model.group_log_probs(tokens, order, group).double()
     nll[:, :scored_from] = torch.nan
     return torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order

@@ -57,6 +57,8 @@ class ScoringTask:
     """Keep the loss of every token."""
     score_entropy: bool = False
     """SEDD's own bound instead of the likelihood of its outputs as probabilities."""
+    group: int = 1
+    """Steps of an order that are predicted at once."""
 
     @property
     def true_ensembles(self) -> tuple[int, ...]:
@@ -75,7 +77,16 @@ class ScoringTask:
         What an encoder loses depends much on how many positions are masked. So a draw spreads these
         numbers evenly over the sequences (`objectives.evaluation_masks`: stratified), which takes
         most of that noise out of their mean; the price is that only whole draws are independent."""
-        return self.loaded.model.config.is_encoder and self.orders.kind == "random"
+        encoder = self.loaded.model.config.is_encoder
+        return encoder and self.orders.kind == "random" and self.group == 1
+
+    def passes(self, lengths: Tensor) -> Tensor:
+        """Passes that a draw of the losses takes, for rows of these lengths, (N,)."""
+        config = self.loaded.model.config
+        at_once = config.target == "two_stream" or (
+            self.group == 1 and (self.joint or not config.is_encoder)
+        )
+        return torch.ones_like(lengths) if at_once else -(-lengths // self.group)
 
     def scored_tokens(self) -> Tensor:
         """(N,) tokens of each row that count."""
@@ -231,7 +242,8 @@ def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor
     if task.score_entropy:
         nll = token_score_entropy(model, tokens, *drawn)
     else:
-        nll = token_nll(model, tokens, task.orders, *drawn, task.loaded.scored_from)
+        how = task.loaded.scored_from, task.group
+        nll = token_nll(model, tokens, task.orders, *drawn, *how)
     if not task.per_token:
         return nll.nanmean(dim=1, keepdim=True)
     missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks

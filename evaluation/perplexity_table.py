@@ -25,15 +25,15 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
     rows = []
     for size, (loss, change) in scores.estimates.items():
         contexts = scores.contexts if size > 1 else 0
-        # Inputs that the model is fed: for each draw a pass, and one for each member of each
-        # context; of an encoder along an order, a pass for every token of it.
-        lengths, passes = task.eval_set.lengths(), scores.draws + contexts * size
-        step_by_step = task.loaded.model.config.is_encoder and task.orders.kind != "random"
-        fed = int((lengths * lengths if step_by_step else lengths).sum()) * passes
+        # Inputs that the model is fed: for each draw so many passes of all tokens, and one for each
+        # member of each context.
+        lengths = task.eval_set.lengths()
+        fed = int((lengths * (scores.draws * task.passes(lengths) + contexts * size)).sum())
         row = {
             "dataset": task.eval_set.name,
             "data": task.eval_set.description(),
             "orders": task.name,
+            "group": task.group,
             "ensemble": size,
             "nll": loss.nll,
             "standard_error": loss.standard_error,
@@ -71,7 +71,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
         low, high = r["perplexity_95"]
         cells = [
             r["dataset"],
-            LABELS.get(r["orders"], r["orders"]),
+            LABELS.get(r["orders"], r["orders"]) + f", groups of {r['group']}" * (r["group"] > 1),
             str(r["ensemble"]),
             f"{r['nll']:.4f}",
             _number(r["standard_error"], 4),

@@ -30,7 +30,7 @@ def published_perplexity(task: ScoringTask, size: int, weights: str) -> float | 
         return None
     # SEDD's are of its own bound, not of its outputs as probabilities.
     name = "random" if task.score_entropy else task.name
-    if (loaded.system == "SEDD") != task.score_entropy:
+    if (loaded.system == "SEDD") != task.score_entropy or task.group > 1:
         return None
     config = loaded.model.config
     scale = SCALES.get((config.n_layer, config.n_embd))

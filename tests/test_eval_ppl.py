@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ALONE, LENGTH, encoder_config, flip_byte, make_data, tiny_config, torchrun
-from reference import direct_nll
+from reference import direct_nll, order_through
 
 import eval_ppl
 import train
@@ -344,7 +344,9 @@ def published(
     dataset = SimpleNamespace(meta=meta, num_blocks=3)
     eval_set = SimpleNamespace(dataset=dataset, split=split, count=3)
     own_bound = orders == "score_entropy"
-    task = SimpleNamespace(eval_set=eval_set, loaded=loaded, name=orders, score_entropy=own_bound)
+    task = SimpleNamespace(
+        eval_set=eval_set, loaded=loaded, name=orders, score_entropy=own_bound, group=1
+    )
     return published_perplexity(task, ensemble, weights)
 
 
@@ -423,6 +425,32 @@ def test_an_encoder_is_scored_along_orders_too_a_pass_for_every_token(evaluate, 
     assert results["random", 1]["token_forwards"] == 2 * 4 * LENGTH
 
 
+@pytest.mark.parametrize("kind", ["run", "encoder"])
+def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind):
+    """As decoding in such groups predicts: from the groups before, all its targets at once."""
+    path = run if kind == "run" else encoder
+    report = evaluate("--orders l2r random --group 3 --max-sequences 4 --num-orders 1", path=path)
+    results = by_name(report)
+    model, rows = load_model(path), range(4)
+    tokens = TokenDataset(data, "val", LENGTH).blocks(rows)
+    for name in ("l2r", "random"):
+        order, nll = orders_at(OrderConfig(name), 0, 0, rows, LENGTH), 0.0
+        step_of = order.argsort(dim=1)
+        for start in range(0, LENGTH, 3):
+            now = (step_of >= start) & (step_of < start + 3)
+            if kind == "encoder":
+                log_probs = model.masked_log_probs(tokens, step_of >= start)
+                nll -= float(log_probs[now].double().sum())
+                continue
+            for b, position in now.nonzero().tolist():  # alone, after the groups before it
+                context = order[b, :start].tolist()
+                single = torch.tensor([order_through(context, position, LENGTH)])
+                nll -= float(model.token_log_probs(tokens[b : b + 1], single)[0, start])
+        assert results[name, 1]["nll"] == pytest.approx(nll / (4 * LENGTH), rel=1e-5)
+        assert results[name, 1]["token_forwards"] == 4 * LENGTH * -(-LENGTH // 3)
+    assert "groups of 3" in report["terminal"]
+
+
 def test_sedd_is_scored_as_probabilities_and_by_its_own_bound(evaluate, data, tmp_path):
     config = encoder_config(tiny_config(data, tmp_path, "sedd", steps=5))
     objective = ObjectiveConfig("score_entropy")
@@ -450,6 +478,7 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
     assert results["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
     for path, options, words in (
         (plain, "--orders random", "has no 'random' perplexity; give --orders l2r"),
+        (plain, "--group 2", "--group is for models that are told their targets"),
         (plain, "--ensemble 8", "knows one order only, so there is no ensemble of orders"),
         (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
         (encoder, "--ensemble 1 8", "whose predictions do not depend on the order of the context"),

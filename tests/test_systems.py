@@ -688,6 +688,18 @@ def test_the_order_inside_a_group_changes_nothing(start):
     assert (one_by_one[0] - one_by_one[1])[:, 3:].abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_log_probabilities_in_groups_are_those_of_training_with_groups():
+    """Of two_stream; a last group that is shorter."""
+    model = make_system("two_stream", 2)
+    tokens, order = random_tokens(TOKENS, 3, LENGTH, 0), random_orders(3, LENGTH, 1)
+    expected = -model(tokens, order, group_starts(order, 4))
+    assert torch.equal(model.group_log_probs(tokens, order, 4), expected)
+    plain = make_system("AO-GPT", 2, target="none")
+    with pytest.raises(ValueError, match="predicts one token at a time"):
+        plain.group_log_probs(tokens, order, 2)
+
+
 def test_groups_of_one_are_the_any_order_loss():
     model = make_system("two_stream")
     tokens, order = random_tokens(TOKENS, 5, LENGTH, 0), random_orders(5, LENGTH, 1)
