@@ -70,7 +70,7 @@ def write_configs(experiment: Experiment, recipes: list[str]) -> None:
     """The configs of the runs of seed 0, for every value that is tried."""
     for recipe in recipes:
         for arm in experiment.recipes[recipe].values():
-            files = [write_config(experiment.config(recipe, arm, 0, t)) for t in suite.grid(arm)]
+            files = [write_config(experiment.config(recipe, arm, 0, t)) for t in arm.grid()]
     print(f"wrote {files[-1].parents[1]}/*/*.toml, for python train.py")
 
 
@@ -80,7 +80,7 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     if a.quick:
         prepare_quick_text(experiment)
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    total = sum(len(suite.grid(arm, a.quick)) + seeds - 1 for arm in arms)
+    total = sum(len(suite.pilots_of(arm, a.quick)) + seeds for arm in arms)
     with tqdm(total=total, unit="run", desc=experiment.name, disable=None) as bar:
         trained = suite.train(experiment, recipes, seeds, a.jobs, a.quick, bar.update)
     claims = {

@@ -22,6 +22,7 @@ from training.config import Config
 
 CONFIGS = ROOT / "configs" / "findings"
 OUT = Path("out") / "findings"
+PILOT = 0.25  # of the length of a run: what rates are tuned with
 QUICK = {"train.steps": 150, "optim.warmup_steps": 15, "eval.interval": 50, "eval.sequences": 64}
 
 
@@ -68,6 +69,17 @@ class Experiment:
         out = OUT / ("quick" if quick else "") / self.name / recipe
         return config_of(self.base, replace(arm, changes=changes), seed, tuned, out)
 
+    def pilot(self, recipe: str, arm: Arm, tuned: dict) -> Config:
+        """That of a run to tune with: as seed 0, but shorter, and evaluated once, at its end."""
+        config = self.config(recipe, arm, 0, tuned)
+        steps = round(PILOT * config.train.steps)
+        return replace(
+            config,
+            name=f"{config.name}_pilot",
+            train=replace(config.train, steps=steps),
+            eval=replace(config.eval, interval=steps),
+        )
+
 
 def load_experiment(name: str) -> Experiment:
     """Read configs/findings/NAME.toml. Raises ValueError where there is none."""
@@ -109,57 +121,58 @@ def train(
     quick: bool,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """Tune every arm with seed 0, then train the other seeds with what was best; runs of all arms
-    side by side, `jobs` at a time. `progress` is called after each."""
+    """Tune every arm, in short runs with seed 0, then train its seeds with what was best; runs of
+    all arms side by side, `jobs` at a time. `progress` is called after each. Where nothing is to be
+    chosen, as with `quick`, nothing is tuned."""
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
 
-    def run(recipe: str, arm: Arm, seed: int, tuned: dict) -> Run:
-        done = run_of(experiment.config(recipe, arm, seed, tuned, quick))
+    def run(config: Config) -> Run:
+        done = run_of(config)
         progress()
         return done
 
+    found: Found = {recipe: {} for recipe in recipes}
     with ThreadPoolExecutor(jobs) as pool:
-        tuning = {
-            (recipe, arm.name): [
-                (tuned, pool.submit(run, recipe, arm, 0, tuned)) for tuned in grid(arm, quick)
-            ]
-            for recipe, arm in chosen
-        }
-        best = {key: best_of(key, tried) for key, tried in tuning.items()}
-        others = {
-            (recipe, arm.name): [
-                pool.submit(run, recipe, arm, seed, best[recipe, arm.name][0])
-                for seed in range(1, seeds)
-            ]
-            for recipe, arm in chosen
-        }
-        found: Found = {recipe: {} for recipe in recipes}
-        for recipe, arm in chosen:
-            key = recipe, arm.name
-            tuned, first = best[key]
-            runs = [first, *(future.result() for future in others[key])]
+        pilots = [
+            [pool.submit(run, experiment.pilot(*of, tuned)) for tuned in pilots_of(of[1], quick)]
+            for of in chosen
+        ]
+        tried = [[pilot.result().loss for pilot in of_arm] for of_arm in pilots]
+        best = [best_of(of[1], losses, quick) for of, losses in zip(chosen, tried, strict=True)]
+        runs = [
+            [pool.submit(run, experiment.config(*of, seed, tuned, quick)) for seed in range(seeds)]
+            for of, tuned in zip(chosen, best, strict=True)
+        ]
+        for (recipe, arm), losses, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
             found[recipe][arm.name] = {
                 "why": arm.why,
-                "tuning": [{"tuned": t, "loss": f.result().loss} for t, f in tuning[key]],
+                "tuning": [
+                    {"tuned": t, "loss": loss}
+                    for t, loss in zip(pilots_of(arm, quick), losses, strict=True)
+                ],
                 "tuned": tuned,
-                "entropy": known_entropy(first.config),
-                "runs": [summary(run) for run in runs],
+                "entropy": known_entropy(experiment.config(recipe, arm, 0, tuned)),
+                "runs": [summary(future.result()) for future in of_arm],
             }
     return found
 
 
-def grid(arm: Arm, quick: bool = False) -> list[dict]:
-    """What is tried for an arm; quickly, the middle of it."""
+def pilots_of(arm: Arm, quick: bool = False) -> list[dict]:
+    """What is tried for an arm."""
     values = arm.grid()
-    return [values[len(values) // 2]] if quick else values
+    return [] if quick or len(values) == 1 else values
 
 
-def best_of(key: tuple[str, str], tried: list) -> tuple[dict, Run]:
-    """What was tuned to, and its run. Raises ValueError if no run ended."""
-    ended = [(tuned, f.result()) for tuned, f in tried if f.result().loss is not None]
+def best_of(arm: Arm, losses: list[float | None], quick: bool) -> dict:
+    """What an arm is tuned to: the values whose pilot ended lowest; quickly, those in the middle.
+    Raises ValueError if no run ended."""
+    values = arm.grid()
+    if not losses:
+        return values[len(values) // 2]
+    ended = [(loss, i) for i, loss in enumerate(losses) if loss is not None]
     if not ended:
-        raise ValueError(f"no run of {' '.join(key)} ended: lower the values that it tunes")
-    return min(ended, key=lambda pair: pair[1].loss)
+        raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
+    return values[min(ended)[1]]
 
 
 def known_entropy(config: Config) -> float | None:

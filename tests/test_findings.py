@@ -149,7 +149,10 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     out = run(monkeypatch, capsys, *chosen, "--jobs", 2)
     found = json.loads((tiny / "results" / "E7.json").read_text())
     arms, claims = found["recipes"]["slow"], found["claims"]["slow"]
-    assert [len(arm["tuning"]) for arm in arms.values()] == [2, 2]
+    for arm in arms.values():
+        tried = arm["tuning"]
+        assert arm["tuned"] == min(tried, key=lambda pilot: pilot["loss"])["tuned"]
+        assert len(tried) == 2
     assert [run["seed"] for run in arms["moving"]["runs"]] == [0, 1]
     ends = {
         name: [run["losses"]["random"][-1] for run in arm["runs"]] for name, arm in arms.items()
@@ -161,7 +164,8 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     assert "| moving" in out and "reproduced" in out and "reversed" in out
     assert (tiny / "results" / "E7.png").read_bytes().startswith(b"\x89PNG")
     folder = tiny / "runs" / "E7" / "slow"
-    assert {path.name for path in folder.glob("still*.toml")} >= {"still_beta20.9_s0.toml"}
+    pilot = configuration.load_toml(folder / "moving_beta20.9_s0_pilot" / "config.toml")
+    assert (pilot.train.steps, pilot.eval.interval, pilot.seed) == (5, 5, 0)
     # Again: every run is there, so nothing is trained and nothing changes.
     monkeypatch.setattr(of_arms, "train_to_the_end", None)
     run(monkeypatch, capsys, *chosen)
