@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import safetensors.torch
+import torch
 import tyro
 
 from checkpoints.errors import CheckpointError
@@ -25,6 +26,7 @@ def convert(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     weights: Literal["ema", "raw"] = "ema",
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> None:
     """Write any supported weights in this project's own format: DST/model.safetensors and
     DST/config.json.
@@ -33,6 +35,8 @@ def convert(
         source: Run folder, checkpoint, released weights (file or folder), or Hugging Face repo id.
         destination: New folder; written completely, or not at all.
         weights: The averaged weights, where the source has them, or the last ones.
+        dtype: Of the file. bfloat16 is half as large and rounds weights to 8 bits; models that are
+            loaded from it are float32 all the same.
     """
     if os.path.lexists(destination):
         raise CheckpointError(
@@ -42,7 +46,8 @@ def convert(
     settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
     settings |= {name: getattr(loaded, name) for name in EXPORTED}
     settings |= {"system": loaded.system, "source": source}
-    tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
+    kept = getattr(torch, dtype)
+    tensors = {name: p.detach().to(kept) for name, p in loaded.model.named_parameters()}
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
 
     temporary = destination.with_name(f".{destination.name}.tmp")

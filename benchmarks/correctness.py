@@ -22,7 +22,7 @@ from model import AOGPT, Transformer
 from runtime.devices import autocast
 from sampling import engine, passes
 from sampling.engine import Engine, Generation
-from sampling.plans import Plan, l2r_plan, mdm_plan, random_plan
+from sampling.plans import Plan, l2r_plan, mdm_plan, random_plan, speculative_plan
 from sampling.token_choice import TokenChoice, choose_tokens, probabilities
 from training.averages import EMA
 from training.batches import Batch, make_batch
@@ -32,6 +32,8 @@ from training.optimizers import make_optimizer, move
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SIZES = {"vocab_size": 512, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 64}
 BATCH = 8
+COMPILED_TOO = ("aogpt_small", "aogpt_small_fast", "gpt_small")  # whose decoding is checked
+EAGER_ON_A_CPU = ("a3_small", "radd_small")
 LossOf = Callable[[Transformer, Batch, Config, int], Tensor]
 """The loss of a model on a batch, as training computes it (`train.training_loss`)."""
 
@@ -61,8 +63,11 @@ def all_checks(device: torch.device, loss_of: LossOf) -> Iterator[tuple[str, Cal
     yield "skipped", lambda: skipped_step(fast, device)
     yield "no wait", lambda: step_without_waiting(fast, device, loss_of)
     yield "token choice", lambda: token_choice(device)
-    for name in ("aogpt_small", "aogpt_small_fast", "gpt_small"):
+    for name in COMPILED_TOO:
         yield f"decoding, {name}", lambda n=name: decoding(configs[n], n, device)
+    for name in EAGER_ON_A_CPU:
+        compiled = device.type == "cuda"
+        yield f"decoding, {name}", lambda n=name, c=compiled: decoding(configs[n], n, device, c)
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -244,8 +249,11 @@ def token_choice(device: torch.device) -> Iterator[Check]:
     yield Check("token choice: p of chi-square, 20,000 draws", "> 0.0001", f"{p:.2g}", ok)
 
 
-def decoding(config: Config, name: str, device: torch.device) -> Iterator[Check]:
-    """Cached against uncached, compiled against eager, with kernels and without; in float32."""
+def decoding(
+    config: Config, name: str, device: torch.device, compiled: bool = True
+) -> Iterator[Check]:
+    """Cached against uncached, also in speculation and in bfloat16; compiled against eager, with
+    kernels and without."""
     model = random_model(config).float().to(device)
     B, T = 5, config.model.block_size
     generator = torch.Generator().manual_seed(1)
@@ -262,6 +270,16 @@ def decoding(config: Config, name: str, device: torch.device) -> Iterator[Check]
         float((cached - score).abs().max()),
         1e-4,
     )
+    yield from in_bfloat16(config, name, device, single, uniforms)
+    if not (config.model.is_encoder or config.model.l2r_only):
+        drafted = speculative_plan(B, T, 4, generator)
+        done = run(model, drafted, uniforms)
+        score = model.token_log_probs(done.tokens.to(device), drafted.order.to(device)).cpu()
+        yield at_most(
+            f"{name}: log-probabilities of speculation against the uncached, largest difference",
+            float((done.log_probs.gather(1, drafted.order) - score).abs().max()),
+            1e-4,
+        )
     made = engine_of(model, parallel)
     eager = made.generate(parallel, uniforms=uniforms)
     yield from steps_wait_for_nothing(made, parallel, uniforms, f"{name}, eager")
@@ -270,7 +288,24 @@ def decoding(config: Config, name: str, device: torch.device) -> Iterator[Check]
     different = int((plain.tokens != eager.tokens).sum())
     if passes.triton_kernels(device) is not None:
         yield at_most(f"{name}: tokens that the kernels change, of {B * T}", different, 0)
-    yield from compiled_decoding(model, name, parallel, uniforms, eager)
+    if compiled:
+        yield from compiled_decoding(model, name, parallel, uniforms, eager)
+
+
+def in_bfloat16(
+    config: Config, name: str, device: torch.device, plan: Plan, uniforms: Tensor
+) -> Iterator[Check]:
+    """The cached pass with its kernels may be as far from float64 as the uncached pass is, since
+    both round alike; a third more is left for the order of sums."""
+    exact = random_model(config)
+    model = copy.deepcopy(exact).bfloat16().to(device)
+    done = run(model, plan, uniforms)
+    score = exact.token_log_probs(done.tokens, plan.order)
+    uncached = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu().double()
+    cached = done.log_probs.gather(1, plan.order).double()
+    errors = [float((log_probs - score).square().mean().sqrt()) for log_probs in (cached, uncached)]
+    text = f"{name}: error of the cached pass in bfloat16 / of the uncached"
+    yield at_most(text, errors[0] / errors[1], 4 / 3)
 
 
 def compiled_decoding(

@@ -36,6 +36,7 @@ from reference import (
     uncached_log_probs,
     with_choice,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import (
     Engine,
@@ -48,7 +49,7 @@ from decode import (
     speculative_plan,
 )
 from model import AOGPT, log_linear_noise
-from sampling import engine
+from sampling import engine, token_choice
 from sampling.compiled import CompiledShapes, StepRunner
 from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
 
@@ -956,6 +957,42 @@ def test_no_step_waits_for_the_device(system, mode):
     made.take_step = guarded
     got = made.generate(plan, uniforms=uniforms)
     assert (got.tokens < 11).all()
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: to read a value, or a size that depends on
+    values."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "equal")
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.__name__.partition(".")[0]
+        assert name not in self.WAITS, f"{function} waits for the device"
+        # A boolean index is a nonzero in disguise.
+        if name in ("index", "index_put", "index_put_"):
+            given = [i for i in arguments[1] if i is not None]
+            assert all(i.dtype not in (torch.bool, torch.uint8) for i in given), function
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("mode", ["l2r", "exact 4", "cosine 4", "entropy 2"])
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "SEDD", "target rotary"])
+def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
+    """Without a device to wait for: all operations of a step are looked at, on the paths of one."""
+    monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
+    model = make_system(system, 0, torch.float32, 0.7, TOKENS, block_size=16)
+    made = Engine(model, 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
+    step, plan = made.take_step, make_plan(mode, 7, LENGTHS)
+
+    def guarded(*tensors, **sizes):
+        with NoHostReads():
+            return step(*tensors, **sizes)
+
+    made.take_step = guarded
+    got = made.generate(plan, uniforms=torch.rand(7, LENGTH, dtype=torch.float64))
+    assert (got.tokens < 11).all()
+    with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
+        torch.ones(1).item()
 
 
 # ---- what is refused -----------------------------------------------------------------------------

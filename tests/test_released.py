@@ -852,6 +852,17 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
     refused(tmp_path / "raw", "'x'")
 
 
+def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights(run, tmp_path):
+    (folder, _), sizes = run, {}
+    for dtype in ("float32", "bfloat16"):
+        convert(str(folder), tmp_path / dtype, dtype=dtype)
+        sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
+    assert 0.5 * sizes["float32"] <= sizes["bfloat16"] < 0.6 * sizes["float32"]  # names, too
+    exact, rounded = (checkpoint.load_model(tmp_path / dtype) for dtype in sizes)
+    for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert b.dtype == torch.float32 and torch.equal(b, a.bfloat16().float())
+
+
 def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path):
     folder, _ = run
     (tmp_path / "there").mkdir()

@@ -843,3 +843,20 @@ def test_compiled_training_writes_no_modulation_of_every_token():
     sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in allocated]
     assert B * T * D in sizes and B * T * 6 * D not in sizes
     torch._dynamo.reset()
+
+
+def test_deterministic_operations_are_asked_for_before_anything_runs(data, tmp_path, monkeypatch):
+    asked = []
+
+    @contextlib.contextmanager
+    def recorded(enabled):
+        asked.append(enabled)
+        yield
+
+    monkeypatch.setattr(train, "deterministic", recorded)
+    monkeypatch.setattr(train, "train", lambda config, procs: asked.append("trained") or 0)
+    path = write_config(tiny_config(data, tmp_path))
+    for words in ([], ["--train.deterministic"]):
+        monkeypatch.setattr("sys.argv", ["train.py", str(path), *words])
+        assert train.main() == 0
+    assert asked == [False, "trained", True, "trained"]

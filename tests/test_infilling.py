@@ -1,0 +1,133 @@
+"""evaluation/infilling.py and eval_infill.py: the middle of a passage, given both sides or one."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import prepared
+from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
+
+import eval_infill
+from data.tokenizers import get_tokenizer
+from evaluation.infilling import Passages, find_passages, longest_common, middle_nll, rouge
+
+T, TOKENS = 9, 11
+
+
+# ---- passages ------------------------------------------------------------------------------------
+
+
+def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
+    text = 'It was. "No!" he said. The cat sat on it. Then they all went home. End'
+    block = torch.tensor([list(text.encode())])
+    tokenizer = get_tokenizer("bytes")
+    found = find_passages(block, tokenizer, 10, 30)
+    (middle,) = found.middle(found.tokens)
+    assert tokenizer.decode(middle) == " The cat sat on it."
+    # of another length it is another
+    (middle,) = find_passages(block, tokenizer, 20, 30).middle(block)
+    assert tokenizer.decode(middle) == " Then they all went home."
+    assert len(find_passages(block, tokenizer, 40, 50)) == 0
+    known = found.known(both_sides=True)[0]
+    assert bytes(block[0, known].tolist()).decode() == text.replace(" The cat sat on it.", "")
+    left = found.known(both_sides=False)[0]
+    assert bytes(block[0, left].tolist()).decode() == text.partition(" The")[0]
+
+
+def some_passages():
+    tokens = random_tokens(TOKENS, 4, T, seed=1)
+    return Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both sides", "left"])
+@pytest.mark.parametrize("system", [*DECODERS, *ENCODERS])
+def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system, both):
+    """Each token given what is known and the tokens of the middle before it. 1e-5: SEDD's outputs
+    are float32."""
+    model, passages = make_system(system, 2), some_passages()
+    if system == "GPT-2" and both:
+        with pytest.raises(ValueError, match="knows what stands before only"):
+            middle_nll(model, passages, both)
+        return
+    got = middle_nll(model, passages, both)
+    for b in range(4):
+        start, end = int(passages.start[b]), int(passages.end[b])
+        context, row, total = [*range(start)], passages.tokens[b : b + 1], 0.0
+        context += [*range(end, T)] if both else []
+        for position in range(start, end):
+            if system in ENCODERS:
+                masked = torch.tensor([[p not in context for p in range(T)]])
+                total -= float(model.masked_log_probs(row, masked)[0, position])
+            else:
+                order = torch.tensor([order_through(context, position, T)])
+                total -= float(model.token_log_probs(row, order)[0, len(context)])
+            context.append(position)
+        assert float(got[b]) == pytest.approx(total / (end - start), abs=1e-5)
+
+
+# ---- ROUGE ---------------------------------------------------------------------------------------
+
+
+def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
+    """By hand: 'the cat sat on the mat' and 'the cat lay on a mat' share the, cat, on, mat; the
+    pair 'the cat'; and the cat on mat in this order."""
+    scores = rouge("The cat sat on the mat.", "the cat lay on a mat")
+    assert scores["rouge_1"] == pytest.approx(2 * 4 / 12)
+    assert scores["rouge_2"] == pytest.approx(2 * 1 / 10)
+    assert scores["rouge_l"] == pytest.approx(2 * 4 / 12)
+    same = rouge("One, two: three!", "one two three")
+    assert set(same.values()) == {1.0}
+    assert set(rouge("a b", "c d").values()) == {0.0} == set(rouge("", "c").values())
+    # words in another order: the same words, a shorter subsequence
+    turned = rouge("c b a", "a b c")
+    assert turned["rouge_1"] == 1 and turned["rouge_l"] == pytest.approx(1 / 3)
+    assert rouge("a a a", "a b")["rouge_1"] == pytest.approx(2 / 5)  # as often as both have it
+    assert longest_common([1, 2, 3, 4], [2, 4, 3, 4]) == 3 and longest_common([], [1]) == 0
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+
+def infill(script, *words):
+    return script(eval_infill, *words)
+
+
+@pytest.fixture
+def said(tmp_path):
+    """Text of short sentences."""
+    words = tmp_path / "said.txt"
+    words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
+    return prepared("text", tmp_path / "said", words, split="val")
+
+
+def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, script, tmp_path):
+    report = tmp_path / "infill.json"
+    options = ("--data", said, "--shortest", 2, "--longest", 12, "--json", report)
+    status, out, err = infill(script, run, plain, encoder, *options)
+    assert status == 0, err
+    rows = json.loads(report.read_text())["rows"]
+    ways = [("left", "l2r"), ("both", "l2r"), ("both", "random"), ("both", "adaptive")]
+    expected = [(str(path), *way) for path in (run, encoder) for way in ways]
+    expected.insert(4, (str(plain), "left", "l2r"))
+    assert [(r["run"], r["given"], r["mode"]) for r in rows] == expected
+    count = len(rows[0]["nll"])
+    for row in rows:
+        assert len(row["nll"]) == count == len(row["rouge_l"])
+        assert all(0 < nll < 2 * math.log(320) for nll in row["nll"])
+        assert all(0 <= score <= 1 for score in row["rouge_1"])
+    assert rows[0]["nll"] != rows[1]["nll"] == rows[2]["nll"]
+    assert f"{run}: the other side is worth" in out and f"{plain}: the other" not in out
+    assert report.with_suffix(".md").read_text() == out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--shortest", 15, "--longest", 15], "no sentence of 15 to 15 tokens"),
+        (["--num-passages", 0], "--num-passages is 0"),
+    ],
+)
+def test_what_cannot_be_is_said(run, said, script, words, message):
+    status, _, err = infill(script, run, "--data", said, *words)
+    assert status == 2 and message in err
