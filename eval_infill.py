@@ -21,9 +21,8 @@ from torch import Tensor
 from checkpoints.load import Loaded, load
 from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta
 from data.tokenizers import get_tokenizer
-from evaluation.estimates import t_quantile
 from evaluation.infilling import Passages, find_passages, middle_nll, rouge
-from evaluation.text_measures import mean_and_error
+from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.files import check_output, write_json, write_text
@@ -157,8 +156,7 @@ def plan_of(passages: Passages, both_sides: bool, mode: str, seed: int) -> Plan:
 
 
 def cells(row: dict) -> list[str]:
-    mean, error = mean_and_error(row["nll"])
-    reach = t_quantile(len(row["nll"]) - 1) * error if len(row["nll"]) > 1 else float("nan")
+    mean, reach = mean_and_reach(row["nll"])
     scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
     return [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"+- {reach:.4f}", *scores]
 
@@ -173,8 +171,7 @@ def notes(rows: list[dict]) -> list[str]:
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
         if len(nll) == 2 and len(nll["left"]) > 1:
             gains = [a - b for a, b in zip(nll["left"], nll["both"], strict=True)]
-            mean, error = mean_and_error(gains)
-            reach = t_quantile(len(gains) - 1) * error
+            mean, reach = mean_and_reach(gains)
             lines.append(
                 f"{run}: the other side is worth {mean:.4f} nats/token, 95% interval "
                 f"{mean - reach:.4f} to {mean + reach:.4f}"

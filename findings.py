@@ -44,7 +44,8 @@ class Arguments:
     """A few steps of every arm, untuned, on the book that the repository has: to see that
     everything runs. Results go to out/findings/quick."""
     configs: bool = False
-    """Train nothing: write the configs of all runs that are tuned, and name their folder."""
+    """Train nothing: write the configs of the runs of seed 0 with every value that is tried, and
+    name their folder."""
 
 
 def main() -> None:

@@ -837,15 +837,14 @@ class AOGPT(Transformer):
 
         Raises ValueError as `token_log_probs`, and of a model that is not told its target.
         """
-        self.check_tokens(tokens, order)
-        check_permutations(order)
-        if self.config.l2r_only and group > 1:
+        if group == 1:
+            return self.token_log_probs(tokens, order)
+        if self.config.l2r_only:
             raise ValueError("this model is not told its target and predicts one token at a time")
         if self.config.target == "two_stream":
-            steps = torch.arange(order.shape[1], device=order.device)
-            return -self(tokens, order, (steps - steps % group).expand_as(order))
-        if group == 1:
-            return -self(tokens, order)
+            return self.token_log_probs(tokens, order, group_starts(order, group))
+        self.check_tokens(tokens, order)
+        check_permutations(order)
         result = []
         for start in range(0, order.shape[1], group):
             known = torch.full((len(order),), start, device=order.device)
@@ -1242,6 +1241,12 @@ def check_permutations(order: Tensor) -> None:
     steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
     if not torch.equal(order.sort(dim=1).values, steps):
         raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
+
+
+def group_starts(order: Tensor, group: int) -> Tensor:
+    """The first step of every step's group of `group`, of the shape of `order`, (B, T)."""
+    steps = torch.arange(order.shape[1], device=order.device)
+    return (steps - steps % group).expand_as(order)
 
 
 def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from model import log_linear_noise
+from model import group_starts, log_linear_noise
 from orders import OrderConfig, orders_at
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, check_values
@@ -73,9 +73,7 @@ def groupwise_loss(model, tokens: Tensor, order: Tensor, group: int) -> Tensor:
     """
     if group == 1:
         return ao_ar_loss(model, tokens, order)
-    steps = torch.arange(order.shape[1], device=order.device)
-    group_start = steps - steps % group
-    return model(tokens, order, group_start.expand_as(order)).mean()
+    return model(tokens, order, group_starts(order, group)).mean()
 
 
 # ---- encoders: over masks ------------------------------------------------------------------------
@@ -250,9 +248,6 @@ def token_nll(
         masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
         return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
     order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
-    if group == 1:
-        nll = -model.token_log_probs(tokens, order).double()
-    else:
-        nll = -model.group_log_probs(tokens, order, group).double()
+    nll = -model.group_log_probs(tokens, order, group).double()
     nll[:, :scored_from] = torch.nan
     return torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order

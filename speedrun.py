@@ -22,9 +22,8 @@ from typing import Annotated
 
 import tyro
 
-from evaluation.estimates import t_quantile
-from evaluation.text_measures import mean_and_error
 from experiments.arms import ROOT, Arm, config_of, crossing, own_loss, read_arms, run_of
+from experiments.report import mean_cell, tuned_cell
 from runtime.command_line import run_script
 from runtime.files import write_json, write_text
 from runtime.ranges import Count, check_values
@@ -188,7 +187,6 @@ def row(result: dict) -> list[str]:
     ended = runs_that_ended(result)
     reached = [r["tokens_to_goal"] for r in result["runs"]]
     minutes = statistics.mean(r["tokens"] / r["tokens_per_second"] / 60 for r in ended)
-    tuned = ended[0]["tuned"].items()
     return [
         result["arm"],
         mean_loss(ended, "any_order"),
@@ -197,7 +195,7 @@ def row(result: dict) -> list[str]:
         f"{ended[0]['tokens'] / 1e6:.2f}M",
         "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M",
         f"{minutes:.1f}",
-        ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in tuned),
+        tuned_cell(ended[0]["tuned"]),
         result["commit"],
         result["why"],
     ]
@@ -205,13 +203,7 @@ def row(result: dict) -> list[str]:
 
 def mean_loss(runs: list[dict], key: str) -> str:
     """A loss over seeds, or "-" where the models have none of this kind."""
-    losses = [r[key] for r in runs]
-    if None in losses:
-        return "-"
-    mean, error = mean_and_error(losses)
-    if len(losses) == 1:
-        return f"{mean:.4f}"
-    return f"{mean:.4f} +- {t_quantile(len(losses) - 1) * error:.4f}"
+    return mean_cell([r[key] for r in runs])
 
 
 def runs_that_ended(result: dict) -> list[dict]:

@@ -262,22 +262,17 @@ def decoding(
         single = parallel = l2r_plan(B, T)
     else:
         single, parallel = random_plan(B, T, generator), mdm_plan(B, T, 12, generator)
-    one = run(model, single, uniforms)
-    score = model.token_log_probs(one.tokens.to(device), single.order.to(device)).cpu()
-    cached = one.log_probs.gather(1, single.order)
     yield at_most(
         f"{name}: log-probabilities of the cached pass against the uncached, largest difference",
-        float((cached - score).abs().max()),
+        distance_to_uncached(model, single, uniforms),
         1e-4,
     )
     yield from in_bfloat16(config, name, device, single, uniforms)
     if not (config.model.is_encoder or config.model.l2r_only):
         drafted = speculative_plan(B, T, 4, generator)
-        done = run(model, drafted, uniforms)
-        score = model.token_log_probs(done.tokens.to(device), drafted.order.to(device)).cpu()
         yield at_most(
             f"{name}: log-probabilities of speculation against the uncached, largest difference",
-            float((done.log_probs.gather(1, drafted.order) - score).abs().max()),
+            distance_to_uncached(model, drafted, uniforms),
             1e-4,
         )
     made = engine_of(model, parallel)
@@ -290,6 +285,13 @@ def decoding(
         yield at_most(f"{name}: tokens that the kernels change, of {B * T}", different, 0)
     if compiled:
         yield from compiled_decoding(model, name, parallel, uniforms, eager)
+
+
+def distance_to_uncached(model: Transformer, plan: Plan, uniforms: Tensor) -> float:
+    """The largest difference of a log-probability; of a plan of one token at a time."""
+    done, device = run(model, plan, uniforms), model.wte.weight.device
+    score = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
+    return float((done.log_probs.gather(1, plan.order) - score).abs().max())
 
 
 def in_bfloat16(

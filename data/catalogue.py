@@ -114,7 +114,7 @@ class OpenWebText(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Random(Dataset):
+class GeneratedText(Dataset):
     """What a function of data/generators.py makes, so many documents in each split."""
 
     make: Callable[[np.random.Generator], str]
@@ -122,7 +122,7 @@ class Random(Dataset):
 
     def corpora(self, files: Files) -> dict[str, Corpus]:
         return {
-            split: Generated(self.name, self.make, [seed, self.documents[split]], number)
+            split: Generated(self.name, self.make, [seed, number], number)
             for seed, (split, number) in enumerate(self.documents.items())
         }
 
@@ -279,8 +279,8 @@ DATASETS: dict[str, Dataset] = {
         Stories(name="stories", tokenizer="english", val_fraction=0.05),
         PyDocs(name="pydocs", tokenizer="bytes", val_fraction=0.05),
         Text(name="text", val_fraction=0.05, source="always"),
-        Random(name="polya", tokenizer="bytes", make=polya, documents=URNS),
-        Random(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
+        GeneratedText(name="polya", tokenizer="bytes", make=polya, documents=URNS),
+        GeneratedText(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
         ShuffledText(name="shuffled", tokenizer="bytes", val_fraction=0.05, source="always"),
         OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),
         *EVALUATION_SETS,

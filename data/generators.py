@@ -21,7 +21,8 @@ import numpy as np
 
 from data.sources import Corpus, Piece
 
-POLYA_LETTERS, POLYA_WEIGHT, POLYA_LENGTH = "abcdefghijklmnop", 0.1, 63
+LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
+POLYA_WEIGHT, POLYA_LENGTH = 0.1, 63
 LATIN_SIZE = 5
 PIECE = 63  # characters of a shuffled document
 
@@ -70,17 +71,17 @@ class Shuffled(Corpus):
 
 def polya(generator: np.random.Generator) -> str:
     """One sequence of draws. The urn holds POLYA_WEIGHT of each letter before them."""
-    counts, drawn = np.full(len(POLYA_LETTERS), POLYA_WEIGHT), []
+    counts, drawn = np.full(len(LETTERS), POLYA_WEIGHT), []
     for uniform in generator.random(POLYA_LENGTH):
         cumulative = counts.cumsum()
         letter = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         counts[letter] += 1
-        drawn.append(POLYA_LETTERS[letter])
+        drawn.append(LETTERS[letter])
     return "".join(drawn)
 
 
 def polya_entropy(
-    letters: int = len(POLYA_LETTERS), weight: float = POLYA_WEIGHT, length: int = POLYA_LENGTH
+    letters: int = len(LETTERS), weight: float = POLYA_WEIGHT, length: int = POLYA_LENGTH
 ) -> float:
     """Entropy of a sequence, nats.
 
@@ -121,7 +122,7 @@ def latin5(generator: np.random.Generator) -> str:
     squares = reduced_squares()
     square = squares[generator.integers(len(squares))][:, generator.permutation(LATIN_SIZE)]
     rows = [0, *(1 + generator.permutation(LATIN_SIZE - 1))]
-    return "".join(POLYA_LETTERS[cell] for cell in square[rows].flatten())
+    return "".join(LETTERS[cell] for cell in square[rows].flatten())
 
 
 def latin5_entropy() -> float:

@@ -39,7 +39,7 @@ import tyro
 from annotated_types import Interval
 
 from data import packing
-from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, Random
+from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, GeneratedText
 from data.detokenisers import DETOKENISERS
 from data.encoding import encode_all
 from data.folder import clear_leftovers, is_finished, move_into_place, staging
@@ -223,7 +223,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             f"{args.name} is an evaluation set: it is written one split at a time, "
             f"--split {'|'.join(dataset.splits)}, and takes no --val, --test or --val-fraction"
         )
-    if isinstance(dataset, Random) and (own_splits or args.split):
+    if isinstance(dataset, GeneratedText) and (own_splits or args.split):
         raise ValueError(
             f"{args.name} is made in splits of its own: leave out --split and --val-fraction"
         )

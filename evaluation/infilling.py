@@ -81,21 +81,18 @@ def middle_nll(model: Transformer, passages: Passages, both_sides: bool) -> Tens
         raise ValueError("this model is not told its target and knows what stands before only")
     tokens, device = passages.tokens, model.wte.weight.device
     known, (N, T) = passages.known(both_sides), tokens.shape
-    length = passages.end - passages.start
+    length, positions = passages.end - passages.start, torch.arange(T)
     if model.config.is_encoder:
         total = torch.zeros(N, dtype=torch.float64)
         for i in range(int(length.max())):  # a pass for the i-th token of every middle
-            masked = ~(known | passages.known(False))
-            positions = torch.arange(T)
-            masked &= positions >= (passages.start + i)[:, None]
+            place = (passages.start + i)[:, None]
+            masked = ~known & (positions >= place)
             log_probs = model.masked_log_probs(tokens.to(device), masked.to(device)).cpu().double()
-            place = (passages.start + i).clamp(max=T - 1)
-            found = log_probs.gather(1, place[:, None]).squeeze(1)
+            found = log_probs.gather(1, place.clamp(max=T - 1)).squeeze(1)
             total -= found.where(i < length, 0.0)
         return total / length
     # What is known first, then the middle, then what is neither: each from left to right.
-    middle = (torch.arange(T) >= passages.start[:, None]) & ~known
-    middle &= torch.arange(T) < passages.end[:, None]
+    middle = ~known & (positions < passages.end[:, None])
     order = torch.where(known, 0, torch.where(middle, 1, 2)).argsort(dim=1, stable=True)
     log_probs = model.token_log_probs(tokens.to(device), order.to(device)).cpu().double()
     return -(log_probs * middle.gather(1, order)).sum(dim=1) / length

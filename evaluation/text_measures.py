@@ -108,3 +108,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     mean = float(known.mean()) if len(known) else math.nan
     error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else math.nan
     return mean, error
+
+
+def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95% interval (Student's); that of a single value is NaN."""
+    mean, error = mean_and_error(values)
+    return mean, t_quantile(len(values) - 1) * error if len(values) > 1 else math.nan

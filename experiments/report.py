@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 
-from evaluation.estimates import t_quantile
-from evaluation.text_measures import mean_and_error
+from evaluation.text_measures import mean_and_reach
 from experiments.arms import ROOT, crossing
 from experiments.suite import Experiment, load_experiment, names
 from runtime.reports import markdown_table, new_figure, png
@@ -53,18 +52,17 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
             missing = None in reached
             cells.append("-" if missing else f"{statistics.mean(reached) / 1e6:.2f}M")
         if known:
-            excess = [at(run, main) for run in arm["runs"]]
-            excess = [v - arm["entropy"] for v in excess if v and arm["entropy"]]
-            cells.append(mean_cell(excess))
-        cells.append(", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in arm["tuned"].items()))
-        rows.append([*cells, arm["why"]])
+            ends, entropy = [at(run, main) for run in arm["runs"]], arm["entropy"]
+            told = entropy and None not in ends
+            cells.append(mean_cell([end - entropy for end in ends]) if told else "-")
+        rows.append([*cells, tuned_cell(arm["tuned"]), arm["why"]])
     return markdown_table(head, rows)
 
 
 def lines_of(run: dict, kind: str) -> list[dict]:
     """The evaluations of a run, as `crossing` wants them."""
     losses = run["losses"].get(kind, [])
-    return [{"tokens": n, kind: v} for n, v in zip(run["tokens"], losses, strict=False)]
+    return [{"tokens": n, kind: v} for n, v in zip(run["tokens"], losses, strict=True)]
 
 
 def at(run: dict, kind: str, share: float = 1.0) -> float | None:
@@ -78,22 +76,26 @@ def at(run: dict, kind: str, share: float = 1.0) -> float | None:
 
 
 def mean_cell(values: list[float | None]) -> str:
+    """A mean over seeds with half its 95% interval; a dash where a value is missing."""
     if not values or None in values:
         return "-"
-    mean, error = mean_and_error(values)
-    if len(values) == 1:
-        return f"{mean:.4f}"
-    return f"{mean:.4f} +- {t_quantile(len(values) - 1) * error:.4f}"
+    mean, reach = mean_and_reach(values)
+    return f"{mean:.4f}" if len(values) == 1 else f"{mean:.4f} +- {reach:.4f}"
+
+
+def tuned_cell(tuned: dict) -> str:
+    """What an arm was tuned to: {"optim.lr": 0.001} -> "lr 0.001"."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in tuned.items())
 
 
 def claims_table(claims: list[dict]) -> list[str]:
     head = ["claim", "verdict", "mean difference", "standard error", "of Monte Carlo", "seeds"]
     rows = []
     for c in claims:
-        mean, error = c["mean"], c.get("error")
-        numbers = ["-" if v is None else f"{v:+.4f}" for v in (mean,)]
-        numbers += ["-" if v is None else f"{v:.4f}" for v in (error, c["monte_carlo_error"])]
-        rows.append([c["says"], c["verdict"], *numbers, str(len(c["differences"]))])
+        mean = "-" if c["mean"] is None else f"{c['mean']:+.4f}"
+        error = f"{c['error']:.4f}" if "error" in c else "-"
+        monte_carlo, seeds = f"{c['monte_carlo_error']:.4f}", str(len(c["differences"]))
+        rows.append([c["says"], c["verdict"], mean, error, monte_carlo, seeds])
     return markdown_table(head, rows, left=2)
 
 
@@ -135,10 +137,10 @@ def draw_sweep(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
             values = [at(run, kind) for run in arms[name]["runs"]]
             if None in values:
                 continue
-            mean, error = mean_and_error(values)
+            mean, reach = mean_and_reach(values)
             x.append(experiment.x[name])
             y.append(mean)
-            bars.append(t_quantile(len(values) - 1) * error if len(values) > 1 else 0)
+            bars.append(reach if len(values) > 1 else 0)
         axes.errorbar(x, y, yerr=bars, marker="o", markersize=3, capsize=2, label=title_of(kind))
     axes.set(xlabel=experiment.x_label, ylabel="nats per token")
 

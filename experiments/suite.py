@@ -134,14 +134,17 @@ def train(
     found: Found = {recipe: {} for recipe in recipes}
     with ThreadPoolExecutor(jobs) as pool:
         pilots = [
-            [pool.submit(run, experiment.pilot(*of, tuned)) for tuned in pilots_of(of[1], quick)]
-            for of in chosen
+            [pool.submit(run, experiment.pilot(recipe, arm, t)) for t in pilots_of(arm, quick)]
+            for recipe, arm in chosen
         ]
         tried = [[pilot.result().loss for pilot in of_arm] for of_arm in pilots]
-        best = [best_of(of[1], losses, quick) for of, losses in zip(chosen, tried, strict=True)]
+        best = [best_of(arm, losses) for (_, arm), losses in zip(chosen, tried, strict=True)]
         runs = [
-            [pool.submit(run, experiment.config(*of, seed, tuned, quick)) for seed in range(seeds)]
-            for of, tuned in zip(chosen, best, strict=True)
+            [
+                pool.submit(run, experiment.config(recipe, arm, seed, tuned, quick))
+                for seed in range(seeds)
+            ]
+            for (recipe, arm), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, arm), losses, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
             found[recipe][arm.name] = {
@@ -163,9 +166,11 @@ def pilots_of(arm: Arm, quick: bool = False) -> list[dict]:
     return [] if quick or len(values) == 1 else values
 
 
-def best_of(arm: Arm, losses: list[float | None], quick: bool) -> dict:
-    """What an arm is tuned to: the values whose pilot ended lowest; quickly, those in the middle.
-    Raises ValueError if no run ended."""
+def best_of(arm: Arm, losses: list[float | None]) -> dict:
+    """What an arm is tuned to: the values whose pilot ended lowest; without pilots those in the
+    middle. Raises ValueError if no pilot ended.
+
+    losses: of the pilots, as in `pilots_of`."""
     values = arm.grid()
     if not losses:
         return values[len(values) // 2]
@@ -186,13 +191,13 @@ def summary(run: Run) -> dict:
     result = {"seed": run.config.seed, "commit": run.commit, "tokens": [], "losses": {}}
     for line in run.validations:
         result["tokens"].append(line["tokens"])
-        own = {"own": line[own_loss(run.config)]}
-        own["own_error"] = line.get(own_loss(run.config).replace("loss", "error"))
+        key = own_loss(run.config)
+        losses = {"own": line[key], "own_error": line.get(key.replace("loss", "error"))}
         for key, value in line.items():
             for name, ending in (("val_loss_", ""), ("val_error_", "_error")):
                 if key.startswith(name):
-                    own[key.removeprefix(name) + ending] = value
-        for key, value in own.items():
+                    losses[key.removeprefix(name) + ending] = value
+        for key, value in losses.items():
             result["losses"].setdefault(key, []).append(value)
     return result
 

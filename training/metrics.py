@@ -111,9 +111,8 @@ class Log:
             text = ", ".join(f"{kind} {loss.mean:.4f}" for kind, loss in averaged.items())
             self._print(f"step {step}: validation {text} nats per token (averaged weights)")
             line = {"step": step}
-            for weights in ("", *(name for name in losses if name)):
-                of_kinds = losses[weights].items()
-                line |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds}
+            for weights, of_kinds in losses.items():
+                line |= {f"val_loss_{kind}{weights}": v.mean for kind, v in of_kinds.items()}
             known = averaged.items()
             line |= {f"val_error_{kind}": v.error for kind, v in known if v.error is not None}
             line |= {"grad_norm": self.norm, "tokens": self.tokens}

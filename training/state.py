@@ -107,8 +107,8 @@ def check_same_run(
 ) -> None:
     """Say what has changed since a checkpoint. Raises ValueError for what cannot change."""
     old = configuration.from_dict(values["config"], str(path))
+    fixed = {"optim.kind": "optimizer", "optim.more_ema_decays": "list of averages"}
     for key, (before, after) in configuration.differences(old, config).items():
-        fixed = {"optim.kind": "optimizer", "optim.more_ema_decays": "list of averages"}
         if key.startswith("model.") or key in fixed:
             what = fixed.get(key, "architecture")
             raise ValueError(

@@ -60,10 +60,13 @@ def evaluate(
         }
 
     model.eval()
-    result = {"_raw": losses()}
-    for i, ema in enumerate(averages):
-        with ema.applied(model):
-            result[f"_ema{ema.decay:g}" if i else ""] = losses()
+    ema, *others = averages
+    with ema.applied(model):
+        result = {"": losses()}
+    result["_raw"] = losses()
+    for other in others:
+        with other.applied(model):
+            result[f"_ema{other.decay:g}"] = losses()
     model.train()
     return result
 
