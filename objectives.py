@@ -19,7 +19,7 @@ from torch import Tensor
 from model import group_starts, log_linear_noise
 from orders import OrderConfig, orders_at
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, check_values
+from runtime.ranges import Count, Probability, check_values
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 
@@ -42,9 +42,17 @@ class ObjectiveConfig:
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
     """The log-linear schedule masks at most 1 - noise_eps of the tokens (t_dce and score_entropy
     only)."""
+    prefix_prob: Probability = 0.0
+    """Share of the sequences whose unmasked positions are the first ones, as many as a random set
+    has: an encoder's share of left to right (encoders only)."""
 
     def __post_init__(self):
         check_values(self, lambda field: f"objective.{field}")
+        if self.prefix_prob and self.kind in DECODER_OBJECTIVES:
+            raise ValueError(
+                f"objective.prefix_prob is of encoders, and objective.kind is {self.kind!r}; set "
+                "it to 0, and order.kind = 'mixture' for a share of left-to-right sequences"
+            )
 
 
 # ---- decoders: along orders ----------------------------------------------------------------------
@@ -114,6 +122,8 @@ def masks_at(
     uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1)))
     of_sequence, of_position = uniform[:, 0], uniform[:, 1:]
     eps = config.noise_eps
+    if config.prefix_prob:
+        of_sequence, of_position = with_prefixes(config.prefix_prob, of_sequence, of_position)
     if config.kind == "k_dce":
         return masks_of_size((of_sequence * length).long() + 1, of_position, eps)
     if config.kind == "lambda_dce":
@@ -124,6 +134,21 @@ def masks_at(
     speed = (1 - eps) / (1 - rate)  # sigma'(t)
     weight = speed if config.kind == "score_entropy" else 1 / t
     return Masks(of_position < rate[:, None], weight, log_linear_noise(t, eps))
+
+
+def with_prefixes(prob: float, of_sequence: Tensor, of_position: Tensor) -> tuple[Tensor, Tensor]:
+    """Random numbers of sequences (B,) and positions (B, T) such that a share `prob` of the rows is
+    unmasked from the left.
+
+    Masked are the positions with the smallest numbers: where they fall from left to right, the
+    last. What a coin leaves of its uniform number is uniform again on either side.
+    """
+    heads = of_sequence < prob
+    left = torch.where(
+        heads, of_sequence / prob, (of_sequence - prob) / max(1 - prob, SMALLEST_RATE)
+    )
+    falling = of_position.sort(dim=1, descending=True).values
+    return left, torch.where(heads[:, None], falling, of_position)
 
 
 def masks_of_size(k: Tensor, uniform: Tensor, eps: float = 1e-3) -> Masks:

@@ -362,6 +362,32 @@ def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, to
         assert chi_square_p(observed, expected) > LEVEL, f"row {row}"
 
 
+@pytest.mark.parametrize("seed, share", [(0, 0.1), (1, 0.5), (2, 1.0)])
+@pytest.mark.parametrize("kind", ["t_dce", "k_dce", "lambda_dce"])
+def test_a_share_of_the_masks_leaves_a_prefix(kind, seed, share):
+    """A mask of m positions keeps its probability with the rest of the sequences; with `share` of
+    them it is the one that masks the last m, with the probability that all masks of m have. Rates
+    stay as they were. 40,000 rows: chi-square at level 1e-4."""
+    config = ObjectiveConfig(kind, prefix_prob=share)
+    masks = masks_at(config, seed, 5, range(40_000), 40_000, N)
+    end = Fraction(1) - Fraction(EPS) if kind == "t_dce" else Fraction(1)
+    plain = cell_probabilities(end).view(4, 16)
+    if kind == "k_dce":
+        chances = [1 / (N * math.comb(N, k)) if k else 0.0 for k in PATTERNS.sum(1).tolist()]
+        plain = torch.tensor([chances], dtype=torch.float64)
+    suffixes = torch.zeros_like(plain)
+    for m in range(N + 1):
+        of_size = PATTERNS.sum(1) == m
+        last = (torch.arange(N) >= N - m).to(PATTERNS.dtype)
+        suffixes[:, (PATTERNS == last).all(dim=1)] = plain[:, of_size].sum(dim=1, keepdim=True)
+    expected = ((1 - share) * plain + share * suffixes).flatten()
+    cells = cell_of(rate_of(masks, kind) / float(end), masks.masked)
+    if kind == "k_dce":
+        cells = pattern_index(masks.masked)
+        assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6
+    assert chi_square_p(cells.bincount(minlength=len(expected)), 40_000 * expected) > LEVEL
+
+
 def test_stratified_rates_leave_no_position_always_masked():
     """A batch of the published size. Each position of a row is masked with probability 1/2 over the
     steps; 60 steps without one unmasked token would happen once in 2^60 at one of 2,048
@@ -849,6 +875,7 @@ REFUSED += [
     ({"objective": {"group": 0}}, "group is 0"),
     ({"objective": {"noise_eps": 0.0}}, "noise_eps is 0.0"),
     ({"objective": {"noise_eps": 1.0}}, "noise_eps is 1.0"),
+    ({"objective": {"prefix_prob": 0.1}}, "prefix_prob is of encoders, .*'ao_ar'"),
 ]
 REFUSED += [
     (objective("k_dce", model=ENCODER_TABLE) | wrong, "encoder predicts in no order")
