@@ -3,6 +3,7 @@
     python findings.py E1 --seeds 1 --quick     # does it run? Three minutes, a small book
     python findings.py E1 --jobs 2              # train what is missing, write results/findings/E1.*
     python findings.py E1 --configs             # write the runs' configs, to launch them by hand
+    python findings.py E1 --scale               # the same at the paper's scale: configs, and costs
     python findings.py page                     # gather all in results/findings.md
 
 An experiment is a file of configs/findings. Runs that are there are not trained again, and one that
@@ -22,11 +23,14 @@ from data.prepare import Prepare, prepare
 from experiments import report, suite
 from experiments.arms import ROOT, write_config
 from experiments.suite import Experiment, load_experiment
+from experiments.verdicts import judged, ratio_of
 from runtime.command_line import run_script
 from runtime.files import write_atomically, write_json, write_text
 from runtime.ranges import Count, check_values
-from runtime.reports import versions
+from runtime.reports import markdown_table, versions
+from training.memory_plan import RunPlan, find_gpu, plan_run
 
+GPU = "NVIDIA H100 80GB HBM3"
 PAGE = ROOT / "results" / "findings.md"
 
 
@@ -46,6 +50,9 @@ class Arguments:
     configs: bool = False
     """Train nothing: write the configs of the runs of seed 0 with every value that is tried, and
     name their folder."""
+    scale: bool = False
+    """Train nothing: write the configs of runs at the paper's scale, for GPUs, and tell what they
+    cost."""
 
 
 def main() -> None:
@@ -61,7 +68,9 @@ def main() -> None:
         if recipe not in experiment.recipes:
             known = ", ".join(experiment.recipes)
             raise ValueError(f"{experiment.name} has no recipe {recipe!r}; it has {known}")
-    if a.configs:
+    if a.scale:
+        print(*write_scaled(experiment, recipes), sep="\n")
+    elif a.configs:
         write_configs(experiment, recipes)
     else:
         run(experiment, recipes, a)
@@ -75,21 +84,56 @@ def write_configs(experiment: Experiment, recipes: list[str]) -> None:
     print(f"wrote {files[-1].parents[1]}/*/*.toml, for python train.py")
 
 
+def write_scaled(experiment: Experiment, recipes: list[str]) -> list[str]:
+    """The configs of runs at the paper's scale; lines that tell what each costs."""
+    if experiment.bench:
+        return [f"    {experiment.scale['command']}"]
+    rows = []
+    for recipe in recipes:
+        for arm, config in experiment.at_scale(recipe).items():
+            plan = plan_run(config, 1, find_gpu(GPU))
+            tokens = plan.tokens_per_step * config.train.steps / 1e9
+            memory, days = f"{plan.memory_total / 2**30:.1f}", f"{days_of(plan):.1f}"
+            rows.append([str(write_config(config)), arm, f"{tokens:,.0f}e9", memory, days])
+    head = ["config", "arm", "tokens", "GiB of a GPU", "days of one"]
+    return [*markdown_table(head, rows, left=2), "", cost_at_scale(experiment, recipes)]
+
+
+def days_of(plan: RunPlan) -> float:
+    """Of one GPU."""
+    return plan.seconds_per_step * plan.config.train.steps / 86400
+
+
+def cost_at_scale(experiment: Experiment, recipes: list[str]) -> str:
+    """A sentence: the command, how many runs, and what they cost."""
+    command = f"`python findings.py {experiment.name} --scale`"
+    if experiment.bench:
+        return f"`{experiment.scale['command']}`"
+    configs = [c for recipe in recipes for c in experiment.at_scale(recipe).values()]
+    days = sum(days_of(plan_run(config, 1, find_gpu(GPU))) for config in configs)
+    return f"{command} writes {len(configs)} configs a seed, {days:.0f} days of an {GPU} at 40%."
+
+
 def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     """Train what is missing, and write JSON, table and figure."""
     seeds = a.seeds or experiment.seeds
     if a.quick:
         prepare_quick_text(experiment)
-    arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    total = sum(len(suite.pilots_of(arm, a.quick)) + seeds for arm in arms)
-    with tqdm(total=total, unit="run", desc=experiment.name, disable=None) as bar:
-        trained = suite.train(experiment, recipes, seeds, a.jobs, a.quick, bar.update)
-    claims = {
-        recipe: [j for c in experiment.claims if (j := suite.judged(c, experiment.kind, arms))]
-        for recipe, arms in trained.items()
-    }
+    if experiment.bench:
+        trained = suite.benchmark(experiment, a.quick)
+    else:
+        total = suite.number_of_runs(experiment, recipes, seeds, a.quick)
+        with tqdm(total=total, unit="run", desc=experiment.name, disable=None) as bar:
+            trained = suite.train(experiment, recipes, seeds, a.jobs, a.quick, bar.update)
+    kind, found = experiment.kind, {"experiment": experiment.name, "recipes": trained}
+    parts = {"claims": (experiment.claims, judged), "ratios": (experiment.ratios, ratio_of)}
+    for part, (asked, answer) in parts.items():
+        found[part] = {
+            recipe: [said for one in asked if (said := answer(one, kind, arms))]
+            for recipe, arms in trained.items()
+        }
     commits = {r["commit"] for arms in trained.values() for v in arms.values() for r in v["runs"]}
-    found = {"experiment": experiment.name, "recipes": trained, "claims": claims}
+    found["at_scale"] = cost_at_scale(experiment, recipes)
     found |= {"commit": ", ".join(sorted(commits)), "torch": versions()["torch"]}
     folder = suite.OUT / "quick" if a.quick else report.RESULTS
     write_results(experiment, found, folder)

@@ -34,7 +34,7 @@ BANDWIDTH_BYTES = 2**29  # of the tensor whose sum is timed: larger than any pro
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of both benchmarks."""
+    """Options that benchmarks share."""
 
     size: SizeName = "bench"
     """Layers/width/heads: tiny 2/64/2, bench 6/384/6, small 12/768/12, medium 24/1024/16; random
@@ -59,6 +59,10 @@ class BenchOptions:
             raise ValueError("--systems is empty; name at least one")
         for option in ("json", "markdown", "plot"):
             check_output(getattr(self, option), f"--{option}")
+
+    def use_threads(self) -> None:
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
 
 def random_model(config: ModelConfig, seed: int, device: torch.device) -> Transformer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import sys
 import time
@@ -29,11 +30,15 @@ from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.ranges import Count, NonNegative
 from runtime.reports import markdown_table, new_figure, png
 from sampling.engine import Engine, Generation
-from sampling.plans import Plan, group_sizes, mdm_plan
+from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, speculative_plan
 from sampling.token_choice import TokenChoice
 
-System = Literal["ours", "baseline", "no-cache", "encoder"]
+System = Literal[
+    "ours", "baseline", "no-cache", "cache-only", "encoder", "l2r", "speculative", "gpt"
+]
 SLOW = ("no-cache", "encoder")  # systems of which a part of the model calls is timed
+TITLES = {"ours": "AO-GPT", "encoder": "Encoder", "gpt": "GPT"}
+DRAFT = 8  # positions that speculation guesses at once
 ENTROPY = 4.0  # nats; language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140)
 
 
@@ -57,7 +62,10 @@ class DecodeOptions(BenchOptions):
     """exact: every position unmasks at its own random time. even: a random order, equal groups."""
     systems: tuple[System, ...] = ("ours", "baseline", "no-cache", "encoder")
     """ours: decode.generate on AO-GPT. baseline: a plain cached sampler of it. no-cache: the same
-    without a cache. encoder: decode.generate on an encoder of the same size."""
+    without a cache. encoder: decode.generate on an encoder of the same size. And, with plans of
+    their own: cache-only, every unknown position predicted in every step, as without Lemma 4.1;
+    l2r, one token a step from left to right; speculative, eight drafted at a time; gpt, a plain GPT
+    from left to right."""
     temperature: Annotated[float, Ge(0)] = 0.9
     top_p: float = 0.95
     repeats: Count = 3
@@ -73,8 +81,7 @@ def bench_decode(options: DecodeOptions) -> None:
     options.check()
     if not options.steps:
         raise ValueError("--steps is empty; give numbers of at least 1")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    options.use_threads()
     device = pick_device(options.device)
     bench = DecodeBench(options, device, pick_dtype(options.dtype, device))
     items = options.batch_size * options.length
@@ -113,6 +120,10 @@ class DecodeBench:
             config = encoder_config(self.model.config, self.vocab_size)
             self.encoder = common.random_model(config, options.seed, device).to(dtype)
             self.models["encoder"] = self.prepare(self.encoder, scale=None)
+        if "gpt" in options.systems:
+            config = dataclasses.replace(self.model.config, target="none")
+            self.gpt = common.random_model(config, options.seed, device).to(dtype)
+            self.models["gpt"] = self.prepare(self.gpt, scale=None)
 
     def prepare(self, model: Transformer, scale: float | None) -> dict:
         """Give the model realistic logits; what the report says of it."""
@@ -121,8 +132,9 @@ class DecodeBench:
         )
         return {"parameters": model.num_params(), "logit_scale": scale, "entropy": entropy}
 
-    def rows(self, steps: int, rates: Rates) -> list[dict]:
-        """Time every system under the same plans, in turn; a row of the table for each.
+    def rows(self, steps: int, rates: Rates | None) -> list[dict]:
+        """Time every system under the same plans, in turn; a row of the table for each, that of
+        `ours` with its floor if the machine's rates are given.
 
         Every turn has a plan that no system has met: one that comes again would hide what new
         shapes cost. The first is apart: in it memory is taken, and steps are compiled.
@@ -146,7 +158,7 @@ class DecodeBench:
         for row in rows:
             row["first_seconds"] = warm_up[row["system"]].seconds
         ours = next((row for row in rows if row["system"] == "ours"), None)
-        if ours:
+        if ours and rates:
             settings = self.vocab_size, self.dtype.itemsize, rates
             floors = [floor_of(self.model.config, plan, *settings) for plan in plans]
             ours |= {key: statistics.median(floor[key] for floor in floors) for key in floors[0]}
@@ -193,6 +205,9 @@ class DecodeBench:
                 )
             case "ours":
                 return self.engine(self.model).generate(plan, generator=generator)
+            case "cache-only" | "l2r" | "speculative" | "gpt":
+                model = self.gpt if system == "gpt" else self.model
+                return self.engine(model).generate(own_plan(system, plan), generator=generator)
             case "encoder":
                 plan = plan if calls is None else only_calls(plan, calls)
                 tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
@@ -241,6 +256,21 @@ def summary(system: System, steps: int, timings: list[Timing], tokens: int) -> d
 # ---- plans, as the systems go through them -------------------------------------------------------
 
 
+def own_plan(system: System, plan: Plan) -> Plan:
+    """That of a system that does not follow `plan`: as many samples of the same length, and of
+    cache-only as many tokens a step."""
+    B, n = plan.order.shape
+    generator = common.seeded(int(plan.order[0, 0]))
+    match system:
+        case "cache-only":
+            group = math.ceil(n / len(plan.step.unique()))
+            return adaptive_plan(B, n, "confidence", generator, group=group)
+        case "speculative":
+            return speculative_plan(B, n, DRAFT, generator)
+        case _:
+            return l2r_plan(B, n)
+
+
 def row_groups(plan: Plan) -> Tensor:
     """The plan with every row's own non-empty steps numbered from 0, (B, T): what the engine goes
     through."""
@@ -284,6 +314,8 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
     tokens."""
     if options.run is None:
         config, vocab_size = SIZES[options.size]
+        longer = max(config.block_size, options.length)
+        config = dataclasses.replace(config, block_size=longer)
         return common.random_model(config, options.seed, device), vocab_size
     loaded = load(options.run, device=device)
     if not is_ao_gpt(loaded.model.config):
@@ -395,7 +427,7 @@ def report(result: dict) -> str:
         f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory."
     )
     models = [
-        f"{'Encoder' if name == 'encoder' else 'AO-GPT'}: "
+        f"{TITLES[name]}: "
         f"{sum(model['parameters'].values()) / 1e6:.1f} M parameters, head scaled by "
         f"{model['logit_scale']:.3g}, mean entropy {model['entropy']:.2f} nats."
         for name, model in result["models"].items()

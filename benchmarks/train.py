@@ -87,8 +87,7 @@ def bench_train(options: TrainOptions) -> None:
     """Run the benchmark and report. Raises ValueError for settings that no system could run."""
     options.check()
     check_settings(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    options.use_threads()
     device = pick_device(options.device)
     dtype, length = pick_dtype(options.dtype, device), options.tokens_in_sequence
     tokens = options.batch_size * length

@@ -155,17 +155,22 @@ def train_to_the_end(config: Config, processes: int) -> str:
     started = config.run_folder.with_name(f"{config.name}.commit")
     known = started.read_text().split(", ") if started.exists() else []
     write_text(started, ", ".join(dict.fromkeys([*known, commit()])))  # a run can be resumed
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), ROOT / "train.py", file],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_alone("train.py", str(file), processes=processes)
     if done.returncode == 0:
         started.replace(config.run_folder / "commit")
         return ""
     return done.stderr.strip() or f"ended with status {done.returncode}"
+
+
+def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
+    """Run a script of this project to its end, in processes of one thread."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), ROOT / script, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
 
 
 def crossing(validations: list[dict], key: str, goal: float) -> float | None:

@@ -24,29 +24,30 @@ def title_of(kind: str) -> str:
 
 
 def tables(experiment: Experiment, found: dict) -> list[str]:
-    """Of each recipe: the losses of the arms, and the verdicts."""
+    """Of each recipe: the losses of the arms, the verdicts, and ratios."""
     lines = []
     for recipe, arms in found["recipes"].items():
         lines += [f"**{recipe}**", "", *losses_table(experiment, arms), ""]
         lines += [*claims_table(found["claims"][recipe]), ""]
+        for ratio in found["ratios"][recipe]:
+            values = ratio["values"]
+            lines += [f"{ratio['says']}: {mean_cell(values)}", ""]
     return lines
 
 
 def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
-    """A line for each arm: its losses, means over seeds with half a 95% interval."""
+    """A line for each arm: its losses and figures, means over seeds with half a 95% interval."""
     main, goal = experiment.kind, experiment.goal
-    head = ["arm", *(f"{title_of(main)}, {share:.0%}" for share in SHARES)]
-    head += [title_of(kind) for kind in experiment.shown]
+    trained = any(main in run["losses"] for arm in arms.values() for run in arm["runs"])
+    columns = {(main, share): f"{title_of(main)}, {share:.0%}" for share in SHARES if trained}
+    columns |= {(kind, 1.0): title_of(kind) for kind in experiment.shown}
     known = any(arm["entropy"] for arm in arms.values())
-    head += [f"tokens to {goal:g}"] * (goal is not None) + ["above the entropy"] * known
-    head += ["tuned", "what it is"]
+    head = ["arm", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
+    head += ["above the entropy"] * known + ["tuned"] * (not experiment.bench) + ["what it is"]
     rows = []
     for name, arm in arms.items():
-        cells = [
-            name,
-            *(mean_cell([at(run, main, share) for run in arm["runs"]]) for share in SHARES),
-        ]
-        cells += [mean_cell([at(run, kind) for run in arm["runs"]]) for kind in experiment.shown]
+        cells = [name]
+        cells += [mean_cell([at(run, *column) for run in arm["runs"]]) for column in columns]
         if goal is not None:
             reached = [crossing(lines_of(run, main), main, goal) for run in arm["runs"]]
             missing = None in reached
@@ -55,7 +56,9 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
             ends, entropy = [at(run, main) for run in arm["runs"]], arm["entropy"]
             told = entropy and None not in ends
             cells.append(mean_cell([end - entropy for end in ends]) if told else "-")
-        rows.append([*cells, tuned_cell(arm["tuned"]), arm["why"]])
+        if not experiment.bench:
+            cells.append(tuned_cell(arm["tuned"]))
+        rows.append([*cells, arm["why"]])
     return markdown_table(head, rows)
 
 
@@ -66,8 +69,10 @@ def lines_of(run: dict, kind: str) -> list[dict]:
 
 
 def at(run: dict, kind: str, share: float = 1.0) -> float | None:
-    """A loss of a run after a share of its tokens: at the first evaluation from there on. None
-    where there is none."""
+    """A loss of a run after a share of its tokens: at the first evaluation from there on; or, at
+    the end, what was measured of it. None where there is none."""
+    if share == 1 and kind in run["measured"]:
+        return run["measured"][kind][0]
     if not run["tokens"] or kind not in run["losses"]:
         return None
     wanted = share * run["tokens"][-1]
@@ -107,9 +112,9 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     recipes = found["recipes"]
     size = (5.2 * len(recipes), 4.2)
     drawing, grid = new_figure(1, len(recipes), size, squeeze=False, sharey=True)
-    draw = {"curves": draw_curves, "sweep": draw_sweep, "averages": draw_averages}
+    draw = DRAWINGS[experiment.figure]
     for axes, (recipe, arms) in zip(grid.flat, recipes.items(), strict=True):
-        draw[experiment.figure](axes, experiment, arms)
+        draw(axes, experiment, arms)
         axes.set_title(f"{experiment.name}, {recipe}", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
@@ -132,15 +137,9 @@ def draw_sweep(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
     """Losses at the end over the value that the arms have: mean, 95% interval over seeds."""
     names_of = [name for name in arms if name in experiment.x]
     for kind in experiment.shown:
-        x, y, bars = [], [], []
-        for name in sorted(names_of, key=experiment.x.get):
-            values = [at(run, kind) for run in arms[name]["runs"]]
-            if None in values:
-                continue
-            mean, reach = mean_and_reach(values)
-            x.append(experiment.x[name])
-            y.append(mean)
-            bars.append(reach if len(values) > 1 else 0)
+        points = {experiment.x[name]: mean_over_seeds(arms[name], kind) for name in names_of}
+        x = sorted(place for place, means in points.items() if means is not None)
+        y, bars = zip(*(points[place] for place in x), strict=True)
         axes.errorbar(x, y, yerr=bars, marker="o", markersize=3, capsize=2, label=title_of(kind))
     axes.set(xlabel=experiment.x_label, ylabel="nats per token")
 
@@ -160,6 +159,83 @@ def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens", ylabel="averaged - last weights, nats per token")
 
+
+def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
+    """Figures over the value that each of them has, a line for every arm; an arm that has only one
+    of them is a level."""
+    for name, arm in arms.items():
+        points = {k: means for k in experiment.x if (means := mean_over_seeds(arm, k)) is not None}
+        if not points:
+            continue
+        x, y = [experiment.x[kind] for kind in points], [mean for mean, _ in points.values()]
+        if len(x) == 1:
+            axes.axhline(y[0], linestyle="--", color=axes.plot([], [])[0].get_color(), label=name)
+            continue
+        bars = [reach for _, reach in points.values()]
+        axes.errorbar(x, y, yerr=bars, marker="o", markersize=3, capsize=2, label=name)
+    axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label, xscale="log")
+    ticks = sorted(set(experiment.x.values()))
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    if experiment.bench:
+        axes.set_yscale("log")
+
+
+def draw_points(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
+    """The figures shown, one beside the other, a point for every arm that has them."""
+    for number, (name, arm) in enumerate(arms.items()):
+        shift = 0.6 * (number / max(1, len(arms) - 1) - 0.5)
+        points = {
+            place: means
+            for place, kind in enumerate(experiment.shown)
+            if (means := mean_over_seeds(arm, kind)) is not None
+        }
+        x, y = [place + shift for place in points], [mean for mean, _ in points.values()]
+        bars = [reach for _, reach in points.values()]
+        axes.errorbar(x, y, yerr=bars, fmt="o", markersize=4, capsize=2, label=name)
+    labels = [title_of(kind) for kind in experiment.shown]
+    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")
+    axes.set(ylabel=experiment.y_label)
+
+
+def draw_frontier(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
+    """Perplexity under the judge over entropy: a curve of every arm and setting, a point for each
+    number of steps."""
+    for number, (name, arm) in enumerate(arms.items()):
+        kinds = [kind for kind in arm["runs"][0]["measured"] if kind.startswith("judge_")]
+        curves: dict[str, list] = {}
+        for kind in kinds:
+            setting = kind.removeprefix("judge_")
+            point = [mean_over_seeds(arm, f"{what}_{setting}") for what in ("entropy", "judge")]
+            if None not in point:
+                curves.setdefault(setting.rpartition("_")[0], []).append(
+                    [mean for mean, _ in point]
+                )
+        for place, (setting, points) in enumerate(curves.items()):
+            x, y = zip(*points, strict=True)
+            style = {"color": f"C{number}", "linestyle": ("-", "--", ":", "-.")[place % 4]}
+            axes.plot(x, y, marker="o", markersize=3, label=f"{name}, {setting}", **style)
+    axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
+
+
+def mean_over_seeds(arm: dict, kind: str) -> tuple[float, float] | None:
+    """Mean and half a 95% interval of a figure at the end of an arm's runs; None where one of them
+    has none."""
+    values = [at(run, kind) for run in arm["runs"]]
+    if not values or None in values:
+        return None
+    mean, reach = mean_and_reach(values)
+    return mean, reach if len(values) > 1 else 0.0
+
+
+DRAWINGS = {
+    "curves": draw_curves,
+    "sweep": draw_sweep,
+    "averages": draw_averages,
+    "lines": draw_lines,
+    "points": draw_points,
+    "frontier": draw_frontier,
+}
 
 # ---- the page ------------------------------------------------------------------------------------
 
@@ -193,6 +269,8 @@ def section(experiment: Experiment, found: dict) -> list[str]:
         "",
         *tables(experiment, found),
         experiment.meaning.strip(),
+        "",
+        f"*At the paper's scale*: {found['at_scale']}",
         "",
     ]
 

@@ -8,36 +8,31 @@ so that differences between them are paired.
 
 from __future__ import annotations
 
-import math
-import statistics
+import functools
+import json
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from data.generators import ENTROPY_PER_TOKEN
+from data.loader import read_tokens
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of
+from experiments.measures import Figures, Measure, figures_of
+from experiments.verdicts import Claim, Ratio
 from training.config import Config
 
 CONFIGS = ROOT / "configs" / "findings"
 OUT = Path("out") / "findings"
 PILOT = 0.25  # of the length of a run: what rates are tuned with
+OTHER_SEED = 1000  # of runs that are no arms: none of theirs
 QUICK = {"train.steps": 150, "optim.warmup_steps": 15, "eval.interval": 50, "eval.sequences": 64}
 
 
-@dataclass(frozen=True)
-class Claim:
-    """That one loss is lower than another."""
-
-    says: str
-    lower: str
-    """ARM or ARM:KIND. KIND is a loss of metrics.jsonl, as in val_loss_KIND; by default that of the
-    experiment."""
-    higher: str
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     name: str
     title: str
@@ -48,34 +43,76 @@ class Experiment:
     """What came out, in words; the verdicts are computed."""
     kind: str
     """The loss that is compared, as in `Claim`; own: under the orders that an arm learns."""
-    seeds: int
-    figure: str
-    """curves, sweep or averages: see `experiments.report`."""
-    base: dict
-    recipes: dict[str, dict[str, Arm]]
-    """The arms under each recipe."""
-    x: dict[str, float]
-    """Of a sweep: where each arm stands."""
     claims: list[Claim]
+    ratios: list[Ratio] = field(default_factory=list)
+    seeds: int = 3
+
+    base: dict = field(default_factory=dict)
+    recipes: dict[str, dict[str, Arm]] = field(default_factory=dict)
+    """The arms under each recipe."""
+    alone: dict[str, Arm] = field(default_factory=dict)
+    """The arms without any recipe."""
+    runs: dict[str, dict[str, Arm]] = field(default_factory=dict)
+    """By recipe: runs that its arms begin from or are measured with, trained once, untuned."""
+    measures: list[Measure] = field(default_factory=list)
+    models: str = ""
+    """The experiment whose base, recipes and arms it has, and so whose runs."""
+    bench: Measure | None = None
+    """In place of arms: a benchmark, whose systems are compared."""
+    scale: dict[str, dict] = field(default_factory=dict)
+    """By arm, where it is not as here, what it is at the paper's scale (see `at_scale`); of a
+    benchmark {"command": ...}."""
+
+    figure: str
+    """curves, sweep, averages, lines, points or frontier: see `experiments.report`."""
+    shown: list[str] = field(default_factory=list)
+    """Losses and figures that the table, a sweep and points show."""
+    x: dict[str, float] = field(default_factory=dict)
+    """Of a sweep, where each arm stands; of lines, where each of the figures shown."""
     x_label: str = ""
+    y_label: str = "nats per token"
     goal: float | None = None
     """A loss: how many tokens take an arm there?"""
-    shown: list[str] = field(default_factory=list)
-    """Losses that the table and a sweep show."""
 
     def config(self, recipe: str, arm: Arm, seed: int, tuned: dict, quick: bool = False) -> Config:
         """The configuration of one run. A fixed order is another one for every seed."""
         changes = arm.changes | {"order.seed": seed} | (QUICK if quick else {})
-        out = OUT / ("quick" if quick else "") / self.name / recipe
+        start = changes.get("train.init_from")
+        if start in self.runs[recipe]:
+            changes["train.init_from"] = str(self.other_run(recipe, start, quick).run_folder)
+        out = OUT / ("quick" if quick else "") / (self.models or self.name) / recipe
         return config_of(self.base, replace(arm, changes=changes), seed, tuned, out)
 
+    def at_scale(self, recipe: str) -> dict[str, Config]:
+        """By arm, the run that tests the same at the paper's scale: configs/aogpt_small.toml, or
+        the `config` that `scale` names, in the fast recipe with _fast at the end, with what the
+        arm changes, or else what `scale` does; none where there is no such config."""
+        found = {}
+        for name in self.recipes[recipe] if recipe in ("paper", "fast") else ():
+            own = dict(self.scale.get(name, {}))
+            changes = {} if "config" in own else self.alone[name].changes
+            file = own.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
+            path = CONFIGS.parent / f"{file}.toml"
+            if path.is_file():
+                base = tomllib.loads(path.read_text())
+                arm = Arm(name, changes | own, {}, "")
+                found[name] = config_of(base, arm, 0, {}, OUT / "at_scale" / self.name / recipe)
+        return found
+
+    def other_run(self, recipe: str, name: str, quick: bool = False) -> Config:
+        """That of one of `runs`."""
+        arm = self.runs[recipe][name]
+        return self.config(recipe, arm, OTHER_SEED, middle_of(arm), quick)
+
     def pilot(self, recipe: str, arm: Arm, tuned: dict) -> Config:
-        """That of a run to tune with: as seed 0, but shorter, and evaluated once, at its end."""
+        """That of a run to tune with: as seed 0, but shorter, stages included, and evaluated once,
+        at its end."""
         config = self.config(recipe, arm, 0, tuned)
         steps = round(PILOT * config.train.steps)
         return replace(
             config,
             name=f"{config.name}_pilot",
+            schedule=tuple(replace(s, step=round(PILOT * s.step)) for s in config.schedule),
             train=replace(config.train, steps=steps),
             eval=replace(config.eval, interval=steps),
         )
@@ -83,23 +120,43 @@ class Experiment:
 
 def load_experiment(name: str) -> Experiment:
     """Read configs/findings/NAME.toml. Raises ValueError where there is none."""
+    values = read_values(name)
+    if "models" in values:
+        of_models = read_values(values["models"])
+        values |= {part: of_models[part] for part in ("base", "recipes", "arms")}
+    arms, others = values.pop("arms", {}), values.pop("runs", {})
+    x = values.pop("x", {}) | {arm: t.pop("x") for arm, t in arms.items() if "x" in t}
+    recipes, runs = {}, {}
+    for recipe, changes in values.pop("recipes", {}).items():
+        chosen = changes.pop("arms", list(arms))
+        # An arm is laid over the recipe, as over an arm above it.
+        tables = {arm: {"from": "recipe"} | t for arm, t in (arms | others).items()}
+        read = read_arms({"recipe": changes} | tables, f"experiment {name}")
+        recipes[recipe] = {arm: read[arm] for arm in arms if arm in chosen}
+        runs[recipe] = {other: read[other] for other in others}
+    alone = read_arms(arms, f"experiment {name}")
+    parts = {"claims": Claim, "ratios": Ratio, "measures": Measure}
+    values |= {key: [kind(**t) for t in values.get(key, [])] for key, kind in parts.items()}
+    bench = Measure(**values.pop("bench")) if "bench" in values else None
+    own = {"recipes": recipes, "alone": alone, "runs": runs, "x": x, "bench": bench}
+    return Experiment(name=name, **own, **values)
+
+
+def read_values(name: str) -> dict:
+    """The values of its file, with its base and recipes laid over those of common.toml."""
     path = CONFIGS / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(names())
         raise ValueError(f"there is no experiment {name!r}; choose one of {known}")
     values = tomllib.loads(path.read_text())
-    arms, recipes = values.pop("arms"), {}
-    x = {arm: table.pop("x") for arm, table in arms.items() if "x" in table}
-    for recipe, changes in values.pop("recipes").items():
-        chosen = changes.pop("arms", list(arms))
-        # An arm is laid over the recipe, as over an arm above it.
-        tables = {"recipe": changes} | {
-            arm: {"from": "recipe"} | arms[arm] for arm in arms if arm in chosen
-        }
-        recipes[recipe] = read_arms(tables, f"experiment {name}")
-        del recipes[recipe]["recipe"]
-    claims = [Claim(**claim) for claim in values.pop("claims")]
-    return Experiment(name=name, recipes=recipes, x=x, claims=claims, **values)
+    common = tomllib.loads((CONFIGS / "common.toml").read_text())
+    if "arms" in values:
+        own = values.get("base", {})
+        tables = {key: common["base"].get(key, {}) | t for key, t in own.items() if type(t) is dict}
+        values["base"] = common["base"] | own | tables
+        shared, own = common["recipes"], values["recipes"]
+        values["recipes"] = {key: shared.get(key, {}) | own[key] for key in own}
+    return values
 
 
 def names() -> list[str]:
@@ -113,6 +170,13 @@ Found = dict[str, dict[str, dict]]
 """By recipe and arm: {"why", "tuning": [{"tuned", "loss"}], "runs": [one for each seed]}."""
 
 
+def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
+    """Of all arms, those to tune with among them, and of `runs`."""
+    arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
+    others = sum(len(experiment.runs[recipe]) for recipe in recipes)
+    return others + sum(len(pilots_of(arm, quick)) + seeds for arm in arms)
+
+
 def train(
     experiment: Experiment,
     recipes: list[str],
@@ -121,9 +185,9 @@ def train(
     quick: bool,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """Tune every arm, in short runs with seed 0, then train its seeds with what was best; runs of
-    all arms side by side, `jobs` at a time. `progress` is called after each. Where nothing is to be
-    chosen, as with `quick`, nothing is tuned."""
+    """Tune every arm, in short runs with seed 0, then train its seeds with what was best, and
+    measure them; runs of all arms side by side, `jobs` at a time. `progress` is called after each.
+    Where nothing is to be chosen, as with `quick`, nothing is tuned."""
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
 
     def run(config: Config) -> Run:
@@ -131,8 +195,21 @@ def train(
         progress()
         return done
 
+    def run_and_measure(recipe: str, arm: Arm, seed: int, tuned: dict) -> dict:
+        config = experiment.config(recipe, arm, seed, tuned, quick)
+        done = run_of(config)
+        result = summary(done)
+        if done.lines:
+            result["measured"] |= measured(experiment, recipe, arm, config, quick)
+        progress()
+        return result
+
     found: Found = {recipe: {} for recipe in recipes}
     with ThreadPoolExecutor(jobs) as pool:
+        others = [
+            experiment.other_run(r, name, quick) for r in recipes for name in experiment.runs[r]
+        ]
+        list(pool.map(run, others))
         pilots = [
             [pool.submit(run, experiment.pilot(recipe, arm, t)) for t in pilots_of(arm, quick)]
             for recipe, arm in chosen
@@ -140,10 +217,7 @@ def train(
         tried = [[pilot.result().loss for pilot in of_arm] for of_arm in pilots]
         best = [best_of(arm, losses) for (_, arm), losses in zip(chosen, tried, strict=True)]
         runs = [
-            [
-                pool.submit(run, experiment.config(recipe, arm, seed, tuned, quick))
-                for seed in range(seeds)
-            ]
+            [pool.submit(run_and_measure, recipe, arm, seed, tuned) for seed in range(seeds)]
             for (recipe, arm), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, arm), losses, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
@@ -155,9 +229,52 @@ def train(
                 ],
                 "tuned": tuned,
                 "entropy": known_entropy(experiment.config(recipe, arm, 0, tuned)),
-                "runs": [summary(future.result()) for future in of_arm],
+                "runs": [future.result() for future in of_arm],
             }
     return found
+
+
+def benchmark(experiment: Experiment, quick: bool) -> Found:
+    """The systems of its benchmark, as arms that nobody trained; its repeats are their seeds."""
+    bench = experiment.bench
+    words = [*bench.arguments, *(bench.quick if quick else ())]
+    folder = OUT / ("quick" if quick else "") / experiment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "bench.json"
+    systems = figures_of(bench, words, file)
+    measured_by = json.loads(file.read_text())["commit"]
+    return {
+        "side by side": {
+            name: {
+                "why": system["why"],
+                "tuning": [],
+                "tuned": {},
+                "entropy": None,
+                "runs": [
+                    {"commit": measured_by, "tokens": [], "losses": {}, "measured": figures}
+                    for figures in system["repeats"]
+                ],
+            }
+            for name, system in systems.items()
+        }
+    }
+
+
+def measured(experiment: Experiment, recipe: str, arm: Arm, config: Config, quick: bool) -> Figures:
+    """What the experiment's measures say of a run."""
+    folders = {
+        n: experiment.other_run(recipe, n, quick).run_folder for n in experiment.runs[recipe]
+    }
+    figures: Figures = {}
+    for number, measure in enumerate(experiment.measures):
+        if measure.arms and arm.name not in measure.arms:
+            continue
+        words = [*measure.arguments, *(measure.quick if quick else ())]
+        places = {"run": config.run_folder, "data": config.data.folder} | folders
+        words = [word.format(**places) for word in words]
+        file = config.run_folder.with_name(f"{config.name}.{experiment.name}.{number}.json")
+        figures |= figures_of(measure, words, file)
+    return figures
 
 
 def pilots_of(arm: Arm, quick: bool = False) -> list[dict]:
@@ -166,14 +283,20 @@ def pilots_of(arm: Arm, quick: bool = False) -> list[dict]:
     return [] if quick or len(values) == 1 else values
 
 
+def middle_of(arm: Arm) -> dict:
+    """What an arm has that is not tuned: of what would be tried, the middle."""
+    values = arm.grid()
+    return values[len(values) // 2]
+
+
 def best_of(arm: Arm, losses: list[float | None]) -> dict:
     """What an arm is tuned to: the values whose pilot ended lowest; without pilots those in the
     middle. Raises ValueError if no pilot ended.
 
     losses: of the pilots, as in `pilots_of`."""
-    values = arm.grid()
     if not losses:
-        return values[len(values) // 2]
+        return middle_of(arm)
+    values = arm.grid()
     ended = [(loss, i) for i, loss in enumerate(losses) if loss is not None]
     if not ended:
         raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
@@ -186,9 +309,19 @@ def known_entropy(config: Config) -> float | None:
     return entropy() if entropy else None
 
 
+@functools.cache
+def unigram(folder: str) -> float:
+    """Entropy of single tokens of the validation text, nats."""
+    counts = np.bincount(read_tokens(Path(folder), "val"))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 def summary(run: Run) -> dict:
-    """What is kept of a run: its validation losses and their errors, by tokens."""
+    """What is kept of a run: its validation losses and their errors, by tokens; and as `measured`
+    the entropy of single tokens of the text that they are of."""
     result = {"seed": run.config.seed, "commit": run.commit, "tokens": [], "losses": {}}
+    result["measured"] = {"unigram": [unigram(run.config.data.folder), None]}
     for line in run.validations:
         result["tokens"].append(line["tokens"])
         key = own_loss(run.config)
@@ -200,54 +333,3 @@ def summary(run: Run) -> dict:
         for key, value in losses.items():
             result["losses"].setdefault(key, []).append(value)
     return result
-
-
-# ---- verdicts ------------------------------------------------------------------------------------
-
-
-def judged(claim: Claim, kind: str, arms: dict[str, dict]) -> dict | None:
-    """A claim and what its arms, those of a recipe, say of it; None where they are not all there.
-
-    The error of a mean difference has two sources: seeds, and the draws of the orders under which
-    losses are estimated (Monte Carlo)."""
-    sides = [side.partition(":") for side in (claim.lower, claim.higher)]
-    if any(arm not in arms for arm, *_ in sides):
-        return None
-    ends = [[end_of(run, of or kind) for run in arms[arm]["runs"]] for arm, _, of in sides]
-    seeds = [(low, high) for low, high in zip(*ends, strict=True) if low and high]
-    differences = [high[0] - low[0] for low, high in seeds]
-    errors = [error or 0.0 for pair in seeds for _, error in pair]
-    monte_carlo = math.sqrt(sum(e * e for e in errors)) / max(1, len(seeds))
-    return {
-        "says": claim.says,
-        "differences": differences,
-        "monte_carlo_error": monte_carlo,
-        **verdict(differences, monte_carlo),
-    }
-
-
-def end_of(run: dict, kind: str) -> tuple[float, float | None] | None:
-    """The last loss of a run and its error; None of one that did not end."""
-    if not run["tokens"]:
-        return None
-    errors = run["losses"].get(f"{kind}_error")
-    return run["losses"][kind][-1], errors[-1] if errors else None
-
-
-def verdict(differences: list[float], monte_carlo: float) -> dict:
-    """Whether paired differences, one a seed, are as claimed: above 0.
-
-    reproduced: all of them are, and their mean is more than two standard errors (of seeds and Monte
-    Carlo together) from 0. reversed: the mirror image. Else unresolved."""
-    if len(differences) < 2:
-        return {"mean": differences[0] if differences else None, "verdict": "unresolved"}
-    mean = statistics.mean(differences)
-    of_seeds = statistics.stdev(differences) / math.sqrt(len(differences))
-    error = math.sqrt(of_seeds**2 + monte_carlo**2)
-    word = "unresolved"
-    if abs(mean) > 2 * error:
-        if all(d > 0 for d in differences):
-            word = "reproduced"
-        elif all(d < 0 for d in differences):
-            word = "reversed"
-    return {"mean": mean, "error": error, "verdict": word}

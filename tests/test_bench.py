@@ -1,5 +1,6 @@
 """bench.py decode and its baselines: correct samplers, figures that agree, bad arguments."""
 
+import dataclasses
 import json
 import math
 import statistics
@@ -14,9 +15,12 @@ from reference import LEVEL, chi_square_p, make_plan, seeded
 import train
 from benchmarks import common
 from benchmarks import decode as bench
+from benchmarks import lengths as lengths_bench
+from benchmarks import memory as memory_bench
 from benchmarks.baselines import decode_cached, decode_uncached, draw
 from benchmarks.common import Rates
 from benchmarks.decode import floor_of, model_calls, only_calls, row_groups
+from experiments.measures import of_bench
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
 from sampling.engine import generate
@@ -282,6 +286,9 @@ def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
     assert ours["logit_scale"] == 1 and result["settings"]["dtype"] == "bfloat16"
     assert ours["parameters"] == AOGPT(run.model).num_params()
     assert [row["system"] for row in result["rows"]] == ["ours", "baseline", "no-cache", "encoder"]
+    longer = bench.DecodeOptions(run=str(run.run_folder), **sizes | {"length": 9999})
+    with pytest.raises(ValueError, match="--length 9999 exceeds the model's block size"):
+        bench.bench_decode(longer)
     with pytest.raises(ValueError, match="not AO-GPT"):
         bench.bench_decode(bench.DecodeOptions(run=str(plain.run_folder), **sizes))
 
@@ -295,10 +302,72 @@ def test_all_calls_of_chosen_systems_and_of_even_plans():
     assert "Extrapolated" not in done.stdout
 
 
+OWN_PLANS = ("cache-only", "l2r", "speculative", "gpt")
+
+
+def test_systems_with_plans_of_their_own_decode_as_many_tokens():
+    sizes = {"size": "tiny", "batch_size": 3, "length": 200, "repeats": 1, "device": "cpu"}
+    options = bench.DecodeOptions(systems=("ours", *OWN_PLANS), steps=(50,), **sizes)
+    made = bench.DecodeBench(options, torch.device("cpu"), torch.float32)
+    rows = {row["system"]: row for row in made.rows(50, rates=None)}
+    assert made.model.config.block_size == 200  # random weights are as long as need be
+    assert rows["l2r"]["model_calls"] == rows["gpt"]["model_calls"] == 200
+    assert rows["cache-only"]["model_calls"] == 50
+    # Of n known inputs each call feeds those that are new, and a copy for all 200 - n unknown ones.
+    assert rows["cache-only"]["token_forwards"] > 3 * sum(200 - 4 * n for n in range(50))
+    assert rows["ours"]["token_forwards"] < 3 * 2 * 200
+    assert "times_floor" not in rows["ours"]
+
+
+@pytest.mark.parametrize("power", [0.5, 1, 2])
+def test_an_exponent_is_the_slope_of_logarithms(power):
+    lengths = [64, 128, 1024]
+    values = [3 * n**power for n in lengths]
+    assert lengths_bench.slope(lengths, values) == pytest.approx(power)
+
+
+def test_growth_with_length_is_measured_and_reported(tmp_path, capsys):
+    files = {"json": tmp_path / "l.json", "plot": tmp_path / "l.png"}
+    options = lengths_bench.LengthsOptions(
+        size="tiny", lengths=(32, 16), systems=("ours", "encoder"), repeats=2, device="cpu", **files
+    )
+    lengths_bench.bench_lengths(options)
+    result, printed = json.loads(files["json"].read_text()), capsys.readouterr().out
+    assert [row["length"] for row in result["rows"]] == [16, 16, 32, 32]
+    fits = result["exponents"]
+    assert fits["encoder"]["token_forwards"] == [pytest.approx(2, abs=0.2)] * 2
+    assert fits["ours"]["token_forwards"][0] < 1.2 and len(fits["ours"]["seconds"]) == 2
+    for r, fit in enumerate(fits["ours"]["seconds"]):
+        short, long = (row["all_seconds"][r] for row in result["rows"] if row["system"] == "ours")
+        assert fit == pytest.approx(math.log2(long / short))
+    assert "| encoder" in printed and files["plot"].read_bytes().startswith(b"\x89PNG")
+    assert of_bench(result)["ours"]["repeats"][1]["seconds_32"][0] == long
+    with pytest.raises(ValueError, match="fewer than two"):
+        lengths_bench.bench_lengths(dataclasses.replace(options, lengths=(32, 32)))
+
+
+def test_memory_of_decoding_is_that_of_processes_of_their_own(tmp_path, capsys):
+    """A cache of 2 samples x 2 layers x 64 wide in float32 takes 2 KiB a token: 8 MiB more
+    at 4,096 tokens than at 64. Pages, and what steps take, blur it by a few MiB."""
+    file, lengths = tmp_path / "m.json", (64, 4096)
+    options = memory_bench.MemoryOptions(
+        size="tiny", lengths=lengths, batch_sizes=(2,), group=128, systems=("rotary",), json=file
+    )
+    memory_bench.bench_memory(dataclasses.replace(options, device="cpu", threads=1))
+    result, printed = json.loads(file.read_text()), capsys.readouterr().out
+    short, long = result["rows"]
+    assert long["planned_bytes"] - short["planned_bytes"] > 8 * 2**20
+    assert long["peak_bytes"] > 0.8 * long["planned_bytes"] > short["peak_bytes"] / 4
+    assert "| rotary" in printed
+    figures = of_bench(result)["rotary_2"]["repeats"][0]
+    assert figures["peak_4096"][0] == long["peak_bytes"] / 2**20
+    with pytest.raises(ValueError, match="two lengths"):
+        memory_bench.bench_memory(dataclasses.replace(options, lengths=(64,)))
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"length": 129}, "--length 129 exceeds .* block size, 128"),
         ({"steps": (4, 0)}, "--steps is 0; .* at least 1"),
         ({"steps": ()}, "--steps .* at least 1"),
         ({"systems": ()}, "--systems"),

@@ -4,14 +4,18 @@ import json
 import math
 import tomllib
 
+import numpy as np
 import pytest
 import tomli_w
 from helpers import ROOT, change, run_script, tiny_config
 
 import findings
+from data.loader import read_tokens
 from experiments import arms as of_arms
-from experiments import report, suite
-from experiments.suite import Claim, judged, load_experiment, verdict
+from experiments import measures, report, suite
+from experiments.measures import SYSTEMS
+from experiments.suite import load_experiment
+from experiments.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
 from training import config as configuration
 
 SHIPPED = suite.names()
@@ -42,10 +46,14 @@ def test_arms_of_a_recipe_are_tuned_alike_and_share_data_and_evaluation(name):
 def test_claims_are_of_arms_and_losses_that_there_are(name):
     experiment = load_experiment(name)
     arms = {arm for recipe in experiment.recipes.values() for arm in recipe}
-    for claim in experiment.claims:
-        for side in (claim.lower, claim.higher):
-            assert side.partition(":")[0] in arms
-    assert experiment.figure in ("curves", "sweep", "averages")
+    sides = [side for claim in experiment.claims for side in (claim.lower, claim.higher)]
+    sides += [side for ratio in experiment.ratios for side in (*ratio.of, *ratio.to)]
+    if experiment.bench:
+        arms = set(SYSTEMS) | {f"{system}_{size}" for system in SYSTEMS for size in (1, 8)}
+    for side in sides:
+        assert side.partition(":")[0] in arms or is_number(side)
+    assert arms >= {arm for measure in experiment.measures for arm in measure.arms}
+    assert experiment.figure in report.DRAWINGS
 
 
 def test_the_page_is_made_of_the_results_that_are_shipped():
@@ -54,6 +62,30 @@ def test_the_page_is_made_of_the_results_that_are_shipped():
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_runs_at_the_papers_scale_have_the_papers_size_and_what_their_arm_changes(name):
+    experiment = load_experiment(name)
+    if experiment.bench:
+        assert experiment.scale["command"].startswith("python bench.py")
+        return
+    configs = {(r, a): c for r in experiment.recipes for a, c in experiment.at_scale(r).items()}
+    for config in configs.values():
+        assert (config.model.n_layer, config.model.n_embd, config.model.block_size) == (
+            12,
+            768,
+            1024,
+        )
+        assert config.data.folder == "data/openwebtext" and config.model.vocab_size == 50304
+    if name == "E2":
+        shares = [configs["paper", arm].order.l2r_prob for arm in ("l2r0", "l2r5", "l2r100")]
+        assert shares == [0.0, 0.05, 1.0] and configs["fast", "l2r0"].model.position == "rotary"
+    if name == "E5":
+        prefix = configs["paper", "encoder_prefix"]
+        assert prefix.model.is_encoder and prefix.objective.prefix_prob == 0.1
+    if name == "E11":
+        assert configs["paper", "curriculum"].schedule and not configs["paper", "direct"].schedule
 
 
 @pytest.mark.parametrize(
@@ -98,6 +130,87 @@ def test_a_claim_is_judged_by_paired_differences_at_the_end_and_the_errors_of_bo
     assert judged(Claim("", "a", "b"), "own", arms)["differences"] == pytest.approx([0.6])
 
 
+def measured(**figures):
+    return {"tokens": [], "losses": {}, "measured": figures}
+
+
+def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
+    arms = {
+        "a": {"runs": [measured(gain=[0.3, 0.1]), measured(gain=[0.5, None])]},
+        "b": {"runs": [result(0, 2.0, 0.0) | {"measured": {"own": [1.0, 0.3]}}, result(1, 2.0, 0)]},
+    }
+    found = judged(Claim("it gains", "0", "a:gain"), "own", arms)
+    assert found["differences"] == [0.3, 0.5]
+    assert found["monte_carlo_error"] == pytest.approx(0.1 / 2)
+    # of a loss and a figure of one name the figure counts
+    assert judged(Claim("", "b", "1.5"), "own", arms)["differences"] == [0.5, -0.5]
+    assert judged(Claim("", "a:speed", "1"), "own", arms)["verdict"] == "unresolved"
+    assert judged(Claim("", "c:gain", "1"), "own", arms) is None
+
+
+def test_a_ratio_is_of_differences_seed_by_seed():
+    runs = {"a": [(3.0, 2.5), (4.0, 3.0)], "b": [(1.0, 0.0), (2.0, 0.0)]}
+    arms = {
+        name: {"runs": [measured(x=[x, None], y=[y, None]) for x, y in values]}
+        for name, values in runs.items()
+    }
+    share = Ratio("share of the gap", ("a:x", "a:y"), ("a:x", "b:x"))
+    assert ratio_of(share, "x", arms)["values"] == pytest.approx([0.5 / 2, 1 / 2])
+    times = Ratio("times", ("a:x", "0"), ("b:x", "0"))
+    assert ratio_of(times, "x", arms)["values"] == pytest.approx([3.0, 2.0])
+    assert ratio_of(Ratio("", ("a", "c"), ("a", "0")), "x", arms) is None
+
+
+# ---- measures ------------------------------------------------------------------------------------
+
+
+def test_figures_are_read_from_what_scripts_write():
+    """The keys of the rows are those that the scripts' own tests pin."""
+    sampler = {"temperature": 0.9, "top_p": 1.0, "mode": "mdm", "steps": 8}
+    sampler |= {"group_size": None, "draft": None}
+    of_samples = {"nll": 2.0, "standard_error": math.nan, "entropy": 2.5, "nfe": 7.5}
+    of_samples |= {"entropy_standard_error": 0.1, "nfe_standard_error": 0.2}
+    figures = measures.of_generation({"rows": [{"sampler": sampler} | of_samples]})
+    assert figures == {
+        "judge_t0.9_p1_mdm8": [2.0, None],
+        "entropy_t0.9_p1_mdm8": [2.5, 0.1],
+        "nfe_t0.9_p1_mdm8": [7.5, 0.2],
+    }
+    rouge = {"rouge_1": [0.5, 0.7], "rouge_2": [0.0, 0.0], "rouge_l": [0.5, 0.5]}
+    rows = [
+        {"given": "left", "mode": "l2r", "nll": [3.0, 2.0]} | rouge,
+        {"given": "both", "mode": "random", "nll": [2.5, 1.9]} | rouge,
+    ]
+    figures = measures.of_infilling({"rows": rows})
+    assert figures["gain"] == pytest.approx([0.3, 0.2])  # of pairs: 0.5 and 0.1
+    assert figures["nll_both"][0] == pytest.approx(2.2)
+    assert figures["rouge1_both_random"] == pytest.approx([0.6, 0.1])
+
+
+@pytest.fixture
+def with_start(tiny):
+    """The experiment `tiny` with arms that go on from a run of their own, in stages."""
+    file = tiny / "E7.toml"
+    values = tomllib.loads(file.read_text())
+    values["runs"] = {"first": {"why": "from left to right", "order.kind": "l2r"}}
+    stages = [{"step": 0, "kind": "l2r"}, {"step": 8, "kind": "random"}]
+    values["arms"]["moving"] |= {"train.init_from": "first", "schedule": stages}
+    file.write_text(tomli_w.dumps(values))
+    return load_experiment("E7")
+
+
+def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages_that_a_pilot_shortens(with_start):
+    arm, first = with_start.recipes["slow"]["moving"], with_start.other_run("slow", "first")
+    assert first.seed == suite.OTHER_SEED and first.order.kind == "l2r"
+    assert first.optim.beta2 == 0.95 and not first.train.init_from  # the middle of two values
+    config = with_start.config("slow", arm, 1, {})
+    assert config.train.init_from == str(first.run_folder)
+    assert [stage.step for stage in config.schedule] == [0, 8]
+    pilot = with_start.pilot("slow", arm, {})
+    assert [stage.step for stage in pilot.schedule] == [0, 2] and pilot.train.steps == 5
+    assert suite.number_of_runs(with_start, ["slow"], 2, quick=False) == 1 + 2 * (2 + 2)
+
+
 # ---- an experiment, from its file to its figure --------------------------------------------------
 
 
@@ -127,6 +240,15 @@ def tiny(data, tmp_path, monkeypatch):
         "claims": [
             {"says": "who learns is better", "lower": "moving", "higher": "still"},
             {"says": "who does not is better", "lower": "still:l2r", "higher": "moving:l2r"},
+            {"says": "measured", "lower": "moving:eval_l2r", "higher": "still:l2r"},
+        ],
+        "ratios": [{"says": "share", "of": ["still", "moving"], "to": ["still", "0"]}],
+        "measures": [
+            {
+                "script": "eval_ppl.py",
+                "arguments": ["{run}", "--datasets", "{data}", "--orders", "l2r"],
+                "arms": ["moving"],
+            }
         ],
     }
     monkeypatch.setattr(suite, "CONFIGS", tmp_path)
@@ -135,7 +257,13 @@ def tiny(data, tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "PAGE", tmp_path / "findings.md")
     monkeypatch.setattr(findings, "ROOT", tmp_path)
     (tmp_path / "E7.toml").write_text(tomli_w.dumps(values))
+    (tmp_path / "common.toml").write_text("[base]\n[recipes]\n")
     return tmp_path
+
+
+def pilot_config(folder):
+    run = folder / "runs" / "E7" / "slow" / "moving_beta20.9_s0_pilot"
+    return configuration.load_toml(run / "config.toml")
 
 
 def run(monkeypatch, capsys, *words):
@@ -159,15 +287,24 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     }
     differences = [a - b for a, b in zip(ends["still"], ends["moving"], strict=True)]
     assert claims[0]["differences"] == pytest.approx(differences)
-    assert [claim["verdict"] for claim in claims] == ["reproduced", "reversed"]
+    words = ["reproduced", "reversed", "reproduced"]
+    assert [claim["verdict"] for claim in claims] == words
+    assert found["ratios"]["slow"][0]["values"] == pytest.approx(
+        [1 - b / a for a, b in zip(ends["still"], ends["moving"], strict=True)]
+    )
+    seen = arms["moving"]["runs"][0]
+    assert seen["measured"]["eval_l2r"][0] < arms["still"]["runs"][0]["losses"]["l2r"][-1]
+    tokens = read_tokens(pilot_config(tiny).data.folder, "val")
+    shares = [np.mean(tokens == token) for token in np.unique(tokens)]
+    entropy = -sum(share * math.log(share) for share in shares)
+    assert seen["measured"]["unigram"][0] == pytest.approx(entropy)
     assert len(arms["moving"]["runs"][0]["losses"]["random_error"]) == 4
     assert "| moving" in out and "reproduced" in out and "reversed" in out
     assert (tiny / "results" / "E7.png").read_bytes().startswith(b"\x89PNG")
-    folder = tiny / "runs" / "E7" / "slow"
-    pilot = configuration.load_toml(folder / "moving_beta20.9_s0_pilot" / "config.toml")
+    pilot = pilot_config(tiny)
     assert (pilot.train.steps, pilot.eval.interval, pilot.seed) == (5, 5, 0)
     # Again: every run is there, so nothing is trained and nothing changes.
-    monkeypatch.setattr(of_arms, "train_to_the_end", None)
+    monkeypatch.setattr(of_arms, "run_alone", None)
     run(monkeypatch, capsys, *chosen)
     assert json.loads((tiny / "results" / "E7.json").read_text()) == found
     run(monkeypatch, capsys, "page")
@@ -200,3 +337,10 @@ def test_the_first_experiment_runs_quickly_from_the_text_of_the_repository(tmp_p
     done = run_script("findings.py", "E1", "--seeds", 1, "--quick", "--jobs", 2)
     assert "unresolved" in done.stdout
     assert (ROOT / "out" / "findings" / "quick" / "E1.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "E1"])
+def test_every_experiment_runs_quickly(name):
+    run_script("findings.py", name, "--seeds", 1, "--quick", "--jobs", 2)
+    assert (ROOT / "out" / "findings" / "quick" / f"{name}.png").stat().st_size > 10_000

@@ -1,0 +1,187 @@
+"""bench.py memory: what decoding takes beside the weights, by length and batch.
+
+Each measurement is a process of its own: the peak of its memory (resident on a CPU, allocated on a
+GPU) while it decodes, less that before. A decoder keeps keys and values of all tokens, and adaLN a
+row of modulations for every position; an encoder keeps nothing, but feeds all tokens at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks import common
+from benchmarks.common import SIZES, BenchOptions
+from benchmarks.decode import encoder_config
+from benchmarks.lengths import slope
+from model import Transformer
+from runtime.devices import pick_device, pick_dtype
+from runtime.ranges import Count
+from runtime.reports import markdown_table, new_figure, png
+from sampling.engine import Engine, bytes_per_sample
+from sampling.plans import random_plan
+from sampling.token_choice import TokenChoice
+
+System = Literal["decoder", "rotary", "encoder"]
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(BenchOptions):
+    """Measure the memory that decoding takes, beside its estimate."""
+
+    lengths: tuple[Count, ...] = (1024, 2048, 4096, 8192)
+    batch_sizes: tuple[Count, ...] = (1, 8)
+    group: Count = 16
+    """Tokens a step."""
+    systems: tuple[System, ...] = ("decoder", "rotary", "encoder")
+    """decoder: AO-GPT. rotary: relative attention that tells targets by rotation, which has no
+    adaLN. encoder: of the same size."""
+
+
+def bench_memory(options: MemoryOptions) -> None:
+    """Run the benchmark and report. Raises ValueError for settings that cannot be run."""
+    options.check()
+    if len(set(options.lengths)) < 2 or not options.batch_sizes:
+        raise ValueError("give --lengths at least two lengths, and --batch-sizes one size")
+    device = pick_device(options.device)
+    if device.type == "cpu" and not Path("/proc/self/status").exists():
+        raise ValueError("the memory of a process on a CPU can be told on Linux only")
+    rows = []
+    for system in dict.fromkeys(options.systems):
+        for batch_size in sorted(set(options.batch_sizes)):
+            for length in sorted(set(options.lengths)):
+                # A new process each: the peak of one never falls.
+                with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+                    rows.append(alone.submit(measure, options, system, batch_size, length).result())
+    dtype = pick_dtype(options.dtype, device)
+    fits = {
+        f"{system}_{batch_size}": {key: growth(own, key) for key in ("peak", "planned")}
+        for (system, batch_size), own in by_system(rows).items()
+    }
+    result = common.describe(options, dtype, device, rows=rows, exponents=fits)
+    plot = functools.partial(plot_memory, rows, common.machine_line(result))
+    common.publish(options, "Memory of decoding", result, report(result), plot)
+
+
+def measure(options: MemoryOptions, system: System, batch_size: int, length: int) -> dict:
+    """Bytes that decoding takes at its peak beside the weights, and what is planned of them."""
+    options.use_threads()
+    device = pick_device(options.device)
+    model, vocab_size = model_of(options, system, length, device)
+
+    def decode(batch_size: int, length: int) -> None:
+        # To an encoder all steps are alike, so that it takes two; the cache of a decoder fills up.
+        given = torch.zeros(batch_size, length, dtype=torch.bool)
+        if system == "encoder":
+            given[:, 2 * options.group :] = True
+        plan = random_plan(batch_size, length, common.seeded(options.seed), given, options.group)
+        engine = Engine(model, batch_size, length, TokenChoice(), vocab_size)
+        engine.generate(plan, torch.zeros_like(plan.order), generator=common.seeded(options.seed))
+
+    decode(1, min(length, 2 * options.group))  # what libraries load and take once is not counted
+    before = peak(device)
+    decode(batch_size, length)
+    return {
+        "system": system,
+        "batch_size": batch_size,
+        "length": length,
+        "peak_bytes": peak(device) - before,
+        "planned_bytes": planned(model, batch_size, length),
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+    }
+
+
+def model_of(
+    options: MemoryOptions, system: System, length: int, device: torch.device
+) -> tuple[Transformer, int]:
+    config, vocab_size = SIZES[options.size]
+    config = dataclasses.replace(config, block_size=max(config.block_size, length))
+    if system == "encoder":
+        config = encoder_config(config, vocab_size)
+    if system == "rotary":
+        config = dataclasses.replace(config, position="rotary", target="rotary")
+    dtype = pick_dtype(options.dtype, device)
+    return common.random_model(config, options.seed, device).to(dtype), vocab_size
+
+
+def peak(device: torch.device) -> int:
+    """Bytes that this process has taken at most: of the GPU, or resident (Linux alone says it of a
+    process without what its parent had taken)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def planned(model: Transformer, batch_size: int, length: int) -> int:
+    """Cache and buffers of all samples, and adaLN's modulations of every position of the model."""
+    config, itemsize = model.config, model.wte.weight.element_size()
+    of_position = (6 * config.n_layer + 2) * config.n_embd * itemsize
+    modulations = config.block_size * of_position if config.target == "adaln" else 0
+    return batch_size * bytes_per_sample(model, length) + modulations
+
+
+def report(result: dict) -> str:
+    """The setting, peaks, estimates, and how they grow."""
+    s, rows = result["settings"], result["rows"]
+    setting = f"{s['group']} tokens a step, {s['dtype']}. {common.machine_line(result)}."
+    lengths = sorted({row["length"] for row in rows})
+    head = ["system", "batch", *(f"{n} tokens" for n in lengths), "exponent"]
+    lines = []
+    for (system, batch_size), own in by_system(rows).items():
+        cells = [
+            f"{common.short(row['peak_bytes'] / MIB)} ({common.short(row['planned_bytes'] / MIB)})"
+            for row in own
+        ]
+        fit = result["exponents"][f"{system}_{batch_size}"]["peak"]
+        lines.append([system, str(batch_size), *cells, f"{fit:.2f}"])
+    return common.paragraphs(
+        setting,
+        "\n".join(markdown_table(head, lines)),
+        "MiB at the peak beside the weights, and in brackets what is known before: the cache and "
+        "the buffers of the samples, and adaLN's modulations. The rest is the working memory of a "
+        "step.",
+    )
+
+
+def by_system(rows: list[dict]) -> dict[tuple[str, int], list[dict]]:
+    """The rows of each system and batch size, the shortest samples first."""
+    systems: dict[tuple[str, int], list[dict]] = {}
+    for row in rows:
+        systems.setdefault((row["system"], row["batch_size"]), []).append(row)
+    return systems
+
+
+def growth(rows: list[dict], key: str) -> float:
+    """Slope of log bytes over log length; no bytes count as one."""
+    return slope([row["length"] for row in rows], [max(1, row[f"{key}_bytes"]) for row in rows])
+
+
+def plot_memory(rows: list[dict], title: str) -> bytes:
+    """PNG of peaks over length, both logarithmic; dashed: what is planned."""
+    figure, axes = new_figure()
+    for (system, batch_size), own in by_system(rows).items():
+        lengths = [row["length"] for row in own]
+        (line,) = axes.plot(
+            lengths,
+            [row["peak_bytes"] / MIB for row in own],
+            marker="o",
+            label=f"{system}, batch {batch_size}",
+        )
+        planned_mib = [row["planned_bytes"] / MIB for row in own]
+        axes.plot(lengths, planned_mib, "--", color=line.get_color())
+    axes.set(xscale="log", yscale="log", xlabel="length", ylabel="MiB", title=title)
+    ticks = sorted({row["length"] for row in rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return png(figure)

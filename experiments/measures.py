@@ -1,0 +1,166 @@
+"""What is measured of a run besides its validation losses: scripts of this project, each run as a
+process of its own, and the figures in the JSON that they write.
+
+Figures are {name: [value, error or None]}; a claim names them as it names losses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from evaluation.text_measures import mean_and_error
+from experiments.arms import run_alone
+from runtime.files import write_json
+from runtime.reports import commit
+
+Figures = dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A script, and what it is given."""
+
+    script: str
+    arguments: tuple[str, ...]
+    """{run} is the run that is measured, {data} its dataset, {NAME} one of the experiment's other
+    `runs`."""
+    quick: tuple[str, ...] = ()
+    """Added by --quick."""
+    arms: tuple[str, ...] = ()
+    """Those that it can measure; by default all."""
+
+
+def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
+    """What a measure says, with these arguments. It is kept in `file`, and measured again only if
+    the arguments have changed. Raises ValueError with the script's last words if it fails."""
+    command = [measure.script, *arguments]
+    if file.exists() and (kept := json.loads(file.read_text()))["command"] == command:
+        return kept["figures"]
+    report = file.with_suffix(".report.json")
+    done = run_alone(*command, "--json", str(report))
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+    figures = READERS[measure.script](json.loads(report.read_text()))
+    write_json(file, {"command": command, "commit": commit(), "figures": figures})
+    return figures
+
+
+def known(value: float | None) -> float | None:
+    """None for what is not a number, which JSON does not have."""
+    return None if value is None or math.isnan(value) else value
+
+
+# ---- readers: the figures in a script's JSON -----------------------------------------------------
+
+
+def of_perplexity(result: dict) -> Figures:
+    """eval_ORDERS in nats a token, DATASET_ORDERS in bits a byte; with _mM of an ensemble of M, _gG
+    in groups of G. With several datasets eval_ is of the first."""
+    figures = {}
+    for row in result["results"]:
+        name, size, group = row["orders"], row["ensemble"], row["group"]
+        name += f"_m{size}" * (size > 1) + f"_g{group}" * (group > 1)
+        error = known(row["monte_carlo_error"])
+        figures.setdefault(f"eval_{name}", [row["nll"], error])
+        if (bits := known(row["bits_per_byte"])) is not None:
+            per_nat = bits / row["nll"]
+            figures[f"{row['dataset']}_{name}"] = [bits, error and error * per_nat]
+    return figures
+
+
+def of_generation(result: dict) -> Figures:
+    """For each sampler, SETTING as in t0.9_p0.95_mdm64: judge_SETTING and entropy_SETTING (nats a
+    token), nfe_SETTING."""
+    figures = {}
+    for row in result["rows"]:
+        s = row["sampler"]
+        size = next(filter(None, (s[key] for key in ("steps", "group_size", "draft"))))
+        name = f"t{s['temperature']:g}_p{s['top_p']:g}_{s['mode']}{size}"
+        figures[f"judge_{name}"] = [row["nll"], known(row["standard_error"])]
+        for key in ("entropy", "nfe"):
+            figures[f"{key}_{name}"] = [row[key], known(row[f"{key}_standard_error"])]
+    return figures
+
+
+def of_infilling(result: dict) -> Figures:
+    """nll_left, nll_both (nats a token of the middle sentence), gain, their difference, whose error
+    is that of pairs; rouge1_GIVEN_MODE, rouge2_..., rougel_..."""
+    figures: Figures = {}
+    for row in result["rows"]:
+        figures[f"nll_{row['given']}"] = figure(row["nll"])
+        for key in ("rouge_1", "rouge_2", "rouge_l"):
+            name = f"{key.replace('_', '')}_{row['given']}_{row['mode']}"
+            figures[name] = figure(row[key])
+    nll = {row["given"]: row["nll"] for row in result["rows"]}
+    if len(nll) == 2:
+        gains = [left - both for left, both in zip(nll["left"], nll["both"], strict=True)]
+        figures["gain"] = figure(gains)
+    return figures
+
+
+def figure(values: list[float]) -> list[float | None]:
+    mean, error = mean_and_error(values)
+    return [mean, known(error)]
+
+
+# Of benchmarks: the figures of every repeat of each system, {NAME: {"why", "repeats"}}.
+
+SYSTEMS = {
+    "ours": "masked diffusion, cache and Lemma 4.1: only what is unmasked is computed",
+    "cache-only": "a cache, but every unknown position computed in every step",
+    "no-cache": "Lemma 4.1 without a cache",
+    "encoder": "an encoder of the same size",
+    "l2r": "AO-GPT from left to right, a token a step",
+    "speculative": "AO-GPT, eight tokens drafted at a time and verified",
+    "gpt": "a plain GPT with a cache, a token a step",
+    "decoder": "AO-GPT",
+    "rotary": "AO-GPT with relative attention, without adaLN",
+}
+
+
+def of_bench(result: dict) -> Figures:
+    """Of bench.py lengths seconds_LENGTH, forwards_LENGTH and their exponents, seconds and
+    forwards; of bench.py memory peak_LENGTH and planned_LENGTH in MiB, and the exponents peak and
+    planned. A system of the latter is SYSTEM_BATCH."""
+    return of_memory(result) if "peak_bytes" in result["rows"][0] else of_lengths(result)
+
+
+def of_lengths(result: dict) -> Figures:
+    systems = {}
+    for name, fit in result["exponents"].items():
+        rows = [row for row in result["rows"] if row["system"] == name]
+        repeats = []
+        for r, seconds in enumerate(fit["seconds"]):
+            figures = {"seconds": [seconds, None], "forwards": [fit["token_forwards"][r], None]}
+            for row in rows:
+                figures[f"seconds_{row['length']}"] = [row["all_seconds"][r], None]
+                figures[f"forwards_{row['length']}"] = [row["token_forwards"], None]
+            repeats.append(figures)
+        systems[name] = {"why": SYSTEMS[name], "repeats": repeats}
+    return systems
+
+
+def of_memory(result: dict) -> Figures:
+    systems = {}
+    for name, fit in result["exponents"].items():
+        figures = {key: [exponent, None] for key, exponent in fit.items()}
+        system, _, batch_size = name.rpartition("_")
+        for row in result["rows"]:
+            if (row["system"], row["batch_size"]) == (system, int(batch_size)):
+                for key in fit:
+                    figures[f"{key}_{row['length']}"] = [row[f"{key}_bytes"] / 2**20, None]
+        why = f"{SYSTEMS[system]}, {batch_size} at a time"
+        systems[name] = {"why": why, "repeats": [figures]}
+    return systems
+
+
+READERS: dict[str, Callable[[dict], Figures]] = {
+    "bench.py": of_bench,
+    "eval_ppl.py": of_perplexity,
+    "eval_gen.py": of_generation,
+    "eval_infill.py": of_infilling,
+}
