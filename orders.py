@@ -106,6 +106,41 @@ def sample_orders(
     return orders_at(config, seed, 0, range(batch_size), length)
 
 
+@dataclass
+class Roles:
+    """Which tokens of B sequences are predicted, and which are given before all others: those of
+    records (data/records.py)."""
+
+    predicted: torch.Tensor
+    """BoolTensor (B, T)."""
+    given: torch.Tensor
+    """BoolTensor (B, T). What is neither is absent: positions past the end of a record."""
+
+    @classmethod
+    def of(cls, roles: torch.Tensor) -> "Roles":
+        """From the numbers that a data set has for its tokens, (B, T): 0 predicted, 1 given, 2
+        absent."""
+        return cls(roles == 0, roles == 1)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """LongTensor (B,), the tokens of each record."""
+        return (self.predicted | self.given).sum(dim=1)
+
+    def to(self, device) -> "Roles":
+        return Roles(self.predicted.to(device), self.given.to(device))
+
+    def first_given(self, order: torch.Tensor) -> torch.Tensor:
+        """The orders (B, T) with given positions first, in ascending order, then those that are
+        predicted as they come in `order`, then those that are absent."""
+        T = order.shape[1]
+        # The place of a position: that in `order`, but that of given ones is before all those.
+        place = inverse_permutation(order)
+        positions = torch.arange(T, device=order.device)
+        place = torch.where(self.given, positions - T, place)
+        return torch.where(self.predicted | self.given, place, place + T).argsort(dim=1)
+
+
 def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
     """The step at which each position is predicted, (B, T) -> (B, T):
     `inverse[b, order[b, i]] == i`."""

@@ -193,10 +193,11 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
     """Mean loss of a micro-batch, nats per token."""
     match config.objective.kind:
         case "ar" | "ao_ar":
-            return ao_ar_loss(model, batch.tokens, batch.order)
+            return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
         case "groupwise":
             _, group = config.stage(step)
-            return groupwise_loss(model, batch.tokens, batch.order, group)
+            records = batch.weight, batch.given
+            return groupwise_loss(model, batch.tokens, batch.order, group, *records)
         case "score_entropy":
             # [MASK] comes right after the tokens, so its id is the number of tokens.
             vocab_size = config.model.mask_token
@@ -240,6 +241,11 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
         raise ValueError(
             f"train.batch_size ({t.batch_size}) must be a multiple of train.micro_batch_size "
             f"({t.micro_batch_size}) times the {procs.world_size} processes"
+        )
+    if data.of_records and config.data.random_length_prob:
+        raise ValueError(
+            f"{config.data.folder} holds records, which are not cut: leave out "
+            "data.random_length_prob"
         )
     if data_vocab > model.vocab_size:
         raise ValueError(

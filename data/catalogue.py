@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from data.generators import Generated, Shuffled, latin5, polya
+from data.records import RECORD_FILES
 from data.sources import (
     ROW_FILES,
     TEXT_FILES,
@@ -30,6 +31,7 @@ from data.sources import (
     check_complete,
     read_lines,
 )
+from data.tasks import TASKS, Task, TaskRecords
 
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
@@ -61,9 +63,11 @@ class Dataset:
     val_fraction: float | None = None
     source: Literal["never", "optional", "always"] = "never"
     field: str = "text"
-    protocol: Literal["full", "sedd"] = "full"
+    protocol: Literal["full", "sedd", "records"] = "full"
     detokeniser: str | None = None
     split: str | None = None
+    block_size: int | None = None
+    """Of records that all have one length."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -92,12 +96,14 @@ class Stories(Dataset):
 
 
 class Text(Dataset):
+    READERS = TEXT_FILES
+
     def corpora(self, files: Files) -> dict[str, Corpus]:
         paths = {"train": files.source, "val": files.val, "test": files.test}
         if files.split:
             paths = {files.split: files.source}
         given = {split: some for split, some in paths.items() if some}
-        return {split: LocalFiles(given[split], TEXT_FILES, files.field) for split in given}
+        return {split: LocalFiles(given[split], self.READERS, files.field) for split in given}
 
 
 class OpenWebText(Dataset):
@@ -127,6 +133,27 @@ class GeneratedText(Dataset):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskData(Dataset):
+    """The records of a task of data/tasks.py."""
+
+    task: Task
+    protocol: Literal["full", "sedd", "records"] = "records"
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        documents = {"train": self.task.documents} | TASK_RECORDS
+        return {
+            split: TaskRecords(self.task, split, [seed, number], number)
+            for seed, (split, number) in enumerate(documents.items())
+        }
+
+
+class Records(Text):
+    """Records of the user's own; see data/records.py."""
+
+    READERS = RECORD_FILES
+
+
 class ShuffledText(Text):
     """As Text, in pieces whose characters are in random order."""
 
@@ -152,7 +179,7 @@ class EvaluationSet(Dataset):
     rows: dict[str, int]
     split: str = "test"
     source: Literal["never", "optional", "always"] = "optional"
-    protocol: Literal["full", "sedd"] = "sedd"
+    protocol: Literal["full", "sedd", "records"] = "sedd"
     repository: str | None = None
     config: str | None = None
     url: str | None = None
@@ -272,6 +299,7 @@ EVALUATION_SETS = (
 
 URNS = {"train": 60_000, "val": 4_000}  # documents of 63 letters
 SQUARES = {"train": 150_000, "val": 10_000}  # of 25
+TASK_RECORDS = {"val": 1000, "test": 1000}
 
 DATASETS: dict[str, Dataset] = {
     dataset.name: dataset
@@ -282,6 +310,11 @@ DATASETS: dict[str, Dataset] = {
         GeneratedText(name="polya", tokenizer="bytes", make=polya, documents=URNS),
         GeneratedText(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
         ShuffledText(name="shuffled", tokenizer="bytes", val_fraction=0.05, source="always"),
+        Records(name="records", val_fraction=0.05, source="always", protocol="records"),
+        *(
+            TaskData(name=task.name, tokenizer="bytes", block_size=task.length, task=task)
+            for task in TASKS.values()
+        ),
         OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),
         *EVALUATION_SETS,
     )

@@ -90,6 +90,9 @@ class ScoringTask:
 
     def scored_tokens(self) -> Tensor:
         """(N,) tokens of each row that count."""
+        roles = self.eval_set.roles(range(self.eval_set.count))
+        if roles is not None:
+            return roles.predicted[:, self.loaded.scored_from :].sum(dim=1)
         return self.eval_set.lengths() - self.loaded.scored_from
 
     def gain_draws(self, loss_draws: int) -> int:
@@ -243,7 +246,7 @@ def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor
         nll = token_score_entropy(model, tokens, *drawn)
     else:
         how = task.loaded.scored_from, task.group
-        nll = token_nll(model, tokens, task.orders, *drawn, *how)
+        nll = token_nll(model, tokens, task.orders, *drawn, *how, task.eval_set.roles(rows))
     if not task.per_token:
         return nll.nanmean(dim=1, keepdim=True)
     missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks
