@@ -101,7 +101,7 @@ class Arguments(ModelOptions):
     """Of mdm and even, as in sample.py."""
     group_size: tuple[Count, ...] | None = None
     """Tokens a step of l2r, random and adaptive, a row of the table for each; by default 1."""
-    unmask_by: Literal["confidence", "entropy", "random"] | None = None
+    unmask_by: Literal["confidence", "entropy", "margin", "random"] | None = None
     """Of adaptive, as in sample.py."""
     draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
     """speculative: tokens guessed in parallel, a row of the table for each; by default 8."""

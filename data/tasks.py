@@ -58,6 +58,8 @@ class Task:
     limit: Callable[[Sequence[int]], float] | None = None
     """(sizes of the groups of positions drawn in parallel, one after the other) -> the share of
     right answers of a model whose every conditional is exact, at temperature 1."""
+    columns: int | None = None
+    """Characters of a line, where the record is a board."""
 
     def split_of(self, key: str) -> str:
         return (self.split or split_by_hash)(key)
@@ -382,7 +384,7 @@ def word(generator: np.random.Generator) -> str:
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("sudoku6", 2 * SIDE**2, draw_board, sudoku_record, 200_000),
+        Task("sudoku6", 2 * SIDE**2, draw_board, sudoku_record, 200_000, columns=SIDE),
         Task("star", 2 * ARMS * ARM + 4 + ARM + 1, draw_star, star_record, 200_000),
         Task("addition", 3 * DIGITS + 3, draw_sum, sum_record, 200_000),
         Task("reversal", 2 * NAME + 1, draw_fact, fact_record, 20_000, split=split_of_fact),

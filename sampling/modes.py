@@ -55,8 +55,8 @@ BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How samples are made: options of scripts that generate."""
+class DecodingOptions:
+    """How positions are filled in: options of scripts that generate."""
 
     mode: Mode = "mdm"
     """mdm: masked diffusion, exact: every position unmasks at its own random time.
@@ -92,10 +92,6 @@ class SamplingOptions:
     follows the token on the left in the sample so far."""
     order: Literal["random", "l2r"] | None = None
     """speculative: in a random order (default) or left to right."""
-    length: Count | None = None
-    """Tokens in a sample, prompt included; by default the model's block size."""
-    num_samples: Count = 4
-    """Samples of each prompt."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
     In float32 it does not change the samples, in bfloat16 rounding depends on it."""
@@ -124,7 +120,17 @@ class SamplingOptions:
         )
 
 
-Options = TypeVar("Options", bound=SamplingOptions)  # a script's own, which inherit from these
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(DecodingOptions):
+    """How samples are made."""
+
+    length: Count | None = None
+    """Tokens in a sample, prompt included; by default the model's block size."""
+    num_samples: Count = 4
+    """Samples of each prompt."""
+
+
+Options = TypeVar("Options", bound=DecodingOptions)  # a script's own, which inherit from these
 
 
 def with_mode_defaults(options: Options) -> Options:
@@ -168,7 +174,7 @@ def with_default_steps(options: Options, contexts: list[Context]) -> Options:
     return dataclasses.replace(options, steps=max(context.count(None) for context in contexts))
 
 
-def check_mode(options: SamplingOptions, config: ModelConfig) -> None:
+def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """ValueError if a model of this shape cannot generate so. options: with the mode's defaults."""
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
@@ -200,7 +206,7 @@ class PlannedSamples(NamedTuple):
 
 
 def mode_plan(
-    options: SamplingOptions, length: Tensor, given: Tensor, generator: torch.Generator
+    options: DecodingOptions, length: Tensor, given: Tensor, generator: torch.Generator
 ) -> Plan:
     """The plan of a mode.
 
