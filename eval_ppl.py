@@ -146,7 +146,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
             raise ValueError("--orders score_entropy is the bound of SEDD; this is another model")
         named[text] = OrderConfig("random") if own_bound else parse_orders(text)
     for text, orders in named.items():
-        if orders.kind == "fixed_blockwise" and orders.block > config.block_size:
+        if "block" in ORDER_SETTINGS[orders.kind] and orders.block > config.block_size:
             raise ValueError(
                 f"--orders {text}: the model's block size is {config.block_size}; "
                 "give a smaller block"

@@ -37,7 +37,7 @@ class Loss(NamedTuple):
 
 
 Losses = dict[str, Loss]
-"""By the name of the orders, as in metrics.jsonl: l2r, random, fixed."""
+"""By the name of the orders, as in metrics.jsonl: l2r, random, fixed, own."""
 
 
 def evaluate(
@@ -73,15 +73,15 @@ def evaluate(
 
 def validation_orders(config: Config) -> dict[str, OrderConfig]:
     """The distributions over orders that the model can be evaluated under, by name: those of the
-    any-order and of the left-to-right likelihood, and the run's own where it is a fixed order."""
+    any-order and of the left-to-right likelihood, and the run's own where they are others."""
     if config.model.is_encoder:  # an encoder knows no order
         return {"random": OrderConfig("random")}
     orders = {"l2r": OrderConfig("l2r")}
     if not config.model.l2r_only:
         orders["random"] = OrderConfig("random")
     own = final_orders(config)
-    if own.is_fixed and own.kind != "l2r":
-        orders["fixed"] = own
+    if own.kind not in ("l2r", "random", "mixture"):
+        orders["fixed" if own.is_fixed else "own"] = own
     return orders
 
 
@@ -89,8 +89,9 @@ def best_by(config: Config) -> str:
     """The name of the orders whose validation loss says which checkpoint is the best: the run's
     own."""
     names = validation_orders(config)
-    if "fixed" in names:
-        return "fixed"
+    for own in ("fixed", "own"):
+        if own in names:
+            return own
     # A mixture is random orders but for a few. A model without target positions has l2r alone.
     return "l2r" if final_orders(config).kind == "l2r" or "random" not in names else "random"
 
@@ -118,7 +119,7 @@ def validation_loss(
     count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
     points = min(CURVE_POINTS, config.model.block_size)
     dtype = pick_dtype(config.train.dtype, procs.device)
-    draws = config.eval.draws if orders.kind == "random" else 1
+    draws = 1 if orders.is_fixed else config.eval.draws
     totals = torch.zeros(draws, dtype=torch.float64)  # of the losses of sequences, by draw
     tokens_scored = torch.zeros((), dtype=torch.float64)  # of records
     sums = torch.zeros(2, points, dtype=torch.float64)  # of losses by step, and how many
