@@ -308,7 +308,12 @@ def token_nll(
         if model.config.is_encoder:
             more["lengths"] = roles.lengths.to(device)
     order = order.to(device)
-    nll = -model.group_log_probs(tokens, order, group, **more).double()
+    if roles is not None and model.config.l2r_only:
+        # What is given is put in front: such a model reads a text as if it had been written so.
+        ahead = torch.arange(length, device=device).expand_as(order)
+        nll = -model.token_log_probs(tokens.gather(1, order), ahead).double()
+    else:
+        nll = -model.group_log_probs(tokens, order, group, **more).double()
     nll[:, :scored_from] = torch.nan
     nll = torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order
     return unscored_as_nan(nll, roles)

@@ -256,6 +256,10 @@ WIKITEXT = dict(
     foreign="<unk>",
 )
 
+SCIENTIFIC_PAPERS = dict(
+    detokeniser="scientific_papers", repository="armanc/scientific_papers", field="article"
+)
+
 EVALUATION_SETS = (
     EvaluationSet(
         name="wikitext2",
@@ -294,6 +298,21 @@ EVALUATION_SETS = (
         # as published: news.en.heldout-00000-of-00050, news.en-00001-of-00100
         lines=(".txt", ".heldout-", ".en-"),
         clean=str.strip,
+    ),
+    EvaluationSet(
+        name="ag_news", rows={"train": 120_000, "test": 7_600}, repository="fancyzhx/ag_news"
+    ),
+    EvaluationSet(
+        name="pubmed",
+        rows={"train": 119_924, "val": 6_633, "test": 6_658},
+        config="pubmed",
+        **SCIENTIFIC_PAPERS,
+    ),
+    EvaluationSet(
+        name="arxiv",
+        rows={"train": 203_037, "val": 6_436, "test": 6_440},
+        config="arxiv",
+        **SCIENTIFIC_PAPERS,
     ),
 )
 

@@ -94,7 +94,8 @@ class Prepare:
     replace, shuffle: tasks, as records, for eval_tasks.py.
     openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
     wikitext2, wikitext103, ptb, lambada, lm1b: the evaluation sets of the
-    published zero-shot perplexities, one split each, detokenised;
+    published zero-shot perplexities, and ag_news, pubmed, arxiv, which
+    later ones have, one split each, detokenised;
     downloaded, or local copies given with --source."""
     out: Annotated[Path | None, _option("DIR", "data/NAME in the project")] = None
     """Folder to write."""
@@ -113,7 +114,9 @@ class Prepare:
         _option("gpt2|english|bytes", "english for stories, bytes for pydocs, gpt2 for the others"),
     ] = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, or bytes as they are."""
-    field: Annotated[str | None, _option("KEY", "sentence for ptb, text for the others")] = None
+    field: Annotated[
+        str | None, _option("KEY", "sentence for ptb, article for pubmed, arxiv, else text")
+    ] = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     split: Annotated[
         str | None, _option("train|val|test", "wikitext2: train, other evaluation sets: test")

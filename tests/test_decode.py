@@ -3,6 +3,8 @@ nothing."""
 
 import dataclasses
 import functools
+import itertools
+import math
 import re
 from types import SimpleNamespace
 
@@ -51,7 +53,9 @@ from decode import (
     mdm_plan,
     speculative_plan,
 )
+from evaluation.likelihood import decoding_nll, importance_weighted
 from model import AOGPT, log_linear_noise
+from orders import Roles
 from sampling import engine, token_choice
 from sampling.compiled import CompiledShapes, StepRunner
 from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
@@ -279,6 +283,44 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(syste
         torch.testing.assert_close(
             p, expected_distribution(mode, system, seed), rtol=1e-5, atol=1e-8
         )
+
+
+@pytest.mark.parametrize("rule", ["confidence", "entropy", "margin"])
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "target rotary", "encoder AO-GPT"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group):
+    """Also where rows are records of which a token is given: then for each value of it. Float32
+    log-probabilities, as above."""
+    model, sequences = enumerated(system, 5)[0], all_sequences(V, N)
+    nll = decoding_nll(model, sequences, rule, group)
+    assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) < 1e-6
+    roles = Roles.of(torch.tensor([0, 1, 0, 0]).expand(len(sequences), N))
+    nll = decoding_nll(model, sequences, rule, group, roles)
+    assert nll.isnan().sum(dim=0).tolist() == [0, len(sequences), 0, 0]
+    for token in range(V):
+        p = nll[sequences[:, 1] == token].nansum(dim=1).neg().exp()
+        assert abs(p.sum().item() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(seed):
+    """Its mean over all K-tuples of the 6 orders of 3 positions, for all sequences: enumerated."""
+    model, sequences = enumerable_system("AO-GPT", seed, length=3)[0], all_sequences(V, 3)
+    orders = torch.tensor(list(itertools.permutations(range(3))))
+    nll = torch.stack(
+        [-model.token_log_probs(sequences, o.expand_as(sequences)).double().sum(1) for o in orders],
+        dim=1,
+    )
+    scored, means = torch.full((len(sequences),), 3.0, dtype=torch.float64), []
+    for k in (1, 2, 3):
+        tuples = itertools.product(range(6), repeat=k)
+        bounds = [importance_weighted(nll[:, list(t)] / 3, scored).nll for t in tuples]
+        means.append(sum(bounds) / len(bounds))
+    limit = (math.log(6) - (-nll).logsumexp(dim=1)).mean().item() / 3
+    assert means[0] == pytest.approx(nll.mean().item() / 3, abs=1e-12)
+    assert means[0] > means[1] > means[2] > limit
+    every = importance_weighted(nll / 3, scored).nll
+    assert every == pytest.approx(limit, abs=1e-12)
 
 
 def test_tokens_that_cannot_be_forced_are_refused():
