@@ -12,12 +12,23 @@ import torch
 from helpers import ALONE, prepared, read_lines, tiny_config
 
 import eval_tasks
+import tasks as command
 import train
+from checkpoints.load import load
 from data import tasks
 from data.loader import TokenDataset
 from data.records import GIVEN, spans
 from data.tasks import TASKS
 from evaluation.tasks import open_questions
+from experiments.tasks import (
+    RESULTS,
+    decode_all,
+    figure,
+    load_tasks,
+    page,
+    summary_table,
+    task_table,
+)
 from orders import OrderConfig
 
 
@@ -229,8 +240,6 @@ def test_every_record_is_answered_and_compared(trained, script, tmp_path):
 
 
 def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(trained, script):
-    from checkpoints.load import load
-
     _, gpt, data = trained
     questions = open_questions(str(data["reversal"]), None, load(gpt), limit=5)
     first = questions.given_first()
@@ -254,3 +263,91 @@ def test_what_cannot_be_answered_is_said(trained, script, data):
     ):
         status, _, err = script(eval_tasks, run, *words)
         assert status == 2 and says in err, err
+
+
+# ---- tasks.py ------------------------------------------------------------------------------------
+
+
+def test_systems_are_tuned_alike_and_differ_in_what_they_are_only():
+    found = load_tasks()
+    assert found.keys() == TASKS.keys()
+    for name, of in found.items():
+        arms = of.experiment.recipes["fast"].values()
+        configs = [of.experiment.config("fast", arm, 0, {}) for arm in arms]
+        assert len({json.dumps(arm.tune) for arm in arms}) == 1
+        for config in configs:
+            assert config.model.block_size == TASKS[name].length
+            for table in ("data", "optim", "train", "eval"):
+                assert getattr(config, table) == getattr(configs[0], table)
+            for key in ("n_layer", "n_head", "n_embd", "position"):
+                assert getattr(config.model, key) == getattr(configs[0].model, key)
+
+
+def test_a_run_decodes_in_every_way_that_it_can(trained):
+    run, gpt, data = trained
+    found = load_tasks()
+    questions = {n: open_questions(str(data[n]), None, load(run), limit=8) for n in data}
+    of_run = decode_all(load(run), found["shuffle"], questions["shuffle"], 0)
+    assert of_run.keys() == found["shuffle"].decoders.keys()
+    assert of_run["random, 4 a step"]["nfe"] == 2
+    assert of_run["random, 4 a step"]["limit"] == TASKS["shuffle"].limit([4, 4])
+    assert of_run["speculative"]["limit"] == pytest.approx(1)
+    assert of_run["threshold 0.9"]["limit"] is None
+    of_gpt = decode_all(load(gpt), found["reversal"], questions["reversal"], 0)
+    assert of_gpt.keys() == {"l2r"} and of_gpt["l2r"]["nfe"] == 4
+
+
+def made_up(shares, nfe=8.0, seconds=1.0, **others):
+    """The arm of a result: a share of right answers for each decoder and seed."""
+    base = {"records": 100, "standard_error": 0.01, "limit": None, "token_forwards": 10 * seconds}
+    runs = [
+        {
+            "seed": seed,
+            "commit": "abc",
+            "tokens": [5_000_000],
+            "parameters": 1234,
+            "decoders": {
+                name: base
+                | {"exact_match": share, "nfe": nfe / (1 + ("fast" in name)), "seconds": seconds}
+                for name, share in of_seed.items()
+            },
+        }
+        for seed, of_seed in enumerate(shares)
+    ]
+    return {"tuned": {"optim.muon_lr": 0.02}, "runs": runs} | others
+
+
+def test_the_tables_and_the_page_say_what_the_results_are():
+    """Interval: Student's t of one degree of freedom, 12.706 times 0.02 / sqrt(2)."""
+    arms = {
+        "aogpt": made_up([{"l2r": 0.2, "confidence": 0.96}, {"l2r": 0.3, "confidence": 0.98}]),
+        "encoder": made_up([{"confidence": 0.5, "fast": 0.5}] * 2, seconds=4.0),
+        "gpt": made_up([{"l2r": 0.25}, {"l2r": 0.27}]),
+    }
+    lines = task_table(arms)
+    row = next(line for line in lines if line.startswith("| aogpt") and "confidence" in line)
+    assert [c.strip() for c in row.split("|")[1:-1]] == [
+        "aogpt", "confidence", "97.0% +- 12.7%", "", "8.0", "10", "10.0",
+    ]  # fmt: skip
+    (best,) = summary_table({"star": arms})[2:]
+    cells = [cell.strip() for cell in best.split("|")[1:-1]]
+    assert cells[1] == "97.0% +- 12.7% (confidence)" and cells[2].endswith("(fast)")
+    assert cells[4] == "4.0x inputs, 4.0x time"
+    text = page(load_tasks(), {"star": arms})
+    assert "aogpt 1,234" in text and "## star:" in text and "Not run yet: sudoku6" in text
+    assert "5.0M tokens. Tuned: aogpt muon_lr 0.02" in text
+    assert figure({"star": arms})[:4] == b"\x89PNG"
+
+
+def test_the_page_is_made_of_the_results_that_are_shipped():
+    known = load_tasks()
+    files = {name: RESULTS / f"{name}.json" for name in known}
+    results = {n: json.loads(f.read_text())["arms"] for n, f in files.items() if f.exists()}
+    if results:
+        assert RESULTS.with_suffix(".md").read_text() == page(known, results)
+
+
+def test_a_task_that_there_is_not_is_said(script):
+    for words, says in ((["stars"], "there is no task 'stars'"), ([], "name a task")):
+        status, _, err = script(command, *words)
+        assert status == 2 and says in err
