@@ -76,7 +76,7 @@ def train(config: Config, procs: Processes) -> int:
         return already_finished(config, procs, state.progress)
     introduce(config, data, state.model, procs)
 
-    log = Log(config, procs, state.model, state.progress)
+    log = Log(config, procs, state.model, state.progress, data.block_size)
     saver = Saver(config, procs, data.meta, log.warn)
     with closing(log), closing(saver), compiled(state.model, config, procs):
         saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
@@ -275,7 +275,7 @@ def already_finished(config: Config, procs: Processes, progress: Progress) -> in
 
 def introduce(config: Config, data: TokenDataset, model: Transformer, procs: Processes) -> None:
     """Write the run's configuration and say what is about to be trained, on how much."""
-    folder, t, size = config.run_folder, config.train, config.model.block_size
+    folder, t, size = config.run_folder, config.train, data.block_size
     if procs.main:
         write_text(folder / "config.toml", configuration.to_toml(config))
     counts = model.num_params()

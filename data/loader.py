@@ -209,7 +209,8 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
 
 
 class TokenDataset:
-    """One split of a prepared dataset, as blocks of `block_size` tokens.
+    """One split of a prepared dataset, as blocks of `block_size` tokens; of records, which may be
+    shorter than a model's blocks, of as many as they have.
 
     Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split);
     `num_blocks`.
@@ -226,11 +227,13 @@ class TokenDataset:
         count, packed = self.tokens.size, self.meta.get("block_size")
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
+        protocol = self.meta.get("protocol")
+        if protocol == "records" and packed < block_size:
+            self.block_size = block_size = packed  # a model may be made for longer ones
         if packed is not None and packed != block_size:
-            protocol = self.meta.get("protocol")
             what = f"prepare it again with --block-size {block_size}, or with --protocol full"
             if protocol == "records":
-                what = f"set the model's block_size to {packed}"
+                what = f"set the model's block_size to {packed} or more"
             raise ValueError(
                 f"{folder} is packed into blocks of {packed} tokens (protocol {protocol}), not of "
                 f"{block_size}: {what}"

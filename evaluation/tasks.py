@@ -66,17 +66,11 @@ def open_questions(
             f"{loaded.tokenizer} tokens"
         )
     split = split or ("test" if "test" in meta["splits"] else evaluation_split(meta))
-    size = meta.get("block_size") or loaded.model.config.block_size
-    data = TokenDataset(folder, split, size)
+    data = TokenDataset(folder, split, loaded.model.config.block_size)
     if not data.of_records:
         raise ValueError(
             f"{folder} holds text of which nothing is given; make records with: python "
             "data/prepare.py records --source FILE.jsonl --block-size N"
-        )
-    if size > loaded.model.config.block_size:
-        raise ValueError(
-            f"the records of {folder} have {size} tokens, but the model takes "
-            f"{loaded.model.config.block_size}"
         )
     rows = range(min(limit or data.num_blocks, data.num_blocks))
     task = TASKS.get(meta.get("settings", {}).get("dataset"))

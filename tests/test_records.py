@@ -53,7 +53,9 @@ words = st.text(st.characters(exclude_characters="[]", codec="utf-8"), min_size=
 
 
 @settings(max_examples=50, deadline=None)
-@with_examples(st.lists(st.tuples(words, st.booleans()), min_size=1), words, st.booleans())
+@with_examples(
+    st.lists(st.tuples(words, st.booleans()), min_size=1, max_size=6), words, st.booleans()
+)
 def test_a_record_has_the_bytes_and_roles_of_its_spans(parts, last, end):
     record = "".join(given(text) if is_given else text for text, is_given in parts) + last
     ids, roles = encode_record(record, get_tokenizer("bytes"), 200, end)
@@ -283,6 +285,26 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that counts, and 0 for
     # the others would show.
     assert losses.keys() == {5, 6} and all(4 < loss < 7 for loss in losses.values())
+
+
+def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(
+    questions, data, tmp_path
+):
+    """Fine-tuning: the weights of a run on text, records of 16 tokens under blocks of 24."""
+    text = tiny_config(data, tmp_path, "text", steps=5, model__block_size=24)
+    assert train.train(text, ALONE) == 0
+    tuned = tiny_config(
+        questions,
+        tmp_path,
+        "tuned",
+        steps=5,
+        model__block_size=24,
+        train__init_from=str(text.run_folder),
+    )
+    assert train.train(tuned, ALONE) == 0
+    assert metrics(tuned, "tokens")[5] == 5 * 8 * 16
+    with pytest.raises(ValueError, match="set the model's block_size to 16 or more"):
+        train.train(tiny_config(questions, tmp_path, "small", model__block_size=8), ALONE)
 
 
 def test_the_mean_is_over_the_tokens_of_the_global_batch(questions, tmp_path):

@@ -122,7 +122,7 @@ def micro_batches(
     step trains on does not depend on the number of processes.
     """
     micro_size, device = config.train.micro_batch_size, procs.device
-    block_size, random_prob = config.model.block_size, config.data.random_length_prob
+    block_size, random_prob = data.block_size, config.data.random_length_prob
     micro_steps = accumulation_steps(config, procs)
 
     def make(step: int, index: int) -> Batch:

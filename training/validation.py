@@ -117,7 +117,7 @@ def validation_loss(
     changes with the weights alone.
     """
     count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
-    points = min(CURVE_POINTS, config.model.block_size)
+    points = min(CURVE_POINTS, val_data.block_size)
     dtype = pick_dtype(config.train.dtype, procs.device)
     draws = 1 if orders.is_fixed else config.eval.draws
     totals = torch.zeros(draws, dtype=torch.float64)  # of the losses of sequences, by draw
