@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from data.generators import Generated, Shuffled, latin5, polya
+from data.generators import INFILL, Generated, Infill, Shuffled, latin5, polya
 from data.records import RECORD_FILES
 from data.sources import (
     ROW_FILES,
@@ -160,6 +160,13 @@ class ShuffledText(Text):
     def corpora(self, files: Files) -> dict[str, Corpus]:
         texts = super().corpora(files)
         return {split: Shuffled(text, seed) for seed, (split, text) in enumerate(texts.items())}
+
+
+class InfillText(Text):
+    """Pieces of Text whose middle is predicted, given both sides."""
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        return {split: Infill(text) for split, text in super().corpora(files).items()}
 
 
 # ---- to evaluate on ------------------------------------------------------------------------------
@@ -330,6 +337,14 @@ DATASETS: dict[str, Dataset] = {
         GeneratedText(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
         ShuffledText(name="shuffled", tokenizer="bytes", val_fraction=0.05, source="always"),
         Records(name="records", val_fraction=0.05, source="always", protocol="records"),
+        InfillText(
+            name="infill",
+            tokenizer="bytes",
+            val_fraction=0.05,
+            source="always",
+            protocol="records",
+            block_size=INFILL,
+        ),
         *(
             TaskData(name=task.name, tokenizer="bytes", block_size=task.length, task=task)
             for task in TASKS.values()

@@ -89,6 +89,8 @@ class Prepare:
     shuffled: the same, in pieces of 63 characters in random order.
     records: .jsonl files of {"prompt": given, "text": predicted}, or of
     {"text": "some [GIVEN]parts[/GIVEN] of it given"}, each in its own block.
+    infill: your own files in pieces of 128 characters, each a record whose
+    middle is predicted, given both sides.
     polya, latin5: made of random numbers, with a known entropy.
     sudoku6, star, addition, reversal, mirror, parity, colouring, copy,
     replace, shuffle: tasks, as records, for eval_tasks.py.
@@ -284,7 +286,7 @@ def check_records(args: Prepare, dataset: Dataset) -> None:
             f"the records of {args.name} have {dataset.block_size} tokens; leave out --block-size"
         )
     if dataset.block_size is not None and args.tokenizer not in (None, "bytes"):
-        raise ValueError(f"{args.name} is a task of single bytes; leave out --tokenizer")
+        raise ValueError(f"the records of {args.name} are of single bytes; leave out --tokenizer")
 
 
 def effective_settings(args: Prepare, dataset: Dataset) -> dict:

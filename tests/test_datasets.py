@@ -492,7 +492,9 @@ def test_splits_and_protocols_of_the_sets():
     assert {name: each.split for name, each in SETS.items()} == splits | {"wikitext2": "train"}
     made = "polya", "latin5", "shuffled"
     protocols = dict.fromkeys(("stories", "pydocs", "text", "openwebtext", *made), "full")
-    protocols |= dict.fromkeys(SETS, "sedd") | dict.fromkeys((*TASKS, "records"), "records")
+    protocols |= dict.fromkeys(SETS, "sedd") | dict.fromkeys(
+        (*TASKS, "records", "infill"), "records"
+    )
     assert {name: each.protocol for name, each in catalogue.DATASETS.items()} == protocols
 
 
