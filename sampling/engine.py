@@ -672,8 +672,8 @@ class Engine(nn.Module):
             drafts = column < size_
             slot = torch.where(drafts, known_ + column, T)
             position = self.order[rows, slot]
-            # 2. Count what follows the token on the left; twice more than all tokens, so that they
-            #    decide between those that follow nothing only.
+            # 2. Every known token has a vote, and each that follows the token on the left more than
+            #    all of them together.
             left = text[rows, position][:, None]
             follows = (text[:, :-1] == left) & (left >= 0) & (text[:, 1:] >= 0)
             counts = (text[:, 1:] >= 0).long() + follows * 2 * T
