@@ -36,7 +36,7 @@ from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
 from sampling import modes
 from sampling.engine import Generation
-from sampling.modes import BATCH_SIZE, Mode, SamplingOptions
+from sampling.modes import BATCH_SIZE, Bound, Mode, SamplingOptions
 from sampling.plans import Schedule
 from sampling.records import generation_cost, sample_records
 from sampling.token_choice import Crossing, Noise, TokenChoice
@@ -101,8 +101,16 @@ class Arguments(ModelOptions):
     """Of mdm and even, as in sample.py."""
     group_size: tuple[Count, ...] | None = None
     """Tokens a step of l2r, random and adaptive, a row of the table for each; by default 1."""
-    unmask_by: Literal["confidence", "entropy", "random"] | None = None
+    unmask_by: Literal["confidence", "entropy", "margin", "random"] | None = None
     """Of adaptive, as in sample.py."""
+    threshold: Bound | None = None
+    """Of adaptive, as in sample.py."""
+    entropy_bound: Bound | None = None
+    """Of adaptive, as in sample.py."""
+    block: Count | None = None
+    """Of adaptive, as in sample.py."""
+    draft_by: Literal["model", "ngram"] | None = None
+    """Of speculative, as in sample.py."""
     draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
     """speculative: tokens guessed in parallel, a row of the table for each; by default 8."""
     order: Literal["random", "l2r"] | None = None
@@ -349,7 +357,8 @@ def sampler_name(settings: dict) -> str:
 
 def step_size(settings: dict) -> str:
     """The size of steps that a mode has: what a sweep varies."""
-    sizes = [settings.get(name) for name in ("steps", "group_size", "draft")]
+    names = "steps", "group_size", "draft", "threshold", "entropy_bound"
+    sizes = [settings.get(name) for name in names]
     return str(next(filter(None, sizes), ""))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from checkpoints.load import load
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from evaluation.eval_sets import EvalSet, open_eval_set
 from evaluation.likelihood import BatchRunner, ScoringTask, score
+from evaluation.orders_compared import disagreements, table
 from evaluation.perplexity_table import markdown, notes, result_rows
 from model import ModelConfig
 from orders import ORDER_SETTINGS, OrderConfig
@@ -33,6 +34,7 @@ from runtime.files import check_output, write_atomically, write_json, write_text
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
+from sampling.plans import Score
 
 # ---- options -------------------------------------------------------------------------------------
 
@@ -48,14 +50,21 @@ class Arguments(ModelOptions):
     orders: tuple[str, ...] | None = None
     """Orders to score: l2r, random (any-order: the mean over uniform orders; an encoder's ELBO), or
     any distribution with its settings, as fixed_blockwise:block=32,seed=1 or mixture:l2r_prob=0.5;
-    of SEDD also score_entropy, its own bound. By default l2r and random, or what the model has of
-    them in a single pass: an encoder takes as many passes as tokens along an order."""
+    of SEDD also score_entropy, its own bound; confidence, entropy or margin: the order in which the
+    model itself would decode the text, most certain first, a pass for every step. By default l2r
+    and random, or what the model has of them in a single pass: an encoder takes as many passes as
+    tokens along an order."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
     """Sizes of order ensembles: probabilities averaged over that many orders of the context, for
     uniformly random orders, always in float32 (rounding looks like a gain). 1 is no ensemble."""
     group: Count = 1
     """Steps of an order that are predicted at once, from those before them alone, as decoding in
     groups does: a pass for each group, but of a two-stream model."""
+    bound: Literal["mean", "iw"] = "mean"
+    """Of several orders: the mean of their losses; or iw, the importance-weighted bound over
+    --num-orders of them, -log of the mean of the probabilities that they give a sequence."""
+    disagreement: bool = False
+    """Also tell how far the likelihoods of the same text differ from order to order."""
     num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] | None = None
     """Draws per sequence (Monte Carlo) of orders or of an encoder's masks; by default 2, with
     --target-se at most 1000. Ensembles draw a context for every 8 orders, but two at least."""
@@ -96,6 +105,11 @@ def check_arguments(a: Arguments) -> None:
         raise ValueError("--target-se needs --num-orders 2 or more: one draw has no visible error")
     if a.group > 1 and set(a.ensemble) != {1}:
         raise ValueError("ensembles are of single steps: leave out --ensemble or --group")
+    if a.bound == "iw" and (a.num_orders is None or a.target_se or set(a.ensemble) != {1}):
+        raise ValueError(
+            "--bound iw is over a number of orders: give --num-orders, without --target-se and "
+            "--ensemble"
+        )
     if a.per_token and a.per_token.suffix != ".npz":
         raise ValueError(f"--per-token {a.per_token}: name a file that ends in .npz")
     if a.json and a.json.suffix in (".md", ".npz"):  # names of what is written beside it
@@ -141,17 +155,20 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
     named = {}
     for text in a.orders or possible:
+        if text in get_args(Score):  # one order for a text, which is not drawn
+            named[text] = OrderConfig("l2r")
+            continue
         own_bound = text == "score_entropy"
         if own_bound and not config.noise:
             raise ValueError("--orders score_entropy is the bound of SEDD; this is another model")
         named[text] = OrderConfig("random") if own_bound else parse_orders(text)
     for text, orders in named.items():
-        if orders.kind == "fixed_blockwise" and orders.block > config.block_size:
+        if "block" in ORDER_SETTINGS[orders.kind] and orders.block > config.block_size:
             raise ValueError(
                 f"--orders {text}: the model's block size is {config.block_size}; "
                 "give a smaller block"
             )
-        if config.l2r_only and orders.kind != "l2r":
+        if config.l2r_only and (orders.kind != "l2r" or text in get_args(Score)):
             raise ValueError(
                 f"this model is not told its target position and has no {text!r} perplexity; "
                 "give --orders l2r"
@@ -161,6 +178,13 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
             "--group is for models that are told their targets, scored as probabilities; leave it "
             "out, or name other --orders"
         )
+    if a.bound == "iw":
+        fixed = all(orders.is_fixed for orders in named.values())
+        if fixed or (config.is_encoder and "random" in named):
+            raise ValueError(
+                "--bound iw needs orders that are drawn, and of an encoder those of a "
+                "distribution other than random, whose ELBO takes no order: give other --orders"
+            )
     if set(a.ensemble) != {1}:
         if no_ensemble:
             raise ValueError(
@@ -174,6 +198,16 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
     return named
 
 
+def check_sets(a: Arguments, eval_sets: list[EvalSet], orders: dict[str, OrderConfig]) -> None:
+    """Raise ValueError for what is not known of records."""
+    records = [eval_set.name for eval_set in eval_sets if eval_set.dataset.of_records]
+    if records and (set(a.ensemble) != {1} or "score_entropy" in orders):
+        raise ValueError(
+            f"{records[0]} holds records, of which a part is given: neither --ensemble nor "
+            "score_entropy takes that into account; leave them out"
+        )
+
+
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -183,13 +217,15 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     orders = choose_orders(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
+    check_sets(a, eval_sets, orders)
     runner = BatchRunner(procs, dtype, config.block_size, a.batch_size)
     entropies = {s.name: s.entropies() for s in eval_sets} if procs.main else {}
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
 
-    results, losses_by_array, lines = [], {}, []
+    results, losses_by_array, lines, compared = [], {}, [], []
     for eval_set in eval_sets:
+        by_order: dict[str, Tensor] = {}
         for name, distribution in orders.items():
             # Ensembles are estimated for uniformly random orders only.
             sizes = tuple(sorted(set(a.ensemble))) if distribution.kind == "random" else (1,)
@@ -205,9 +241,12 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 per_token=a.per_token is not None,
                 score_entropy=name == "score_entropy",
                 group=a.group,
+                rule=name if name in get_args(Score) else None,
+                bound=a.bound,
             )
             scores = score(task, runner)
             results += result_rows(task, scores, a.weights)
+            by_order[name] = scores.losses
             if a.per_token:
                 # 1 is the ensemble size: ensembles do not score every token.
                 losses_by_array[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
@@ -215,11 +254,19 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             if procs.main:
                 lines = [loaded.describe(), "", *markdown(results, entropies), ""]
                 lines += notes(results, a.target_se) + ensemble_notes(a, orders)
+                found = {"results": results, "entropies": entropies}
+                if a.disagreement:
+                    scored = task.scored_tokens().double()
+                    of_set = disagreements(eval_set.name, by_order, scored / scored.mean())
+                    found["disagreements"] = compared + of_set
+                    lines += ["", *table(compared + of_set)]
                 if a.json:
-                    write_json(a.json, {"results": results, "entropies": entropies} | origin)
+                    write_json(a.json, found | origin)
                     write_text(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
                 if a.per_token:
                     write_tokens(a.per_token, eval_sets, losses_by_array)
+        if a.disagreement and procs.main:
+            compared = found["disagreements"]
     if procs.main:
         print("\n".join(lines))
 

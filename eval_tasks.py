@@ -1,28 +1,150 @@
-"""The tasks of lm-evaluation-harness, with any checkpoint.
+"""Tasks that have right answers: records that are filled in, and those of lm-evaluation-harness.
 
-Needs: pip install -r requirements-harness.txt
-
+    python eval_tasks.py out/sudoku --tasks sudoku6 --mode confidence --threshold 0.9 --html FILE
+    python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
     python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
     python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
     torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
+
+A task is the name or the folder of prepared records (data/prepare.py sudoku6, ... or records), or
+else one of the harness, which needs: pip install -r requirements-harness.txt. Either has options of
+its own: --tasks sudoku6 --help tells those of records.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from checkpoints.load import Loaded, load
+from data.loader import find_dataset
+from data.tasks import TASKS
+from data.tokenizers import get_tokenizer
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
-from runtime.command_line import run_script
-from runtime.files import check_output, write_json, write_jsonl
+from evaluation.tasks import Answers, Questions, answer, open_questions
+from runtime.command_line import ModelOptions, run_script
+from runtime.devices import pick_dtype
+from runtime.files import check_output, write_json, write_jsonl, write_text
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values
-from runtime.reports import provenance
+from runtime.reports import markdown_table, provenance
+from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from sampling.page import PageSample, render
+from sampling.token_choice import Temperature
+
+HEAD = ["task", "mode", "exact match", "std. error", "limit", "records", "NFE", "seconds"]
+SHOWN = 16  # records on a page
+
+
+def main() -> None:
+    if names_records(sys.argv[1:]):
+        of_records = tyro.cli(RecordArguments, description=__doc__)
+        with processes(of_records.device) as procs:
+            fill_in(of_records, procs)
+        return
+    arguments = tyro.cli(Arguments, description=__doc__)
+    require_lm_eval()
+    with processes(arguments.device) as procs:
+        evaluate(arguments, procs)
+
+
+def names_records(words: list[str]) -> bool:
+    """Whether the first task of a command line is a data set, and not one of the harness."""
+    after = words[words.index("--tasks") + 1 :] if "--tasks" in words else []
+    if not after:
+        return False
+    try:
+        find_dataset(after[0])
+    except FileNotFoundError:
+        return after[0] in TASKS  # not prepared yet
+    return True
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordArguments(DecodingOptions, ModelOptions):
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder (out/NAME), checkpoint, exported or released weights."""
+    tasks: tuple[str, ...]
+    """Prepared records: names under data/, or folders."""
+    split: str | None = None
+    """By default test, where there is one."""
+    temperature: Temperature | None = None
+    """By default 0, the most probable tokens; 1 for copy, replace and shuffle, whose limits are
+    those of samples."""
+    limit: Count | None = None
+    """Only the first records of every task."""
+    json: Path | None = None
+    """Write results, settings and versions to this file."""
+    samples: Path | None = None
+    """Write a JSON object per record: its text, the answer, whether it is right, the step of each
+    token, and its NFE."""
+    html: Path | None = None
+    """Write a page on which the first records of the first task fill in, step by step."""
+
+
+def fill_in(a: RecordArguments, procs: Processes) -> None:
+    """Answer all records of all tasks; the main process prints and writes what came of it."""
+    for path, flag in ((a.json, "--json"), (a.samples, "--samples"), (a.html, "--html")):
+        check_output(path, flag)
+    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    dtype = pick_dtype(a.dtype, procs.device)
+    loaded.model.to(dtype)
+    results, rows, page = [], [], None
+    for name in a.tasks:
+        questions = open_questions(name, a.split, loaded, a.limit)
+        temperature = a.temperature
+        if temperature is None:
+            temperature = float(bool(questions.task and questions.task.limit))
+        options = with_mode_defaults(dataclasses.replace(a, temperature=temperature))
+        check_mode(options, loaded.model.config)
+        answers = answer(loaded, questions, options, a.seed, procs)
+        results.append({"task": questions.name, "mode": a.mode} | answers.summary())
+        of_samples = zip(answers.samples.step.tolist(), answers.samples.nfe.tolist(), strict=True)
+        rows += [
+            {"task": questions.name} | record | {"step": step, "nfe": nfe}
+            for record, (step, nfe) in zip(answers.records, of_samples, strict=True)
+        ]
+        page = page or page_of(loaded, questions, answers, results[-1])
+    if not procs.main:
+        return
+    print(loaded.describe(), "", *markdown_table(HEAD, [cells(r) for r in results], 2), sep="\n")
+    if a.samples:
+        write_jsonl(a.samples, rows)
+    if a.html:
+        write_text(a.html, page)
+    if a.json:
+        checkpoint = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
+        origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=checkpoint)
+        write_json(a.json, {"results": results} | origin)
+
+
+def cells(result: dict) -> list[str]:
+    limit = "" if result["limit"] is None else f"{result['limit']:.4f}"
+    numbers = f"{result['exact_match']:.4f}", f"{result['standard_error']:.4f}", limit
+    cost = str(result["records"]), f"{result['nfe']:.1f}", f"{result['seconds']:.1f}"
+    return [result["task"], result["mode"], *numbers, *cost]
+
+
+def page_of(loaded: Loaded, questions: Questions, answers: Answers, result: dict) -> str:
+    """The page of the first records."""
+    pieces, columns = get_tokenizer(loaded.tokenizer).pieces, None
+    if questions.task:
+        columns = questions.task.columns
+    rows = list(answers.samples.rows())[:SHOWN]
+    shown = [PageSample(pieces(tokens), *of_steps, columns) for tokens, *of_steps in rows]
+    return render(shown, {key: value for key, value in result.items() if value is not None})
+
+
+# ---- lm-evaluation-harness -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +166,6 @@ class Arguments(Settings):
     """Write results, settings and versions to this file."""
     samples: Path | None = None
     """Write a JSON object per row of every task: its requests, the answers and their scores."""
-
-
-def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
-    require_lm_eval()
-    with processes(arguments.device) as procs:
-        evaluate(arguments, procs)
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:

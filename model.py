@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -830,10 +830,15 @@ class AOGPT(Transformer):
         return -self(tokens, order, group_start)
 
     @torch.no_grad()
-    def group_log_probs(self, tokens: Tensor, order: Tensor, group: int) -> Tensor:
+    def group_log_probs(
+        self, tokens: Tensor, order: Tensor, group: int, given: Tensor | None = None
+    ) -> Tensor:
         """As `token_log_probs`, but the steps of a group of `group` are predicted at once, from the
         groups before it alone: what decoding in such groups draws from. A pass for each group; of
         two_stream, which is trained so, one for all.
+
+        given: LongTensor (B,), the steps of each row that are given, before its first group; the
+            result means nothing there. None: none.
 
         Raises ValueError as `token_log_probs`, and of a model that is not told its target.
         """
@@ -842,15 +847,14 @@ class AOGPT(Transformer):
         if self.config.l2r_only:
             raise ValueError("this model is not told its target and predicts one token at a time")
         if self.config.target == "two_stream":
-            return self.token_log_probs(tokens, order, group_starts(order, group))
+            return self.token_log_probs(tokens, order, group_starts(order, group, given))
         self.check_tokens(tokens, order)
         check_permutations(order)
-        result = []
-        for start in range(0, order.shape[1], group):
-            known = torch.full((len(order),), start, device=order.device)
+        result = torch.zeros(order.shape, device=order.device, dtype=self.wte.weight.dtype)
+        for known, steps in groups_of(order, group, given):
             log_probs = self.parallel_log_probs(tokens, order, known)
-            result.append(log_probs[:, start : start + group])
-        return torch.cat(result, dim=1)
+            result = log_probs.where(steps, result.to(log_probs.dtype))
+        return result
 
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
         """log p(true token | all unmasked tokens) at every masked position, in one pass.
@@ -1122,18 +1126,25 @@ class Encoder(Transformer):
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.has_position_table else None
         self.noise = NoiseEmbedding(c.cond_dim) if c.noise else None
 
-    def forward(self, tokens: Tensor, masked: Tensor, sigma: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        masked: Tensor,
+        sigma: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """-log p(true token | unmasked tokens) at masked positions; differentiable.
 
         Args:
             tokens: LongTensor (B, T), T <= block_size, in sequence order.
             masked: BoolTensor (B, T).
             sigma: (B,) noise levels, for a model with noise.
+            lengths: (B,) of rows that are shorter than T.
 
         Returns: (B, T), nats, in sequence order; 0 at unmasked positions. With noise, whose outputs
             are scores, (2, B, T): see `head_nll`.
         """
-        x = self.hidden(torch.where(masked, self.config.mask_token, tokens), sigma)
+        x = self.hidden(torch.where(masked, self.config.mask_token, tokens), sigma, lengths)
         nll = self.head_nll(x, tokens)
         return nll if self.config.noise else nll * masked
 
@@ -1183,15 +1194,16 @@ class Encoder(Transformer):
         return torch.stack([logits.logsumexp(dim=-1), output], dim=1)
 
     @torch.no_grad()
-    def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
+    def masked_log_probs(
+        self, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
+    ) -> Tensor:
         """log p(true token | all unmasked tokens) at every masked position, in one pass; arguments
         and result as those of `AOGPT.masked_log_probs`. With noise, its level is that of the time
-        that equals the share of masked tokens."""
+        that equals the share of masked tokens. lengths: (B,) of rows that are shorter than T."""
         self.check_tokens(tokens, masked)
         if not self.config.noise:
-            return -self(tokens, masked)
-        sigma = log_linear_noise(masked.double().mean(1))
-        normaliser, output = self(tokens, masked, sigma)
+            return -self(tokens, masked, lengths=lengths)
+        normaliser, output = self(tokens, masked, self._noise_of(masked, lengths), lengths)
         return (output - normaliser) * masked
 
     @torch.no_grad()
@@ -1201,25 +1213,40 @@ class Encoder(Transformer):
         passes of T tokens, where a decoder needs one."""
         return self.group_log_probs(tokens, order, group=1)
 
+    def _noise_of(self, masked: Tensor, lengths: Tensor | None) -> Tensor:
+        """Of the share of masked tokens of each row, (B,)."""
+        total = masked.shape[1] if lengths is None else lengths
+        return log_linear_noise(masked.double().sum(1) / total)
+
     @torch.no_grad()
-    def group_log_probs(self, tokens: Tensor, order: Tensor, group: int) -> Tensor:
-        """As `AOGPT.group_log_probs`, a pass for each group."""
+    def group_log_probs(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        group: int,
+        given: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """As `AOGPT.group_log_probs`, a pass for each group. lengths: (B,) of rows that are shorter
+        than T; their orders end with the positions that they do not have."""
         self.check_tokens(tokens, order)
         check_permutations(order)
-        step_of, result = inverse_permutation(order), []
-        for start in range(0, order.shape[1], group):
-            masked = step_of >= start
+        step_of = inverse_permutation(order)
+        result = torch.zeros(order.shape, device=order.device, dtype=self.wte.weight.dtype)
+        for known, steps in groups_of(order, group, given):
+            masked = step_of >= known[:, None]
+            if lengths is not None:
+                masked &= step_of < lengths[:, None]
             inputs = torch.where(masked, self.config.mask_token, tokens)
-            sigma = log_linear_noise(masked.double().mean(1)) if self.config.noise else None
-            targets = order[:, start : start + group]
-            wanted = targets.unsqueeze(-1).expand(-1, -1, self.config.n_embd)
-            hidden = self.hidden(inputs, sigma).gather(1, wanted).flatten(0, 1)
-            logits = self.logits(hidden, float32=True)
+            sigma = self._noise_of(masked, lengths) if self.config.noise else None
+            row, step = steps.nonzero(as_tuple=True)
+            targets = order[row, step]
+            logits = self.logits(self.hidden(inputs, sigma, lengths)[row, targets], float32=True)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            true = tokens.gather(1, targets)
-            log_probs = logits.log_softmax(-1).gather(1, true.view(-1, 1))
-            result.append(log_probs.view_as(targets))
-        return torch.cat(result, dim=1)
+            log_probs = logits.log_softmax(-1).gather(1, tokens[row, targets, None])
+            result = result.to(log_probs.dtype)
+            result[row, step] = log_probs.squeeze(1)
+        return result
 
 
 class NoiseEmbedding(nn.Module):
@@ -1243,10 +1270,29 @@ def check_permutations(order: Tensor) -> None:
         raise ValueError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
 
 
-def group_starts(order: Tensor, group: int) -> Tensor:
-    """The first step of every step's group of `group`, of the shape of `order`, (B, T)."""
+def group_starts(order: Tensor, group: int, given: Tensor | None = None) -> Tensor:
+    """The first step of every step's group of `group`, of the shape of `order`, (B, T). given:
+    (B,), steps of each row that are given, before its first group; they are groups of one, as where
+    a text is continued."""
     steps = torch.arange(order.shape[1], device=order.device)
-    return (steps - steps % group).expand_as(order)
+    if given is None:
+        return (steps - steps % group).expand_as(order)
+    past = steps - given[:, None]  # steps since the first group began
+    return torch.where(past < 0, steps, steps - past % group)
+
+
+def groups_of(
+    order: Tensor, group: int, given: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each group of `group` steps, one after the other, where it begins in each row, LongTensor
+    (B,), and its steps, BoolTensor (B, T). Arguments as of `group_starts`."""
+    B, T = order.shape
+    if given is None:
+        given = torch.zeros(B, dtype=torch.long, device=order.device)
+    steps = torch.arange(T, device=order.device)
+    for start in range(0, T - int(given.min()), group):
+        known = (given + start).clamp(max=T)
+        yield known, (steps >= known[:, None]) & (steps < known[:, None] + group)
 
 
 def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:

@@ -9,6 +9,7 @@ decoders and encoders can be compared.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from model import group_starts, log_linear_noise
-from orders import OrderConfig, orders_at
+from orders import OrderConfig, Roles, orders_at
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, Probability, check_values
 
@@ -58,7 +59,7 @@ class ObjectiveConfig:
 # ---- decoders: along orders ----------------------------------------------------------------------
 
 
-def ao_ar_loss(model, tokens: Tensor, order: Tensor) -> Tensor:
+def ao_ar_loss(model, tokens: Tensor, order: Tensor, weight: Tensor | None = None) -> Tensor:
     """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the paper,
     section 3, equation 2).
 
@@ -68,20 +69,28 @@ def ao_ar_loss(model, tokens: Tensor, order: Tensor) -> Tensor:
     Args:
         model: AOGPT, or a compiled or distributed wrapper of one.
         tokens, order: LongTensor (B, T).
+        weight: (B, T), of every step of the order; None: all count alike.
 
     Returns: scalar, nats per token, differentiable.
     """
-    return model(tokens, order).mean()
+    return weighted_mean(model(tokens, order), weight)
 
 
-def groupwise_loss(model, tokens: Tensor, order: Tensor, group: int) -> Tensor:
+def groupwise_loss(
+    model, tokens: Tensor, order: Tensor, group: int, weight: Tensor | None = None, given=None
+) -> Tensor:
     """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3); two-stream models.
 
-    Arguments as in `ao_ar_loss`; group: steps in a group, 1 being the any-order loss.
+    Arguments as in `ao_ar_loss`; group: steps in a group, 1 being the any-order loss; given: (B,)
+    steps before the first group, which are given.
     """
     if group == 1:
-        return ao_ar_loss(model, tokens, order)
-    return model(tokens, order, group_starts(order, group)).mean()
+        return ao_ar_loss(model, tokens, order, weight)
+    return weighted_mean(model(tokens, order, group_starts(order, group, given)), weight)
+
+
+def weighted_mean(nll: Tensor, weight: Tensor | None) -> Tensor:
+    return nll.mean() if weight is None else (nll * weight).mean()
 
 
 # ---- encoders: over masks ------------------------------------------------------------------------
@@ -97,13 +106,25 @@ class Masks:
     """(B,) factor of the sum over masked positions."""
     sigma: Tensor
     """(B,) noise level."""
+    lengths: Tensor | None = None
+    """(B,) of rows that are shorter than T; None: all have T."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
+        lengths = None if self.lengths is None else function(self.lengths)
+        return Masks(function(self.masked), function(self.weight), function(self.sigma), lengths)
 
     def to(self, device) -> "Masks":
-        return Masks(self.masked.to(device), self.weight.to(device), self.sigma.to(device))
+        return self.map(lambda tensor: tensor.to(device))
 
 
 def masks_at(
-    config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int
+    config: ObjectiveConfig,
+    seed: int,
+    step: int,
+    rows: range,
+    total: int,
+    length: int,
+    roles: Roles | None = None,
 ) -> Masks:
     """Masks of the sequences `rows` of a global batch of `total`: a pure function of the arguments.
 
@@ -117,23 +138,47 @@ def masks_at(
         score_entropy   as t_dce                            sigma'(t)
 
     The rates of lambda_dce are stratified over the batch, which lowers the variance of its loss.
+
+    roles: of records, whose given tokens are never masked; T is then the number of those that are
+    predicted.
     """
     # Row r of the table: one number for the rate of sequence r, and one for each of its positions.
     uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1)))
-    of_sequence, of_position = uniform[:, 0], uniform[:, 1:]
-    eps = config.noise_eps
+    of_sequence, of_position = uniform[:, 0], only_predicted(uniform[:, 1:], roles)
+    eps, lengths = config.noise_eps, roles and roles.lengths
     if config.prefix_prob:
         of_sequence, of_position = with_prefixes(config.prefix_prob, of_sequence, of_position)
     if config.kind == "k_dce":
-        return masks_of_size((of_sequence * length).long() + 1, of_position, eps)
+        n = number_predicted(of_position)
+        return masks_of_size((of_sequence * n).long() + 1, of_position, eps, lengths)
     if config.kind == "lambda_dce":
         rate = stratified(seed, step, rows, total, length + 1).clamp(min=SMALLEST_RATE)
-        return Masks(of_position < rate[:, None], 1 / rate, log_linear_noise(rate, eps))
+        return Masks(of_position < rate[:, None], 1 / rate, log_linear_noise(rate, eps), lengths)
     t = of_sequence.clamp(min=SMALLEST_RATE)
     rate = (1 - eps) * t
-    speed = (1 - eps) / (1 - rate)  # sigma'(t)
-    weight = speed if config.kind == "score_entropy" else 1 / t
-    return Masks(of_position < rate[:, None], weight, log_linear_noise(t, eps))
+    masked, sigma = of_position < rate[:, None], log_linear_noise(t, eps)
+    if config.kind == "t_dce":
+        return Masks(masked, 1 / t, sigma, lengths)
+    if roles is None:
+        return Masks(masked, (1 - eps) / (1 - rate), sigma)  # the weight is sigma'(t)
+    # The network is told the noise level of what is masked among all tokens, as where it generates.
+    # Score entropy then weighs a token by its ratio, 1 / expm1(sigma); the weight makes 1 / t of
+    # it.
+    sigma = log_linear_noise(t * number_predicted(of_position) / lengths, eps)
+    return Masks(masked, sigma.expm1() / t, sigma, lengths)
+
+
+NEVER = 2.0  # instead of a random number, of a position that is not to be masked
+
+
+def only_predicted(uniform: Tensor, roles: Roles | None) -> Tensor:
+    """Random numbers (B, T), NEVER where a token is not predicted."""
+    return uniform if roles is None else uniform.where(roles.predicted, NEVER)
+
+
+def number_predicted(uniform: Tensor) -> Tensor:
+    """LongTensor (B,), of the rows of what `only_predicted` gives."""
+    return (uniform < NEVER).sum(dim=1)
 
 
 def with_prefixes(prob: float, of_sequence: Tensor, of_position: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,15 +192,20 @@ def with_prefixes(prob: float, of_sequence: Tensor, of_position: Tensor) -> tupl
     left = torch.where(
         heads, of_sequence / prob, (of_sequence - prob) / max(1 - prob, SMALLEST_RATE)
     )
-    falling = of_position.sort(dim=1, descending=True).values
+    predicted, rising = of_position < NEVER, of_position.sort(dim=1).values
+    # The first of n positions that are predicted gets the largest number, the last the smallest.
+    after = (number_predicted(of_position)[:, None] - predicted.cumsum(dim=1)).clamp(min=0)
+    falling = rising.gather(1, after).where(predicted, NEVER)
     return left, torch.where(heads[:, None], falling, of_position)
 
 
-def masks_of_size(k: Tensor, uniform: Tensor, eps: float = 1e-3) -> Masks:
+def masks_of_size(
+    k: Tensor, uniform: Tensor, eps: float = 1e-3, lengths: Tensor | None = None
+) -> Masks:
     """Masks of exactly k (B,) positions each, those with the smallest of random numbers (B, T)."""
-    length = uniform.shape[1]
+    n = number_predicted(uniform)
     rank = uniform.argsort(dim=1).argsort(dim=1)
-    return Masks(rank < k[:, None], length / k, log_linear_noise(k / length, eps))
+    return Masks(rank < k[:, None], n / k, log_linear_noise(k / n, eps), lengths)
 
 
 def stratified(seed: int, step: int, rows: range, total: int, width: int) -> Tensor:
@@ -169,7 +219,9 @@ def stratified(seed: int, step: int, rows: range, total: int, width: int) -> Ten
     return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset) % 1.0
 
 
-def evaluation_masks(seed: int, step: int, rows: range, total: int, length: int) -> Masks:
+def evaluation_masks(
+    seed: int, step: int, rows: range, total: int, length: int, roles: Roles | None = None
+) -> Masks:
     """As `masks_at` for k_dce, but the numbers of masked positions k are stratified over the batch.
 
     Better for evaluation than lambda_dce, which is as stratified: its weight 1 / lambda has no
@@ -177,8 +229,9 @@ def evaluation_masks(seed: int, step: int, rows: range, total: int, length: int)
     are too small.
     """
     uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1)))
-    k = (stratified(seed, step, rows, total, length + 1) * length).long() + 1
-    return masks_of_size(k, uniform[:, 1:])
+    of_position = only_predicted(uniform[:, 1:], roles)
+    share, n = stratified(seed, step, rows, total, length + 1), number_predicted(of_position)
+    return masks_of_size((share * n).long() + 1, of_position, lengths=roles and roles.lengths)
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
@@ -188,7 +241,7 @@ def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
     Its expectation over the masks is the masked diffusion objective, nats per token (the paper,
     section 2; RADD).
     """
-    nll = model(tokens, masks.masked).double().sum(dim=1)
+    nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
     return masks.weight * nll / tokens.shape[1]
 
 
@@ -211,7 +264,7 @@ def score_entropy_terms(model, tokens: Tensor, masks: Masks, vocab: int) -> Tens
     """Those of `score_entropy`, (B, T), 0 at unmasked positions."""
     sigma = masks.sigma.to(torch.get_default_dtype())
     # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
-    normaliser, output = model(tokens, masks.masked, sigma).double()
+    normaliser, output = model(tokens, masks.masked, sigma, masks.lengths).double()
     log_ratio = -masks.sigma.expm1().log()[:, None]  # log r, (B, 1)
     shift, ratio = log_ratio - math.log(vocab), log_ratio.exp()  # log s = o + shift
     entropy = (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
@@ -249,6 +302,7 @@ def token_nll(
     total: int,
     scored_from: int = 0,
     group: int = 1,
+    roles: Roles | None = None,
 ) -> Tensor:
     """One estimate of the negative log-likelihood of every token, in nats.
 
@@ -266,13 +320,33 @@ def token_nll(
             NaN before it.
         group: steps that are predicted at once (`AOGPT.group_log_probs`); above 1 an encoder, too,
             is scored along an order.
+        roles: of records (on the CPU): what is given comes first in every order; NaN where a token
+            is not predicted.
 
     Returns: (B, T) float64, in sequence order.
     """
+    length, device, more = tokens.shape[1], tokens.device, {}
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1]).to(tokens.device)
-        return -masks.weight[:, None] * model.masked_log_probs(tokens, masks.masked).double()
-    order = orders_at(orders, seed, draw, rows, tokens.shape[1]).to(tokens.device)
-    nll = -model.group_log_probs(tokens, order, group).double()
+        masks = evaluation_masks(seed, draw, rows, total, length, roles).to(device)
+        log_probs = model.masked_log_probs(tokens, masks.masked, masks.lengths).double()
+        return unscored_as_nan(-masks.weight[:, None] * log_probs, roles)
+    order = orders_at(orders, seed, draw, rows, length)
+    if roles is not None:
+        order, more["given"] = roles.first_given(order), roles.given.sum(dim=1).to(device)
+        if model.config.is_encoder:
+            more["lengths"] = roles.lengths.to(device)
+    order = order.to(device)
+    if roles is not None and model.config.l2r_only:
+        # What is given is put in front: such a model reads a text as if it had been written so.
+        ahead = torch.arange(length, device=device).expand_as(order)
+        nll = -model.token_log_probs(tokens.gather(1, order), ahead).double()
+    else:
+        nll = -model.group_log_probs(tokens, order, group, **more).double()
     nll[:, :scored_from] = torch.nan
-    return torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order
+    nll = torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order
+    return unscored_as_nan(nll, roles)
+
+
+def unscored_as_nan(nll: Tensor, roles: Roles | None) -> Tensor:
+    """Losses (B, T) in sequence order, NaN where a token is not predicted."""
+    return nll if roles is None else nll.where(roles.predicted.to(nll.device), torch.nan)

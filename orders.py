@@ -9,23 +9,46 @@ Randomness is counter-based: the order of a sequence is a function of (seed, ste
 global batch) and of nothing else, so neither resuming nor the number of processes can change it.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, Probability, Seed, check_values
 
-OrderKind = Literal["l2r", "random", "mixture", "fixed_random", "fixed_blockwise"]
+OrderKind = Literal[
+    "l2r",
+    "r2l",
+    "random",
+    "mixture",
+    "fixed_random",
+    "fixed_blockwise",
+    "random_blockwise",
+    "slots",
+    "context_l2r",
+    "random_l2r",
+    "sliding",
+    "file",
+]
 ORDER_SETTINGS = {  # fields of OrderConfig that a kind reads besides `kind`
     "l2r": (),
+    "r2l": (),
     "random": (),
     "mixture": ("l2r_prob",),
     "fixed_random": ("seed",),
     "fixed_blockwise": ("block", "seed"),
+    "random_blockwise": ("block",),
+    "slots": ("block",),
+    "context_l2r": ("share",),
+    "random_l2r": ("share",),
+    "sliding": ("window",),
+    "file": ("file",),
 }
+FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
 
 
 @dataclass(frozen=True)
@@ -33,19 +56,36 @@ class OrderConfig:
     """A distribution over prediction orders."""
 
     kind: OrderKind = "mixture"
-    """l2r; random: uniform, drawn per sequence; mixture: l2r with probability l2r_prob, else
-    random; fixed_random: one permutation for the whole run; fixed_blockwise: blocks from left to
-    right, one permutation inside every block, which is not left to right."""
+    """l2r, r2l: left to right, right to left; random: uniform, drawn per sequence; mixture: l2r
+    with probability l2r_prob, else random; fixed_random: one permutation for the whole run;
+    fixed_blockwise: blocks from left to right, one permutation inside every block, which is not
+    left to right; random_blockwise: blocks from left to right, each in a random order of its own
+    (block diffusion, arXiv 2503.09573); slots: blocks in random order, left to right inside them
+    (ReFusion, arXiv 2512.13586); context_l2r: a random set of positions first, in ascending order,
+    then the others left to right (AC-GPT, arXiv 2606.14943); random_l2r: the same, but that set in
+    random order (Eso-LM, arXiv 2506.01928); sliding: always one of the first `window` positions
+    that are left, all equally probable (after Set Diffusion, arXiv 2607.01775); file: one of those
+    in a file."""
     l2r_prob: Probability = 0.1
     """Share of left-to-right sequences (mixture only)."""
     block: Count = 32
-    """Positions in a block (fixed_blockwise only)."""
+    """Positions in a block (fixed_blockwise, random_blockwise and slots only)."""
     seed: Seed = 0
     """Seed of the fixed permutation (fixed_random and fixed_blockwise only)."""
+    share: Probability = 0.5
+    """Probability of a position to be in the set that comes first (context_l2r and random_l2r
+    only)."""
+    window: Count = 8
+    """Positions that the next one is among (sliding only)."""
+    file: str = ""
+    """A NumPy file (.npy) of integers (M, T), an order in every row, of which a sequence has any,
+    all equally probable (file only)."""
 
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")
-        if self.kind == "fixed_blockwise" and self.block == 1:
+        if self.kind == "file" and not self.file:
+            raise ValueError("order.kind is 'file': name a .npy file of orders with order.file")
+        if self.kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
             raise ValueError(
                 "order.block is 1, and blocks of one position are left to right; give at least 2, "
                 "or order.kind = 'l2r'"
@@ -54,7 +94,14 @@ class OrderConfig:
     @property
     def is_fixed(self) -> bool:
         """All sequences have one and the same order: nothing is drawn."""
-        return self.kind in ("l2r", "fixed_random", "fixed_blockwise")
+        return self.kind in FIXED
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError for blocks that are longer than sequences of this length."""
+        if "block" in ORDER_SETTINGS[self.kind] and self.block > length:
+            raise ValueError(
+                f"order.block ({self.block}) exceeds model.block_size ({length}); lower it"
+            )
 
 
 def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> torch.Tensor:
@@ -73,6 +120,8 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
     identity = torch.arange(length).expand(len(rows), length)
     if config.kind == "l2r":
         return identity.clone()
+    if config.kind == "r2l":
+        return identity.flip(1)
     if config.kind == "fixed_random":
         return _permutation(config.seed, length).expand(len(rows), length).clone()
     if config.kind == "fixed_blockwise":
@@ -86,6 +135,14 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
     if config.kind == "mixture":
         coin = torch.from_numpy(to_uniform(bits[:, :1]))
         return torch.where(coin < config.l2r_prob, identity, order)
+    if config.kind == "file":
+        orders = read_orders(config.file, length)
+        return torch.from_numpy(orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)])
+    if config.kind == "sliding":
+        return _sliding(to_uniform(bits[:, 1:]), config.window)
+    if config.kind in ORDER_KEYS:
+        keys = ORDER_KEYS[config.kind](config, to_uniform(bits[:, 1:]))
+        return torch.from_numpy(keys.argsort(axis=1, kind="stable"))
     # Not reached, as OrderConfig knows these kinds only; one that is added is not to be forgotten.
     raise NotImplementedError(f"orders of kind {config.kind!r}")
 
@@ -106,11 +163,113 @@ def sample_orders(
     return orders_at(config, seed, 0, range(batch_size), length)
 
 
+@dataclass
+class Roles:
+    """Which tokens of B sequences are predicted, and which are given before all others: those of
+    records (data/records.py)."""
+
+    predicted: torch.Tensor
+    """BoolTensor (B, T)."""
+    given: torch.Tensor
+    """BoolTensor (B, T). What is neither is absent: positions past the end of a record."""
+
+    @classmethod
+    def of(cls, roles: torch.Tensor) -> "Roles":
+        """From the numbers that a data set has for its tokens, (B, T): 0 predicted, 1 given, 2
+        absent."""
+        return cls(roles == 0, roles == 1)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """LongTensor (B,), the tokens of each record."""
+        return (self.predicted | self.given).sum(dim=1)
+
+    def to(self, device) -> "Roles":
+        return Roles(self.predicted.to(device), self.given.to(device))
+
+    def first_given(self, order: torch.Tensor) -> torch.Tensor:
+        """The orders (B, T) with given positions first, in ascending order, then those that are
+        predicted as they come in `order`, then those that are absent."""
+        T = order.shape[1]
+        # The place of a position: that in `order`, but that of given ones is before all those.
+        place = inverse_permutation(order)
+        positions = torch.arange(T, device=order.device)
+        place = torch.where(self.given, positions - T, place)
+        return torch.where(self.predicted | self.given, place, place + T).argsort(dim=1)
+
+
 def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
     """The step at which each position is predicted, (B, T) -> (B, T):
     `inverse[b, order[b, i]] == i`."""
     steps = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, steps)
+
+
+# What positions are sorted by, of uniform random numbers for each, (B, T) -> (B, T).
+
+
+def _blockwise_keys(config: OrderConfig, uniform: np.ndarray) -> np.ndarray:
+    return np.arange(uniform.shape[1]) // config.block + uniform
+
+
+def _slot_keys(config: OrderConfig, uniform: np.ndarray) -> np.ndarray:
+    """A block has the random number of its first position; equals stay from left to right."""
+    positions = np.arange(uniform.shape[1])
+    return uniform[:, positions - positions % config.block]
+
+
+def _context_keys(config: OrderConfig, uniform: np.ndarray) -> np.ndarray:
+    return (uniform >= config.share).astype(np.int8)  # equals stay from left to right
+
+
+def _random_first_keys(config: OrderConfig, uniform: np.ndarray) -> np.ndarray:
+    return np.where(uniform < config.share, uniform, 1.0)
+
+
+ORDER_KEYS = {
+    "random_blockwise": _blockwise_keys,
+    "slots": _slot_keys,
+    "context_l2r": _context_keys,
+    "random_l2r": _random_first_keys,
+}
+
+
+def _sliding(uniform: np.ndarray, window: int) -> torch.Tensor:
+    """Step by step: a window of the first positions left, of which one is drawn and replaced by the
+    next one to come, so that it stays sorted."""
+    B, T = uniform.shape
+    order, rows = np.empty((B, T), np.int64), np.arange(B)
+    left = np.tile(np.arange(T), (B, 1))  # the positions left, ascending; then those taken
+    for step in range(T):
+        size = min(window, T - step)
+        drawn = (uniform[:, step] * size).astype(np.int64)
+        order[:, step] = left[rows, drawn]
+        # Move what stands before the one drawn one place on, and begin after it.
+        places = np.arange(size)[::-1]
+        for place in places[:-1]:
+            moves = place <= drawn
+            left[moves, place] = left[moves, place - 1]
+        left = left[:, 1:]
+    return torch.from_numpy(order)
+
+
+@functools.lru_cache(maxsize=4)
+def read_orders(file: str, length: int) -> np.ndarray:
+    """The orders in a file, int64 (M, length). Raises ValueError where they are none."""
+    try:
+        orders = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"order.file {file} cannot be read as a .npy file: {error}") from None
+    if orders.ndim != 2 or not len(orders) or orders.dtype.kind not in "iu":
+        raise ValueError(f"order.file {file} does not hold integers (M, T), an order a row")
+    if orders.shape[1] != length:
+        raise ValueError(
+            f"order.file {file} holds orders of {orders.shape[1]} positions, but sequences have "
+            f"{length}"
+        )
+    if not (np.sort(orders, axis=1) == np.arange(length)).all():
+        raise ValueError(f"order.file {file} has a row that is no permutation of 0..{length - 1}")
+    return orders.astype(np.int64)
 
 
 def _permutation(seed: int, length: int, draw: int = 0) -> torch.Tensor:

@@ -76,7 +76,7 @@ def train(config: Config, procs: Processes) -> int:
         return already_finished(config, procs, state.progress)
     introduce(config, data, state.model, procs)
 
-    log = Log(config, procs, state.model, state.progress)
+    log = Log(config, procs, state.model, state.progress, data.block_size)
     saver = Saver(config, procs, data.meta, log.warn)
     with closing(log), closing(saver), compiled(state.model, config, procs):
         saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
@@ -193,10 +193,11 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
     """Mean loss of a micro-batch, nats per token."""
     match config.objective.kind:
         case "ar" | "ao_ar":
-            return ao_ar_loss(model, batch.tokens, batch.order)
+            return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
         case "groupwise":
             _, group = config.stage(step)
-            return groupwise_loss(model, batch.tokens, batch.order, group)
+            records = batch.weight, batch.given
+            return groupwise_loss(model, batch.tokens, batch.order, group, *records)
         case "score_entropy":
             # [MASK] comes right after the tokens, so its id is the number of tokens.
             vocab_size = config.model.mask_token
@@ -241,6 +242,11 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
             f"train.batch_size ({t.batch_size}) must be a multiple of train.micro_batch_size "
             f"({t.micro_batch_size}) times the {procs.world_size} processes"
         )
+    if data.of_records and config.data.random_length_prob:
+        raise ValueError(
+            f"{config.data.folder} holds records, which are not cut: leave out "
+            "data.random_length_prob"
+        )
     if data_vocab > model.vocab_size:
         raise ValueError(
             f"the data in {config.data.folder} has a vocabulary of {data_vocab}, but "
@@ -269,7 +275,7 @@ def already_finished(config: Config, procs: Processes, progress: Progress) -> in
 
 def introduce(config: Config, data: TokenDataset, model: Transformer, procs: Processes) -> None:
     """Write the run's configuration and say what is about to be trained, on how much."""
-    folder, t, size = config.run_folder, config.train, config.model.block_size
+    folder, t, size = config.run_folder, config.train, data.block_size
     if procs.main:
         write_text(folder / "config.toml", configuration.to_toml(config))
     counts = model.num_params()

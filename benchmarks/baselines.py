@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from model import AOGPT, ModelConfig
 from sampling.engine import Generation
-from sampling.plans import Plan
+from sampling.plans import Plan, group_sizes
 from sampling.token_choice import TokenChoice
 
 
@@ -186,6 +186,7 @@ class _State:
             length=self.plan.length,
             model_calls=len(self.plan.step.unique()),
             token_forwards=self.token_forwards,
+            nfe=(group_sizes(self.plan) > 0).sum(dim=1),
         )
 
 

@@ -17,7 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.generators import Generated, Shuffled, latin5, polya
+from data.generators import INFILL, Generated, Infill, Shuffled, latin5, polya
+from data.records import RECORD_FILES
 from data.sources import (
     ROW_FILES,
     TEXT_FILES,
@@ -30,6 +31,7 @@ from data.sources import (
     check_complete,
     read_lines,
 )
+from data.tasks import TASKS, Task, TaskRecords
 
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
@@ -61,9 +63,11 @@ class Dataset:
     val_fraction: float | None = None
     source: Literal["never", "optional", "always"] = "never"
     field: str = "text"
-    protocol: Literal["full", "sedd"] = "full"
+    protocol: Literal["full", "sedd", "records"] = "full"
     detokeniser: str | None = None
     split: str | None = None
+    block_size: int | None = None
+    """Of records that all have one length."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -92,12 +96,14 @@ class Stories(Dataset):
 
 
 class Text(Dataset):
+    READERS = TEXT_FILES
+
     def corpora(self, files: Files) -> dict[str, Corpus]:
         paths = {"train": files.source, "val": files.val, "test": files.test}
         if files.split:
             paths = {files.split: files.source}
         given = {split: some for split, some in paths.items() if some}
-        return {split: LocalFiles(given[split], TEXT_FILES, files.field) for split in given}
+        return {split: LocalFiles(given[split], self.READERS, files.field) for split in given}
 
 
 class OpenWebText(Dataset):
@@ -127,12 +133,40 @@ class GeneratedText(Dataset):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskData(Dataset):
+    """The records of a task of data/tasks.py."""
+
+    task: Task
+    protocol: Literal["full", "sedd", "records"] = "records"
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        documents = {"train": self.task.documents} | TASK_RECORDS
+        return {
+            split: TaskRecords(self.task, split, [seed, number], number)
+            for seed, (split, number) in enumerate(documents.items())
+        }
+
+
+class Records(Text):
+    """Records of the user's own; see data/records.py."""
+
+    READERS = RECORD_FILES
+
+
 class ShuffledText(Text):
     """As Text, in pieces whose characters are in random order."""
 
     def corpora(self, files: Files) -> dict[str, Corpus]:
         texts = super().corpora(files)
         return {split: Shuffled(text, seed) for seed, (split, text) in enumerate(texts.items())}
+
+
+class InfillText(Text):
+    """Pieces of Text whose middle is predicted, given both sides."""
+
+    def corpora(self, files: Files) -> dict[str, Corpus]:
+        return {split: Infill(text) for split, text in super().corpora(files).items()}
 
 
 # ---- to evaluate on ------------------------------------------------------------------------------
@@ -152,7 +186,7 @@ class EvaluationSet(Dataset):
     rows: dict[str, int]
     split: str = "test"
     source: Literal["never", "optional", "always"] = "optional"
-    protocol: Literal["full", "sedd"] = "sedd"
+    protocol: Literal["full", "sedd", "records"] = "sedd"
     repository: str | None = None
     config: str | None = None
     url: str | None = None
@@ -229,6 +263,10 @@ WIKITEXT = dict(
     foreign="<unk>",
 )
 
+SCIENTIFIC_PAPERS = dict(
+    detokeniser="scientific_papers", repository="armanc/scientific_papers", field="article"
+)
+
 EVALUATION_SETS = (
     EvaluationSet(
         name="wikitext2",
@@ -268,10 +306,26 @@ EVALUATION_SETS = (
         lines=(".txt", ".heldout-", ".en-"),
         clean=str.strip,
     ),
+    EvaluationSet(
+        name="ag_news", rows={"train": 120_000, "test": 7_600}, repository="fancyzhx/ag_news"
+    ),
+    EvaluationSet(
+        name="pubmed",
+        rows={"train": 119_924, "val": 6_633, "test": 6_658},
+        config="pubmed",
+        **SCIENTIFIC_PAPERS,
+    ),
+    EvaluationSet(
+        name="arxiv",
+        rows={"train": 203_037, "val": 6_436, "test": 6_440},
+        config="arxiv",
+        **SCIENTIFIC_PAPERS,
+    ),
 )
 
 URNS = {"train": 60_000, "val": 4_000}  # documents of 63 letters
 SQUARES = {"train": 150_000, "val": 10_000}  # of 25
+TASK_RECORDS = {"val": 1000, "test": 1000}
 
 DATASETS: dict[str, Dataset] = {
     dataset.name: dataset
@@ -282,6 +336,19 @@ DATASETS: dict[str, Dataset] = {
         GeneratedText(name="polya", tokenizer="bytes", make=polya, documents=URNS),
         GeneratedText(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
         ShuffledText(name="shuffled", tokenizer="bytes", val_fraction=0.05, source="always"),
+        Records(name="records", val_fraction=0.05, source="always", protocol="records"),
+        InfillText(
+            name="infill",
+            tokenizer="bytes",
+            val_fraction=0.05,
+            source="always",
+            protocol="records",
+            block_size=INFILL,
+        ),
+        *(
+            TaskData(name=task.name, tokenizer="bytes", block_size=task.length, task=task)
+            for task in TASKS.values()
+        ),
         OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),
         *EVALUATION_SETS,
     )

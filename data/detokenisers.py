@@ -104,4 +104,15 @@ def lambada(text: str) -> str:
     return "\n" + text.replace("“", '"').replace("”", '"').strip()
 
 
-DETOKENISERS = {"wikitext": wikitext, "ptb": ptb, "lm1b": lm1b, "lambada": lambada}
+def scientific_papers(text: str) -> str:
+    """Of arXiv and PubMed, as published: the rules of WikiText, then those of LM1B."""
+    return lm1b(wikitext(text))
+
+
+DETOKENISERS = {
+    "wikitext": wikitext,
+    "ptb": ptb,
+    "lm1b": lm1b,
+    "lambada": lambada,
+    "scientific_papers": scientific_papers,
+}

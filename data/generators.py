@@ -8,6 +8,8 @@ model.block_size is its length plus 1.
     latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
     shuffled    text in pieces of 63 characters, each in a random order of its own: what is left is
                 a bag of letters, which no order prefers either
+    infill      text in pieces of 128 characters, of which the words in the middle are predicted
+                given both sides: a record each, see data/records.py
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from data.records import given
 from data.sources import Corpus, Piece
 
 LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
 POLYA_WEIGHT, POLYA_LENGTH = 0.1, 63
 LATIN_SIZE = 5
 PIECE = 63  # characters of a shuffled document
+INFILL = 128  # of a record
 
 
 class Generated(Corpus):
@@ -62,6 +66,31 @@ class Shuffled(Corpus):
             while len(rest) >= PIECE:
                 piece, rest = rest[:PIECE], rest[PIECE:]
                 yield "".join(piece[i] for i in generator.permutation(PIECE)), True
+            if end:
+                rest = ""  # what is left of a document is too short
+
+
+class Infill(Corpus):
+    """The documents of another corpus, cut into pieces of INFILL characters (ASCII alone, a byte
+    each), every piece a record of which all but the words in its middle third are given."""
+
+    def __init__(self, inner: Corpus):
+        self.inner, self.unit, self.packages = inner, inner.unit, inner.packages
+
+    def describe(self) -> list[dict]:
+        return [{"infill": INFILL}, *self.inner.describe()]
+
+    def pieces(self) -> Iterator[Piece]:
+        rest = ""
+        for text, end in self.inner.pieces():
+            self.total, self.position = self.inner.total, self.inner.position
+            rest += "".join(c for c in text if c.isascii() and c not in "[]")  # no marks of records
+            while len(rest) >= INFILL:
+                piece, rest = rest[:INFILL], rest[INFILL:]
+                start, stop = piece.find(" ", INFILL // 3), piece.rfind(" ", 0, 2 * INFILL // 3)
+                if 0 < start < stop:
+                    middle = piece[start:stop]
+                    yield given(piece[:start]) + middle + given(piece[stop:]), True
             if end:
                 rest = ""  # what is left of a document is too short
 

@@ -25,7 +25,7 @@ from runtime.randomness import philox_bits, to_uniform
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 1
+FORMAT = 2  # the newest that is read; of records, where text has 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LENGTHS = 8  # that a batch can be cut to: torch.compile makes code for each of them
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
@@ -166,12 +166,31 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
             f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
             f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again"
         )
-    if verify and (found := sha256_file(path)) != entry["sha256"]:
+    if verify:
+        check_sum(path, entry["sha256"])
+    if "roles" in entry:
+        check_roles(path.with_name(entry["roles"]["file"]), entry, verify)
+    return path
+
+
+def check_sum(path: Path, sha256: str) -> None:
+    """Raise ValueError where a file has another checksum."""
+    if (found := sha256_file(path)) != sha256:
         raise ValueError(
             f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
-            f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again"
+            f"{sha256[:12]}...): the file is damaged; copy it or prepare it again"
         )
-    return path
+
+
+def check_roles(path: Path, entry: dict, verify: bool) -> None:
+    """As `check_file`, of the roles of a split of records, which meta.json has `entry` for."""
+    if not path.is_file() or path.stat().st_size != entry["tokens"]:
+        raise ValueError(
+            f"{path} is missing or has not one byte for each of {entry['tokens']:,} tokens: copy "
+            "it or prepare the dataset again"
+        )
+    if verify:
+        check_sum(path, entry["roles"]["sha256"])
 
 
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
@@ -190,7 +209,8 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
 
 
 class TokenDataset:
-    """One split of a prepared dataset, as blocks of `block_size` tokens.
+    """One split of a prepared dataset, as blocks of `block_size` tokens; of records, which may be
+    shorter than a model's blocks, of as many as they have.
 
     Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split);
     `num_blocks`.
@@ -207,11 +227,16 @@ class TokenDataset:
         count, packed = self.tokens.size, self.meta.get("block_size")
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
+        protocol = self.meta.get("protocol")
+        if protocol == "records" and packed < block_size:
+            self.block_size = block_size = packed  # a model may be made for longer ones
         if packed is not None and packed != block_size:
+            what = f"prepare it again with --block-size {block_size}, or with --protocol full"
+            if protocol == "records":
+                what = f"set the model's block_size to {packed} or more"
             raise ValueError(
-                f"{folder} is packed into blocks of {packed} tokens (protocol "
-                f"{self.meta.get('protocol')}), not of {block_size}: prepare it again with "
-                f"--block-size {block_size}, or with --protocol full"
+                f"{folder} is packed into blocks of {packed} tokens (protocol {protocol}), not of "
+                f"{block_size}: {what}"
             )
         if count < block_size:
             raise ValueError(
@@ -220,7 +245,24 @@ class TokenDataset:
             )
         self.num_blocks = count // block_size
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
+        self._roles = None
+        if roles := self.meta["splits"][split].get("roles"):
+            path = Path(folder) / roles["file"]  # checked with the tokens
+            self._roles = np.memmap(path, dtype=np.uint8, mode="r", shape=self._blocks.shape)
         self._shuffles: dict[tuple[int, int], np.ndarray] = {}
+
+    @property
+    def of_records(self) -> bool:
+        """Whether tokens have roles: a block is a record (data/records.py)."""
+        return self._roles is not None
+
+    def roles(self, indices) -> torch.Tensor | None:
+        """The roles of the tokens in these blocks, uint8 (B, T); None where they have none."""
+        import torch
+
+        if self._roles is None:
+            return None
+        return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
 
     def blocks(self, indices) -> torch.LongTensor:
         """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B, T)."""
@@ -244,7 +286,11 @@ class TokenDataset:
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
         """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step`
-        -> LongTensor (B, T).
+        -> LongTensor (B, T)."""
+        return self.blocks(self.indices(seed, step, rows, global_batch))
+
+    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
+        """The numbers of the blocks that `batch` reads, int64 (B,).
 
         A pure function of its arguments and of the file. Sequence g = step * global_batch + row of
         the run is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks.
@@ -261,7 +307,7 @@ class TokenDataset:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             indices[here] = self._shuffle(seed, int(epoch))[places[here]]
-        return self.blocks(indices)
+        return indices
 
     def _shuffle(self, seed: int, epoch: int) -> np.ndarray:
         """The order of the blocks in an epoch, int64 (num_blocks,)."""

@@ -1,10 +1,12 @@
-"""Token files as prepare.py writes them, and the two ways documents are packed into them.
+"""Token files as prepare.py writes them, and the ways documents are packed into them.
 
 full   every document, end-of-text after it, end to end: nothing is dropped
 sedd   what the published zero-shot perplexities are measured on (the SEDD protocol): the rows are
        cut into 8 contiguous shards, each shard into groups of 1,000 rows; each group is
        concatenated and cut into blocks, and what is left of it fills none and is dropped. So a file
        holds blocks of one size, and nothing else.
+records  every document in a block of its own, and a second file that says of every token whether
+       it is given, predicted or absent (data/records.py)
 """
 
 import hashlib
@@ -19,10 +21,12 @@ GROUP_ROWS = 1000
 COPY_BYTES = 4 << 20
 
 
-def in_words(block_size: int | None) -> str:
-    """The packing in words, for meta.json; `block_size` None is the protocol full."""
-    if block_size is None:
+def in_words(protocol: str, block_size: int | None) -> str:
+    """The packing in words, for meta.json."""
+    if protocol == "full":
         return "documents end to end, nothing dropped"
+    if protocol == "records":
+        return f"a record in each block of {block_size}, with the roles of its tokens"
     return (
         f"{SHARDS} shards of rows, groups of {GROUP_ROWS} rows, blocks of {block_size}, "
         "remainders of groups dropped"
@@ -78,8 +82,9 @@ class SplitFile:
     """The token file of a split as it is written: end to end, and packed under `sedd` when it is
     complete.
 
-    `block_size` None is the protocol full. Under sedd the ends of the rows wait in a file beside
-    it: where the shards begin depends on how many rows there are.
+    `block_size` is that of sedd, and None otherwise. Under sedd the ends of the rows wait in a file
+    beside it: where the shards begin depends on how many rows there are. Roles, where tokens have
+    them, go to a file of their own.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, block_size: int | None = None):
@@ -87,11 +92,17 @@ class SplitFile:
         self.tokens = self.documents = 0
         self._hash = hashlib.sha256()
         self._file = open(path, "wb")
+        self._roles: SplitFile | None = None
         self._ends_path = path.with_suffix(".ends")
         self._ends = None if block_size is None else open(self._ends_path, "wb")
 
-    def write(self, ids: np.ndarray, ends: np.ndarray) -> None:
-        """Append `ids` (n,); `ends` holds the places in it after which a document is complete."""
+    def write(self, ids: np.ndarray, ends: np.ndarray, roles: np.ndarray | None = None) -> None:
+        """Append `ids` (n,); `ends` holds the places in it after which a document is complete,
+        `roles` (n,), uint8, the roles of records."""
+        if roles is not None:
+            if self._roles is None:
+                self._roles = SplitFile(self.path.with_suffix(".roles.bin"), roles.dtype)
+            self._roles.write(roles, ends)
         self._file.write(ids.data)
         if self._ends is None:
             self._hash.update(ids.data)
@@ -113,13 +124,17 @@ class SplitFile:
             tokens, sha256 = self.tokens, self._hash.hexdigest()
         else:
             tokens, sha256 = self._pack()
-        return {
+        entry = {
             "file": self.path.name,
             "tokens": tokens,
             "documents": self.documents,
             "dropped_tokens": self.tokens - tokens,
             "sha256": sha256,
         }
+        if self._roles is not None:
+            roles = self._roles.close()
+            entry["roles"] = {key: roles[key] for key in ("file", "sha256")}
+        return entry
 
     def _pack(self) -> tuple[int, str]:
         """Drop what fills no block; returns the number of tokens left and the file's sha256."""

@@ -7,6 +7,7 @@ writes a folder (folder.py):
     train.bin, val.bin, test.bin      token ids, flat, little-endian uint16 (uint32 for more than
                                       65536 ids), of the splits there are; every document is
                                       followed by end-of-text
+    train.roles.bin, ...              of records: what is given of them (records.py)
     meta.json                         tokenizer, dtype, protocol and packing, tokens and sha256 per
                                       file, source, settings, versions
 
@@ -32,6 +33,7 @@ import contextlib
 import os
 import platform
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -39,11 +41,11 @@ import tyro
 from annotated_types import Interval
 
 from data import packing
-from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, GeneratedText
+from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, GeneratedText, TaskData
 from data.detokenisers import DETOKENISERS
-from data.encoding import encode_all
+from data.encoding import Encode, encode_all, encode_batch, encode_records
 from data.folder import clear_leftovers, is_finished, move_into_place, staging
-from data.loader import DTYPES, FORMAT, dtype_name
+from data.loader import DTYPES, dtype_name
 from data.packing import SplitFile
 from data.sources import Corpus
 from data.splits import route
@@ -62,6 +64,8 @@ examples:
   python data/prepare.py stories
   python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
   python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
+  python data/prepare.py sudoku6
+  python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
   python data/prepare.py ptb
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
 """
@@ -83,10 +87,17 @@ class Prepare:
     pydocs: the English that comes with Python, 2 MB, no download.
     text: your own files, given with --source.
     shuffled: the same, in pieces of 63 characters in random order.
+    records: .jsonl files of {"prompt": given, "text": predicted}, or of
+    {"text": "some [GIVEN]parts[/GIVEN] of it given"}, each in its own block.
+    infill: your own files in pieces of 128 characters, each a record whose
+    middle is predicted, given both sides.
     polya, latin5: made of random numbers, with a known entropy.
+    sudoku6, star, addition, reversal, mirror, parity, colouring, copy,
+    replace, shuffle: tasks, as records, for eval_tasks.py.
     openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
     wikitext2, wikitext103, ptb, lambada, lm1b: the evaluation sets of the
-    published zero-shot perplexities, one split each, detokenised;
+    published zero-shot perplexities, and ag_news, pubmed, arxiv, which
+    later ones have, one split each, detokenised;
     downloaded, or local copies given with --source."""
     out: Annotated[Path | None, _option("DIR", "data/NAME in the project")] = None
     """Folder to write."""
@@ -105,7 +116,9 @@ class Prepare:
         _option("gpt2|english|bytes", "english for stories, bytes for pydocs, gpt2 for the others"),
     ] = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, or bytes as they are."""
-    field: Annotated[str | None, _option("KEY", "sentence for ptb, text for the others")] = None
+    field: Annotated[
+        str | None, _option("KEY", "sentence for ptb, article for pubmed, arxiv, else text")
+    ] = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     split: Annotated[
         str | None, _option("train|val|test", "wikitext2: train, other evaluation sets: test")
@@ -120,7 +133,8 @@ class Prepare:
     the rest of every group dropped; as published.
     full: documents end to end, nothing dropped."""
     block_size: Annotated[Count | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
-    """sedd: tokens of a block. A model of another needs the dataset prepared again."""
+    """sedd, records: tokens of a block; of records at least those of the
+    longest and one. A model of another needs the dataset prepared again."""
     val_fraction: Annotated[
         ValFraction | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for the others")
     ] = None
@@ -193,7 +207,8 @@ def prepare(args: Prepare) -> Path:
         return target
     with staging(target) as partial:
         workers = args.workers or default_workers(tokenizer)
-        meta["splits"] = write_splits(partial, corpora, tokenizer, meta, workers)
+        encode = encoder_of(dataset, tokenizer, meta)
+        meta["splits"] = write_splits(partial, corpora, encode, meta, workers)
         meta["notes"] = [note for corpus in corpora.values() for note in corpus.notes()]
         write_json(partial / "meta.json", meta)
         move_into_place(partial, target)
@@ -223,7 +238,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             f"{args.name} is an evaluation set: it is written one split at a time, "
             f"--split {'|'.join(dataset.splits)}, and takes no --val, --test or --val-fraction"
         )
-    if isinstance(dataset, GeneratedText) and (own_splits or args.split):
+    if isinstance(dataset, GeneratedText | TaskData) and (own_splits or args.split):
         raise ValueError(
             f"{args.name} is made in splits of its own: leave out --split and --val-fraction"
         )
@@ -241,7 +256,9 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             )
     if args.val and args.val_fraction is not None:
         raise ValueError("give --val or --val-fraction, not both")
-    if args.block_size is not None and (args.protocol or dataset.protocol) != "sedd":
+    if dataset.protocol == "records":
+        check_records(args, dataset)
+    elif args.block_size is not None and (args.protocol or dataset.protocol) != "sedd":
         raise ValueError(
             "--block-size is for --protocol sedd; a dataset of the protocol full can be read in "
             "blocks of any size"
@@ -252,15 +269,36 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             raise ValueError(f"{path} is given {times} times; a file belongs to one split, once")
 
 
+def check_records(args: Prepare, dataset: Dataset) -> None:
+    """Raise ValueError for options that do not fit records."""
+    if args.protocol is not None:
+        raise ValueError(
+            f"{args.name}: a record is in a block of its own, so there is no --protocol to choose; "
+            "leave it out"
+        )
+    if dataset.block_size is None and args.block_size is None:
+        raise ValueError(
+            f"{args.name} needs --block-size N: as many tokens as the longest record has, prompt, "
+            "text and end-of-text together"
+        )
+    if dataset.block_size is not None and args.block_size not in (None, dataset.block_size):
+        raise ValueError(
+            f"the records of {args.name} have {dataset.block_size} tokens; leave out --block-size"
+        )
+    if dataset.block_size is not None and args.tokenizer not in (None, "bytes"):
+        raise ValueError(f"the records of {args.name} are of single bytes; leave out --tokenizer")
+
+
 def effective_settings(args: Prepare, dataset: Dataset) -> dict:
     """What decides the result, beside the documents."""
     protocol = args.protocol or dataset.protocol
+    block_size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
     fraction = dataset.val_fraction if args.val_fraction is None else args.val_fraction
     return {
         "dataset": args.name,
         "split": args.split or dataset.split,
         "protocol": protocol,
-        "block_size": (args.block_size or DEFAULT_BLOCK_SIZE) if protocol == "sedd" else None,
+        "block_size": None if protocol == "full" else block_size,
         "tokenizer": args.tokenizer or dataset.tokenizer,
         "field": args.field or dataset.field,
         "val_fraction": None if args.val or args.split else fraction,
@@ -289,14 +327,14 @@ def metadata(
     packages |= {"numpy", *(["tiktoken"] if tokenizer.name != "bytes" else [])}
     versions = {package: version(package) for package in sorted(packages)}
     return {
-        "format": FORMAT,
+        "format": 2 if settings["protocol"] == "records" else 1,
         "name": name,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "dtype": dtype_name(tokenizer.vocab_size),
         "protocol": settings["protocol"],
-        "packing": packing.in_words(settings["block_size"]),
+        "packing": packing.in_words(settings["protocol"], settings["block_size"]),
         "block_size": settings["block_size"],
         "detokeniser": dataset.detokeniser,
         "split": settings["split"],
@@ -308,21 +346,33 @@ def metadata(
     }
 
 
+def encoder_of(dataset: Dataset, tokenizer: Tokenizer, meta: dict) -> Encode:
+    """How pieces of text become tokens."""
+    if meta["protocol"] == "records":
+        end = dataset.block_size is None  # records of one length need no end
+        return partial(encode_records, tokenizer, meta["block_size"], end)
+    return partial(encode_batch, tokenizer, DETOKENISERS.get(meta["detokeniser"]))
+
+
 def write_splits(
-    folder: Path, corpora: dict[str, Corpus], tokenizer: Tokenizer, meta: dict, workers: int
+    folder: Path, corpora: dict[str, Corpus], encode: Encode, meta: dict, workers: int
 ) -> dict[str, dict]:
     """Write the token files into `folder`; returns their entries for meta.json."""
-    settings, detokenise = meta["settings"], DETOKENISERS.get(meta["detokeniser"])
-    pieces = route(corpora, settings["val_fraction"], settings["seed"], settings["limit"])
-    encoded = encode_all(pieces, tokenizer, detokenise, workers)
+    settings, block_size = meta["settings"], None
+    if meta["protocol"] == "sedd":
+        block_size = meta["block_size"]
+    records = meta["protocol"] == "records"
+    how = settings["val_fraction"], settings["seed"], settings["limit"], records
+    pieces = route(corpora, *how)
+    encoded = encode_all(pieces, encode, workers)
     files: dict[str, SplitFile] = {}
     with contextlib.closing(encoded), _progress_bar(next(iter(corpora.values())).unit) as bar:
         for result in encoded:
-            for split, (ids, ends) in result.items():
+            for split, tokens in result.items():
                 if split not in files:
                     path = folder / f"{split}.bin"
-                    files[split] = SplitFile(path, DTYPES[meta["dtype"]], meta["block_size"])
-                files[split].write(ids, ends)
+                    files[split] = SplitFile(path, DTYPES[meta["dtype"]], block_size)
+                files[split].write(*tokens)
             _update(bar, corpora, sum(file.tokens for file in files.values()))
     return {split: files[split].close() for split in ("train", "val", "test") if split in files}
 
@@ -370,6 +420,8 @@ def report(target: Path, meta: dict) -> None:
     if settings["dataset"] == "openwebtext":
         config = "aogpt_small"
     options = f"--name {target.name} --data.folder {_shown(target)}"
+    if meta["protocol"] == "records":
+        options += f" --model.block-size {meta['block_size']}"
     print(f"next: python train.py configs/{config}.toml {options}")
 
 

@@ -258,7 +258,13 @@ def read_lines(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
 
 
 def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
-    """A document a row of JSON, in its `field`. Holds one line at a time, unlike
+    """A document a row of JSON, in its `field`."""
+    for place, row in read_jsonl_rows(stream, name):
+        yield text_of(row, field, place), True
+
+
+def read_jsonl_rows(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
+    """The place and the values of every row of JSON. Holds one line at a time, unlike
     `runtime.files.read_lines`: the file may be far larger than memory."""
     for number, line in enumerate(stream, 1):
         place = f"{name} line {number}"
@@ -267,7 +273,7 @@ def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
         if text.strip():
-            yield text_of(json_object(text, place), field, place), True
+            yield place, json_object(text, place)
 
 
 def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:

@@ -10,7 +10,11 @@ RoutedPiece = tuple[str, str, bool]  # split, text, whether the document ends he
 
 
 def route(
-    corpora: dict[str, Corpus], fraction: float | None, seed: int, limit: int | None
+    corpora: dict[str, Corpus],
+    fraction: float | None,
+    seed: int,
+    limit: int | None,
+    records: bool = False,
 ) -> Iterator[RoutedPiece]:
     """Every piece with its split, in reading order.
 
@@ -19,10 +23,11 @@ def route(
         fraction: share of the documents of "train" that becomes "val"; None: none of them.
         seed: of that draw.
         limit: on the documents of the first split, which are those of --source; None: all.
+        records: documents are records, which are never cut.
     """
     for number, (split, corpus) in enumerate(corpora.items()):
         if split == "train" and fraction is not None:
-            yield from _split_documents(corpus, fraction, seed, limit)
+            yield from _split_documents(corpus, fraction, seed, limit, records)
         else:
             for text, end in _limited(corpus, limit if number == 0 else None):
                 yield split, text, end
@@ -39,7 +44,7 @@ def _limited(corpus: Corpus, limit: int | None) -> Iterator[Piece]:
 
 
 def _split_documents(
-    corpus: Corpus, fraction: float, seed: int, limit: int | None
+    corpus: Corpus, fraction: float, seed: int, limit: int | None, records: bool
 ) -> Iterator[RoutedPiece]:
     """One validation document in every group of 1 / fraction in a row; both splits get at least one
     document.
@@ -51,6 +56,10 @@ def _split_documents(
     group_size = 1 / fraction
     enough = math.ceil(group_size)
     documents = corpus.count(min(enough, limit or enough))
+    if documents == 1 and records:
+        raise ValueError(
+            "a single record makes no training and validation split: add records, or give --split"
+        )
     if documents == 1:
         yield from _split_one_document(corpus, fraction, limit)
         return

@@ -23,6 +23,7 @@ from data.loader import (
     read_tokens,
 )
 from data.tokenizers import get_tokenizer
+from orders import Roles
 
 NGRAM_TOKENS = 10_000_000  # of the training split: more do not change its entropies visibly
 
@@ -45,8 +46,14 @@ class EvalSet:
             return self.dataset.tail()
         return self.dataset.blocks(list(rows))
 
+    def roles(self, rows: range) -> Roles | None:
+        """Of records, on the CPU; None of other text."""
+        return Roles.of(self.dataset.roles(list(rows))) if self.dataset.of_records else None
+
     def lengths(self) -> Tensor:
         """(N,) tokens of every row."""
+        if self.dataset.of_records:
+            return self.roles(range(self.count)).lengths
         lengths = torch.full((self.count,), self.dataset.block_size)
         if self.count > self.dataset.num_blocks:
             lengths[-1] = self.dataset.tail().shape[1]

@@ -38,7 +38,7 @@ from runtime.processes import Processes
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, check_values
 from sampling.engine import Engine
-from sampling.modes import SamplingOptions, mode_plan, with_mode_defaults
+from sampling.modes import DecodingOptions, mode_plan, with_mode_defaults
 from sampling.plans import stack_plans
 from sampling.token_choice import TokenChoice
 
@@ -162,7 +162,7 @@ class HarnessModel(TemplateLM):
         order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
         self.settings = dataclasses.replace(a, order=a.order or order, mode=a.mode or mode)
         self._check_model()
-        options = SamplingOptions(mode=self.settings.mode, steps=a.steps)
+        options = DecodingOptions(mode=self.settings.mode, steps=a.steps)
         self.sampling = with_mode_defaults(options)
         self._engine: Engine | None = None
 

@@ -6,10 +6,12 @@ N sequences of a set, B in a batch, T tokens in a block, D draws.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +22,13 @@ from checkpoints.load import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
+from model import Transformer
 from objectives import token_nll, token_score_entropy
-from orders import OrderConfig
+from orders import OrderConfig, Roles
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
 from runtime.processes import Processes
+from sampling.engine import generate
+from sampling.plans import Score, l2r_plan
 
 LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
 PRECISION_SAMPLE = 8  # blocks that are scored in both precisions
@@ -59,6 +64,12 @@ class ScoringTask:
     """SEDD's own bound instead of the likelihood of its outputs as probabilities."""
     group: int = 1
     """Steps of an order that are predicted at once."""
+    rule: Score | None = None
+    """Instead of `orders`: those in which the model itself would decode, the surest `group` of
+    positions first by this score (DUEL)."""
+    bound: Literal["mean", "iw"] = "mean"
+    """Of several orders: the mean of their losses, or the importance-weighted bound, which is
+    -log of the mean of the probabilities that all draws give a sequence."""
 
     @property
     def true_ensembles(self) -> tuple[int, ...]:
@@ -69,6 +80,10 @@ class ScoringTask:
     def exact(self) -> bool:
         """A single order is scored, without randomness."""
         return self.orders.is_fixed
+
+    @property
+    def importance_weighted(self) -> bool:
+        return self.bound == "iw" and not self.exact
 
     @property
     def joint(self) -> bool:
@@ -83,13 +98,17 @@ class ScoringTask:
     def passes(self, lengths: Tensor) -> Tensor:
         """Passes that a draw of the losses takes, for rows of these lengths, (N,)."""
         config = self.loaded.model.config
-        at_once = config.target == "two_stream" or (
-            self.group == 1 and (self.joint or not config.is_encoder)
+        at_once = not self.rule and (
+            config.target == "two_stream"
+            or (self.group == 1 and (self.joint or not config.is_encoder))
         )
         return torch.ones_like(lengths) if at_once else -(-lengths // self.group)
 
     def scored_tokens(self) -> Tensor:
         """(N,) tokens of each row that count."""
+        roles = self.eval_set.roles(range(self.eval_set.count))
+        if roles is not None:
+            return roles.predicted[:, self.loaded.scored_from :].sum(dim=1)
         return self.eval_set.lengths() - self.loaded.scored_from
 
     def gain_draws(self, loss_draws: int) -> int:
@@ -197,6 +216,8 @@ class Scores:
     """Rows in a pass, after any halving."""
     precision_gap: dict | None
     """As of `_precision_gap`."""
+    losses: Tensor
+    """(N, D) nats per token of every sequence in every draw."""
     token_nll: Tensor | None
     """(N, T) the loss of every token, mean of the draws, NaN where none is scored; if asked for."""
 
@@ -226,6 +247,7 @@ def score(task: ScoringTask, runner: BatchRunner) -> Scores:
         seconds=time.perf_counter() - started,
         batch_size=runner.batch_size,
         precision_gap=_precision_gap(task, runner),
+        losses=torch.stack(losses, dim=1),
         token_nll=token_sums / len(losses) if task.per_token else None,
     )
 
@@ -239,15 +261,37 @@ def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor
     """One draw of the losses of a batch, (B, T), or their means over the tokens, (B, 1), which is
     less to gather from the processes."""
     model, drawn = task.loaded.model, (task.seed, draw, rows, task.eval_set.count)
-    if task.score_entropy:
+    if task.rule:
+        nll = decoding_nll(model, tokens, task.rule, task.group, task.eval_set.roles(rows))
+    elif task.score_entropy:
         nll = token_score_entropy(model, tokens, *drawn)
     else:
         how = task.loaded.scored_from, task.group
-        nll = token_nll(model, tokens, task.orders, *drawn, *how)
+        nll = token_nll(model, tokens, task.orders, *drawn, *how, task.eval_set.roles(rows))
     if not task.per_token:
         return nll.nanmean(dim=1, keepdim=True)
     missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks
     return F.pad(nll, (0, missing), value=math.nan)
+
+
+def decoding_nll(
+    model: Transformer, tokens: Tensor, rule: Score, group: int, roles: Roles | None = None
+) -> Tensor:
+    """-log p of every token along the order in which the model itself would decode the text, had it
+    drawn these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted.
+
+    The rule takes the `group` positions that the model is surest of next, so the order of a text
+    follows from the model, and the product of the conditionals along it is a normalised likelihood:
+    the exact one of what greedy order and temperature 1 draw (DUEL, arXiv 2603.01367)."""
+    B, T = tokens.shape
+    length = torch.full((B,), T) if roles is None else roles.lengths
+    given = None if roles is None else roles.given[:, : int(length.max())]
+    # Equals are taken from left to right: a rule must say which.
+    plan = dataclasses.replace(l2r_plan(B, length, given, group), unmask_by=rule)
+    texts = tokens[:, : plan.order.shape[1]].cpu()
+    got = generate(model, plan, texts, forced=texts, batch_size=B)
+    nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)
+    return F.pad(nll, (0, T - nll.shape[1]), value=math.nan)
 
 
 def _draw_gains(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
@@ -272,6 +316,8 @@ def _estimates(
     scored = task.scored_tokens().double()
     weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
     nll = torch.stack(losses, dim=1)
+    if task.importance_weighted:
+        return {1: (importance_weighted(nll, scored), None)}
     if task.exact:
         nll = nll[:, 0]  # (N,) rather than (N, 1): for `estimate`, known without Monte Carlo error
     found = {1: (estimate(nll, joint=task.joint, weights=weights), None)}
@@ -281,6 +327,25 @@ def _estimates(
         gain = torch.stack(gains, dim=1)[..., i]  # (N, draws of gains)
         found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
     return {size: found[size] for size in task.ensemble_sizes}
+
+
+def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
+    """The importance-weighted bound over D orders of each sequence, -log mean_k p(x | order k)
+    (Burda et al., arXiv 1509.00519), of losses (N, D) in nats per token, `scored` (N,) tokens each.
+
+    Its mean over draws is at most the any-order loss, falls with D, and is never below -log of the
+    mean of p over all orders. The Monte Carlo error is that of the logarithm of a mean, by the
+    delta method."""
+    D = nll.shape[1]
+    log_p = -nll * scored[:, None]
+    bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
+    weights = scored / scored.mean()
+    found = estimate(bound, weights=weights)
+    share = (log_p - log_p.amax(dim=1, keepdim=True)).exp()  # p, up to a factor
+    relative = share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
+    variance = (weights / scored).square() * relative
+    error = float(variance.sum().sqrt()) / len(nll)
+    return dataclasses.replace(found, monte_carlo_error=error, degrees=max(D - 1, 1))
 
 
 def _why_stop(task: ScoringTask, estimates: list[Estimate], draws: int) -> str | None:

@@ -13,6 +13,9 @@ LABELS = {
     "l2r": "left to right",
     "random": "any order",
     "score_entropy": "any order, score entropy",
+    "confidence": "the model's, by confidence",
+    "entropy": "the model's, by entropy",
+    "margin": "the model's, by margin",
 }
 HEAD = ["text", "orders", "M", "nats/token", "std. error", "Monte Carlo"]
 HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
@@ -34,6 +37,7 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
             "data": task.eval_set.description(),
             "orders": task.name,
             "group": task.group,
+            "bound": "iw" if task.importance_weighted else "mean",
             "ensemble": size,
             "nll": loss.nll,
             "standard_error": loss.standard_error,
@@ -71,7 +75,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
         low, high = r["perplexity_95"]
         cells = [
             r["dataset"],
-            LABELS.get(r["orders"], r["orders"]) + f", groups of {r['group']}" * (r["group"] > 1),
+            label(r),
             str(r["ensemble"]),
             f"{r['nll']:.4f}",
             _number(r["standard_error"], 4),
@@ -95,6 +99,14 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
             cells += [f"{nats / math.log(2):.4f}", "", f"{math.exp(nats):.3f}"]
             rows.append(cells + [""] * (len(head) - len(cells)))
     return markdown_table(head, rows, left=2)
+
+
+def label(row: dict) -> str:
+    """How the orders of a row are called."""
+    text = LABELS.get(row["orders"], row["orders"])
+    if row["group"] > 1:
+        text += f", groups of {row['group']}"
+    return text + f", weighted over {row['draws']}" * (row["bound"] == "iw")
 
 
 def _number(value: float, digits: int) -> str:
@@ -125,6 +137,11 @@ def notes(results: list[dict], target_se: float | None) -> list[str]:
         lines.append(
             "score entropy: SEDD's own bound, with which it is published; without it, its outputs "
             "are normalised to probabilities"
+        )
+    if any(r["bound"] == "iw" for r in results):
+        lines.append(
+            "weighted over K: -log of the mean probability of a sequence over K orders, which is "
+            "between the mean over orders and -log of the mean over all"
         )
     if any(r["published"] for r in results):
         lines.append(

@@ -32,6 +32,8 @@ def published_perplexity(task: ScoringTask, size: int, weights: str) -> float | 
     name = "random" if task.score_entropy else task.name
     if (loaded.system == "SEDD") != task.score_entropy or task.group > 1:
         return None
+    if task.rule or task.importance_weighted:
+        return None
     config = loaded.model.config
     scale = SCALES.get((config.n_layer, config.n_embd))
     row = loaded.system if size == 1 else f"{loaded.system}, {size} orders"

@@ -67,6 +67,7 @@ def score_samples(
         step = sample.get("step")
         known = math.nan if vocabulary is None else known_words(sample["text"], vocabulary)
         scored |= counts(ids, step) | measures(ids, step, speculative)
+        scored["nfe"] = sample.get("nfe", scored["nfe"])  # older files have steps alone
         results.append(scored | {"known_words": known})
     results = sum(procs.gather(results), [])
 

@@ -12,6 +12,7 @@ reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ class Generation:
     length: LongTensor (B,), positions of each sample.
     model_calls: forward passes of the model, all batches together.
     token_forwards: inputs those passes were fed, padding left out.
+    nfe: LongTensor (B,), forward passes that each sample took part in.
     """
 
     tokens: Tensor
@@ -81,6 +83,7 @@ class Generation:
     length: Tensor
     model_calls: int
     token_forwards: int
+    nfe: Tensor
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,6 +98,7 @@ class Generation:
             torch.cat([part.length for part in parts]),
             sum(part.model_calls for part in parts),
             sum(part.token_forwards for part in parts),
+            torch.cat([part.nfe for part in parts]),
         )
 
     def rows(self) -> Iterator[tuple[list[int], list[int], list[float]]]:
@@ -112,6 +116,7 @@ def generate(
     *,
     generator: torch.Generator | None = None,
     uniforms: Tensor | None = None,
+    forced: Tensor | None = None,
     choice: TokenChoice | None = None,
     vocab_size: int | None = None,
     batch_size: int | None = None,
@@ -133,6 +138,8 @@ def generate(
             row b alone. The same sample in another batch has logits that differ by rounding: in
             float32 that moves a token once in about a million (where a draft is rejected more
             often), in bfloat16 often.
+        forced: LongTensor (B, T): take these tokens instead of drawing any. The log-probabilities
+            are then what decoding by this plan would give this text.
         choice: temperature, top-p, top-k, noise.
         vocab_size: only ids below it are drawn (the rows that pad the token table are not tokens).
         batch_size: samples in flight at once; by default all.
@@ -152,6 +159,8 @@ def generate(
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; give at least 1, or None for all")
     choice = choice or TokenChoice()
+    if forced is not None:
+        uniforms = _check_forced(model, plan, forced)
     tokens, uniforms = _check(model, plan, choice, tokens, uniforms, generator)
     halve = batch_size is None if halve is None else halve
     # The cache and the buffers are known to fit or not before anything is allocated. What a step
@@ -168,7 +177,7 @@ def generate(
     while True:
         try:
             engine = Engine(model, size, T, choice, vocab_size, compile)
-            return engine.run(plan, tokens, uniforms, count)
+            return engine.run(plan, tokens, uniforms, count, forced)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -222,6 +231,20 @@ def _check(model, plan, choice, tokens, uniforms, generator) -> tuple[Tensor, Te
     if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < ids:
         raise ValueError(f"a given token is outside the model's vocabulary of {ids}")
     return tokens.cpu().where(given, 0), uniforms
+
+
+def _check_forced(model, plan: Plan, forced: Tensor) -> Tensor:
+    """Uniforms, which nothing is drawn with; ValueError where these tokens cannot be forced."""
+    if plan.draft:
+        raise ValueError("speculation draws what it is to verify; force tokens on another plan")
+    if forced.shape != plan.order.shape:
+        raise ValueError(
+            f"forced are {tuple(forced.shape)}, but the plan is for {tuple(plan.order.shape)}"
+        )
+    ids = model.config.vocab_size if model.config.mask_token is None else model.config.mask_token
+    if forced.numel() and not 0 <= int(forced.min()) <= int(forced.max()) < ids:
+        raise ValueError(f"a forced token is outside the model's vocabulary of {ids}")
+    return torch.zeros(forced.shape, dtype=torch.float64)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -301,6 +324,7 @@ class Engine(nn.Module):
         lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.register_buffer("length", lengths, persistent=False)
         self.padded = False  # whether some rows are shorter than T
+        self.forced: Tensor | None = None  # (B, T + 1), by position: tokens that are not drawn
         self.eval()
         self.shapes = CompiledShapes() if compile else None
         self.runner = StepRunner(device) if compile else None
@@ -320,17 +344,25 @@ class Engine(nn.Module):
         return self.run(plan, *checked, progress)
 
     @torch.no_grad()
-    def run(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None) -> Generation:
+    def run(
+        self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress=None, forced=None
+    ) -> Generation:
         """`generate` of what `_check` has checked."""
         batches = [slice(start, start + self.B) for start in range(0, len(plan), self.B)]
-        if self.shapes is not None and not plan.draft:
+        if self.shapes is not None and not plan.draft and not plan.pace:
             # Of all batches at once: the fewest shapes that serve them.
             plans = [plan[rows] for rows in batches]
             self.shapes.prepare(
                 [shape for p in plans for shape in shapes_of(p, steps_of(p, self.passes))]
             )
         with current(self.order.device), attention_of_many_shapes():
-            parts = [self._batch(plan[r], tokens[r], uniforms[r], progress) for r in batches]
+            parts = []
+            for rows in batches:
+                self.forced = None
+                if forced is not None:
+                    missing = self.B - len(forced[rows])  # rows and a column that nobody reads
+                    self.forced = F.pad(forced[rows], (0, 1, 0, missing)).to(self.order.device)
+                parts.append(self._batch(plan[rows], tokens[rows], uniforms[rows], progress))
         return Generation.joined(parts)
 
     def _batch(self, plan: Plan, tokens: Tensor, uniforms: Tensor, progress) -> Generation:
@@ -348,9 +380,11 @@ class Engine(nn.Module):
         self.log_probs.zero_()
         # 2. Generate.
         if plan.draft:
-            calls, forwards, step = self._speculate(plan, progress)
+            calls, forwards, step, nfe = self._speculate(plan, progress)
+        elif plan.pace:
+            calls, forwards, step, nfe = self._go_at_pace(plan, progress)
         else:
-            calls, forwards = self._follow(plan, progress)
+            calls, forwards, nfe = self._follow(plan, progress)
             step = plan.step.where(plan.generated(), -1)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, : self.T].isfinite().all():
@@ -361,12 +395,12 @@ class Engine(nn.Module):
         order = self.order[:, : self.T].cpu()
         by_slot = (self.tokens[:, : self.T].cpu(), step, self.log_probs[:, : self.T].cpu())
         in_sequence = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
-        return Generation(*in_sequence, plan.length[:rows], calls, forwards)
+        return Generation(*in_sequence, plan.length[:rows], calls, forwards, nfe[:rows])
 
     # ---- plans whose steps are known -------------------------------------------------------------
 
-    def _follow(self, plan: Plan, progress) -> tuple[int, int]:
-        """Take the steps of a plan; model calls and token-forwards."""
+    def _follow(self, plan: Plan, progress) -> tuple[int, int, Tensor]:
+        """Take the steps of a plan; model calls, token-forwards, and the calls of each row (B,)."""
         steps = steps_of(plan, self.passes)
         shapes = shapes_of(plan, steps)
         if self.shapes is not None:
@@ -380,7 +414,7 @@ class Engine(nn.Module):
             self._run(self.take_step, on_device[g], plan.unmask_by, shape, extents[g], self.padded)
             if progress is not None:
                 progress(unmasked[g])
-        return len(shapes), int(steps.count.sum())
+        return len(shapes), int(steps.count.sum()), (steps.size > 0).sum(dim=0)
 
     def _run(self, function: Callable, step: Tensor, *shape):
         """function(Step, *shape), compiled if this engine is. step: (4, B)."""
@@ -396,7 +430,9 @@ class Engine(nn.Module):
         hidden, item = self.predict(step, shape, extent, padded, grouped=True)
         # 2. Let the model choose which positions come next, unless the plan says so.
         if unmask_by != "order":
-            item = self._reorder(hidden, item, step, unmask_by, shape.candidates)
+            left = (step.size > 0) * (self.length - step.known)  # candidates: all that is left
+            candidates = step.known, left, shape.candidates
+            item, _ = self._reorder(hidden, item, *candidates, unmask_by)
         # 3. Draw the tokens of the next `size` slots of each row.
         row, slot = self._slots(step.known, step.size, shape.unmasked)
         for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
@@ -418,37 +454,55 @@ class Engine(nn.Module):
         return row, torch.where(valid, first[row] + column, self.T)
 
     def _reorder(
-        self, hidden: Tensor, item: Tensor, step: Step, unmask_by: str, candidates: int
-    ) -> Tensor:
-        """Put the candidates of every row that unmasks something in the order in which the model
-        prefers them; `item` in that order."""
-        # 1. The score of every candidate: all that is left in a row, (candidates,).
-        left = (step.size > 0) * (self.length - step.known)
-        row, slot = self._slots(step.known, left, candidates)
-        score = torch.cat(
-            [self._score(x, unmask_by) for x in hidden[item[row, slot]].split(self.head_rows)]
+        self, hidden: Tensor, item: Tensor, known: Tensor, left: Tensor, total: int, *by: str
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Put the candidates of every row in the order in which the model prefers them.
+
+        Args:
+            hidden, item: as `predict` gives them.
+            known, left: (B,), the first candidate's slot and the number of them. total: of all.
+            by: scores, see `_scores`; the first decides.
+
+        Returns: `item` in that order; and the scores (B, T + 1) of its slots, infinite where they
+            are no candidates': above for what is known, below for what comes later.
+        """
+        # 1. The scores of every candidate, (total, scores).
+        row, slot = self._slots(known, left, total)
+        found = torch.cat(
+            [self._scores(x, by) for x in hidden[item[row, slot]].split(self.head_rows)]
         )
         # 2. Their place by slot. Known slots stay in front (infinity; the sort is stable), slots
-        #    that a row does not have stay behind, and so does slot T.
+        #    that come later or that a row does not have stay behind, and so does slot T.
         shape = (self.B, self.T + 1)
-        scores = torch.full(shape, -torch.inf, dtype=torch.float, device=score.device)
-        scores[row, slot] = score.float()
-        slots = torch.arange(self.T + 1, device=scores.device)
-        scores = scores.where(slots >= step.known[:, None], torch.inf)
-        scores = scores.where(slots < self.T, -torch.inf)
+        slots, by_slot = torch.arange(self.T + 1, device=found.device), []
+        for score in found.unbind(dim=-1):
+            scores = torch.full(shape, -torch.inf, dtype=torch.float, device=score.device)
+            scores[row, slot] = score.float()
+            scores = scores.where(slots >= known[:, None], torch.inf)
+            by_slot.append(scores.where(slots < self.T, -torch.inf))
         # 3. Highest score first.
-        preferred = scores.argsort(dim=1, descending=True, stable=True)
+        preferred = by_slot[0].argsort(dim=1, descending=True, stable=True)
         self.order.copy_(self.order.gather(1, preferred))
-        return item.gather(1, preferred)
+        return item.gather(1, preferred), [scores.gather(1, preferred) for scores in by_slot]
 
-    def _score(self, hidden: Tensor, unmask_by: str) -> Tensor:
-        """The log-probability of the likeliest token, or minus the entropy, (N,)."""
+    def _scores(self, hidden: Tensor, by: tuple[str, ...]) -> Tensor:
+        """What the model is sure of, the higher the surer, (N, scores). confidence: the
+        log-probability of the likeliest token; entropy: minus the entropy; margin: the difference
+        of the probabilities of the two likeliest."""
         log_probs = self._logits(hidden).float().log_softmax(dim=-1)
-        if unmask_by == "confidence":
-            return log_probs.amax(dim=-1)
-        # 0 times minus infinity is not a number, but 0 times the least number is 0.
-        least = torch.finfo(torch.float).min
-        return (log_probs.exp() * log_probs.clamp(min=least)).sum(dim=-1)
+        scores = []
+        for name in by:
+            match name:
+                case "confidence":
+                    scores.append(log_probs.amax(dim=-1))
+                case "margin":
+                    first, second = log_probs.topk(2, dim=-1).values.exp().unbind(dim=-1)
+                    scores.append(first - second)
+                case "entropy":
+                    # 0 times minus infinity is not a number, but 0 times the least number is 0.
+                    least = torch.finfo(torch.float).min
+                    scores.append((log_probs.exp() * log_probs.clamp(min=least)).sum(dim=-1))
+        return torch.stack(scores, dim=-1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V), those of ids that may not be drawn minus infinity."""
@@ -462,7 +516,11 @@ class Engine(nn.Module):
         return self.uniforms[row, self.order[row, slot]]
 
     def _draw_tokens(self, row: Tensor, slot: Tensor, logits: Tensor) -> None:
-        """Draw and store the tokens of the slots; on a CPU a few at a time."""
+        """Draw and store the tokens of the slots, or store those that are forced; on a CPU a few at
+        a time."""
+        if self.forced is not None:
+            self._write(row, slot, self.forced[row, self.order[row, slot]], logits)
+            return
         if self.kernels is not None and self.kernels.can_choose(logits, self.choice):
             uniforms = self._uniforms(row, slot)
             self._store(row, slot, *self.kernels.choose(logits, uniforms, self.choice))
@@ -485,32 +543,101 @@ class Engine(nn.Module):
         self.tokens[row, slot] = tokens
         self.log_probs[row, slot] = log_probs.float()
 
-    # ---- self-speculative decoding ---------------------------------------------------------------
+    # ---- plans whose steps the model chooses -----------------------------------------------------
 
-    def _speculate(self, plan: Plan, progress) -> tuple[int, int, Tensor]:
-        """Draft and verify until every row is complete (Guo & Ermon 2025); model calls,
-        token-forwards, and the round (B, T) in which each slot was settled, -1 for the others.
+    def _go_at_pace(self, plan: Plan, progress) -> tuple[int, int, Tensor, Tensor]:
+        """Unmask what the model is sure enough of until every row is complete; model calls,
+        token-forwards, the round (B, T) in which each slot was unmasked, -1 for the others, and the
+        calls of each row (B,).
+
+        How many positions a row unmasks depends on the model, so every round waits once for it.
+        """
+        known, generated = plan.given_positions().sum(dim=1), plan.generated()
+        cached, slots = torch.zeros_like(known), torch.arange(self.T)
+        round_of = torch.full_like(plan.step, -1)
+        calls, forwards, nfe = 0, 0, torch.zeros_like(known)
+        while (known < plan.length).any():
+            # 1. The candidates of a row: what is left of the block that it is in.
+            block = plan.step.gather(1, known.clamp(max=self.T - 1)[:, None])
+            candidate = generated & (slots >= known[:, None]) & (plan.step == block)
+            left = candidate.sum(dim=1)
+            # 2. Predict them all, best first, and see how many of them to take.
+            count = (left > 0) * self.passes.fed(cached, known + left, plan.length)
+            step = Step(cached=cached, known=known, count=count, size=left)
+            hidden, item, step = self._predict_now(step, grouped=True)
+            by = [plan.unmask_by] + ["entropy"] * (plan.pace.entropy_bound is not None)
+            candidates = step.known, step.size, int(left.sum())
+            item, scores = self._reorder(hidden, item, *candidates, *by)
+            size = self._sure_enough(plan, step, scores)
+            # 3. Draw their tokens.
+            taken = size.cpu()
+            row, slot = self._slots(step.known, size, int(taken.sum()))
+            for rows, at in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
+                self._draw_tokens(rows, at, self._logits(hidden[item[rows, at]]))
+            cached = self.passes.kept(known, chosen=True)
+            newly = (slots >= known[:, None]) & (slots < (known + taken)[:, None])
+            round_of, known = round_of.where(~newly, calls), known + taken
+            calls, forwards, nfe = calls + 1, forwards + int(count.sum()), nfe + (left > 0)
+            if progress is not None:
+                progress(int(taken.sum()))
+        return calls, forwards, round_of, nfe
+
+    def _sure_enough(self, plan: Plan, step: Step, scores: list[Tensor]) -> Tensor:
+        """How many candidates each row unmasks, (B,); see `Pace`.
+
+        scores: as `_reorder` gives them, the last one minus the entropy where there is a bound."""
+        pace = plan.pace
+        slots = torch.arange(self.T + 1, device=scores[0].device)
+        ends = step.known + step.size
+        enough = (slots >= step.known[:, None]) & (slots < ends[:, None])
+        candidate = enough
+        if pace.threshold is not None:
+            least = {
+                "confidence": math.log(pace.threshold) if pace.threshold else -math.inf,
+                "margin": pace.threshold,
+                "entropy": -pace.threshold,
+            }
+            enough = enough & (scores[0] >= least[plan.unmask_by])
+        if pace.entropy_bound is not None:
+            entropy = (-scores[-1]).where(candidate, 0).double()
+            others = entropy.cumsum(dim=1) - entropy.cummax(dim=1).values
+            enough = enough & (others <= pace.entropy_bound)
+        size = enough.sum(dim=1).clamp(min=1)
+        return torch.minimum(size if pace.most is None else size.clamp(max=pace.most), step.size)
+
+    # ---- speculative decoding --------------------------------------------------------------------
+
+    def _speculate(self, plan: Plan, progress) -> tuple[int, int, Tensor, Tensor]:
+        """Draft and verify until every row is complete; model calls, token-forwards, the round
+        (B, T) in which each slot was settled, -1 for the others, and the calls of each row (B,).
 
         How many drafts a row accepts depends on the model, so every round waits once for it.
         """
         known = plan.given_positions().sum(dim=1)
         cached, slots = torch.zeros_like(known), torch.arange(self.T)
         round_of = torch.full_like(plan.step, -1)
-        rounds, calls, forwards = 0, 0, 0
+        rounds, calls, forwards, nfe = 0, 0, 0, torch.zeros_like(known)
         while (left := plan.length - known).any():
-            # 1. Draft up to `draft` slots of each row in parallel.
+            # 1. Draft up to `draft` slots of each row: in parallel, or without the model.
             size = left.clamp(max=plan.draft)
-            count = (size > 0) * (known - cached + size)
-            draft_probs = self._draft(Step(cached=cached, known=known, count=count, size=size))
-            calls, forwards = calls + 1, forwards + int(count.sum())
-            # 2. Verify all but the first, which was drawn given all that it depends on. Where
-            #    something is left behind a full draft, the same pass predicts one slot more.
+            if plan.draft_by == "model":
+                count = (size > 0) * (known - cached + size)
+                draft_probs = self._draft(Step(cached=cached, known=known, count=count, size=size))
+                calls, forwards, nfe = calls + 1, forwards + int(count.sum()), nfe + (size > 0)
+                # The first was drawn given all that it depends on, and its input is cached.
+                first = cached = known + (size > 0)
+            else:
+                draft_probs, first = self._draft_from_pairs(known, size), known
+            # 2. Verify the others. Where something is left behind a full draft, the same pass
+            #    predicts one slot more.
             bonus = (left > plan.draft).long()
-            n_verify = (size > 0) * (size - 1 + bonus)
-            settled = size  # if no row has anything to verify: single slots, the last of their rows
+            n_verify = known + size + bonus - first
+            settled = first - known  # if no row has anything to verify
             if n_verify.any():
-                settled = self._verify(known, size, n_verify, draft_probs)
-                calls, forwards = calls + 1, forwards + int(n_verify.sum())
+                count = (n_verify > 0) * (first - cached + n_verify)
+                step = Step(cached=cached, known=known + size, count=count, size=n_verify)
+                settled = settled + self._verify(step, first, known, size, draft_probs)
+                calls, forwards, nfe = calls + 1, forwards + int(count.sum()), nfe + (n_verify > 0)
             # 3. What is settled is known. Of its inputs the draft pass left the first in the cache,
             #    the verification the others.
             reached = known + settled
@@ -520,7 +647,7 @@ class Engine(nn.Module):
             known = cached = reached
             if progress is not None:
                 progress(int(newly.sum()))
-        return calls, forwards, round_of
+        return calls, forwards, round_of, nfe
 
     def _draft(self, step: Step) -> Tensor:
         """Draw the next `size` slots of each row in parallel; the distributions (sum of size, V)
@@ -530,16 +657,49 @@ class Engine(nn.Module):
         self._write(row, slot, draw(probs, self._uniforms(row, slot)), logits)
         return probs
 
-    def _verify(self, known: Tensor, size: Tensor, n_verify: Tensor, draft_probs: Tensor) -> Tensor:
-        """Settle the drafts of a round; how many slots of each row are settled, (B,).
+    def _draft_from_pairs(self, known: Tensor, size: Tensor) -> Tensor:
+        """Draft the next `size` slots of each row, one after the other: what most often follows the
+        token on its left in what is known or drafted, or else the most frequent token there. The
+        distributions (sum of size, V) that they were drawn from, each certain of one token."""
+        T, V, device = self.T, self.model.config.vocab_size, self.order.device
+        known_, size_ = known.to(device), size.to(device)
+        # 1. The known tokens in sequence order, -1 where none is known: column p + 1 is position p.
+        ordered = self.tokens[:, :T].where(torch.arange(T, device=device) < known_[:, None], -1)
+        text = torch.full((self.B, T + 1), -1, device=device)
+        text.scatter_(1, self.order[:, :T] + 1, ordered)
+        rows = torch.arange(self.B, device=device)
+        for column in range(int(size.max())):
+            drafts = column < size_
+            slot = torch.where(drafts, known_ + column, T)
+            position = self.order[rows, slot]
+            # 2. Every known token has a vote, and each that follows the token on the left more than
+            #    all of them together.
+            left = text[rows, position][:, None]
+            follows = (text[:, :-1] == left) & (left >= 0) & (text[:, 1:] >= 0)
+            counts = (text[:, 1:] >= 0).long() + follows * 2 * T
+            votes = torch.zeros(self.B, V, dtype=torch.long, device=device)
+            votes.scatter_add_(1, text[:, 1:].clamp(min=0), counts)
+            guess = votes.argmax(dim=1)
+            # 3. It is part of the text for the drafts after it.
+            self.tokens[rows, slot] = guess
+            text[rows, position + 1] = torch.where(drafts, guess, text[rows, position + 1])
+        row, slot = self._slots(known_, size_, int(size.sum()))
+        return F.one_hot(self.tokens[row, slot], V).double()
+
+    def _verify(
+        self, step: Step, first: Tensor, known: Tensor, size: Tensor, draft_probs: Tensor
+    ) -> Tensor:
+        """Settle the drafts of a round; how many slots of each row, from `first` on, are settled,
+        (B,).
 
         A draft x is kept with probability min(1, q(x) / p(x)), where p is the distribution that it
         was drawn from and q that of the order's joint, in which the drafts before it are known.
         The first that is not kept is drawn again from (q - p)+, and those after it are dropped:
         what is settled then follows q (Leviathan et al. 2023).
 
-        Example: known = 3, three drafts a, b, c (size = 3) and a bonus slot (n_verify = 3). As in
-        `AOGPT.parallel_hidden`, input i holds the token of slot i - 1 and predicts slot i:
+        Example: known = 3, three drafts a, b, c (size = 3), of which the first needs no
+        verification (first = 4), and a bonus slot (step.size = 3). As in `AOGPT.parallel_hidden`,
+        input i holds the token of slot i - 1 and predicts slot i:
 
             slot, input   input token   slot holds   column
             3             x of slot 2   a            -        settled, and its input is cached
@@ -547,26 +707,26 @@ class Engine(nn.Module):
             5             b             c            1
             6             c             nothing      2        bonus: drawn if b and c are kept
 
-        If b is kept and c is not, `stop` is column 1: a, b and a new token in slot 5 are settled.
+        If b is kept and c is not, `stop` is column 1: b and a new token in slot 5 are settled.
 
         Args, (B,) each and on the host:
+            step: the pass in which the drafts are known; its size: slots from `first` on to verify,
+                drafts, and the bonus slot after them where there is one.
+            first: the first slot to verify.
             known: tokens known before the round. size: slots drafted, from slot `known` on.
-            n_verify: slots from `known` + 1 on to verify: the drafts after the first, and the
-                bonus slot after them where there is one.
             draft_probs: as `_draft` gives them.
         """
         # 1. Predict all drafts in one causal pass, as if they were known. N = sum of n_verify:
-        #    entry n is slot `known` + 1 + `column[n]` of row `row[n]`.
-        step = Step(cached=known + 1, known=known + size, count=n_verify, size=n_verify)
-        logits, row, slot = self._predict_slots(step, first=known + 1)
+        #    entry n is slot `first` + `column[n]` of row `row[n]`.
+        logits, row, slot = self._predict_slots(step, first)
         q = probabilities(logits, self.choice)  # (N, V)
-        known, size, n_verify = (v.to(q.device) for v in (known, size, n_verify))
-        column = slot - known[row] - 1
-        is_draft = column < (size - 1)[row]  # the others are bonus slots
-        # Drafts stand in draft_probs row after row; the first of each row, which needs no
-        # verification, is skipped. A bonus slot was not drafted: with p = 0 it is drawn from q.
-        first_draft = (size.cumsum(0) - size)[row]
-        p = draft_probs[(first_draft + 1 + column).clamp(max=len(draft_probs) - 1)]
+        first, known, size, n_verify = (v.to(q.device) for v in (first, known, size, step.size))
+        column = slot - first[row]
+        is_draft = slot < (known + size)[row]  # the others are bonus slots
+        # Drafts stand in draft_probs row after row; what needs no verification is skipped. A bonus
+        # slot was not drafted: with p = 0 it is drawn from q.
+        drafted_before = (size.cumsum(0) - size)[row]
+        p = draft_probs[(drafted_before + slot - known[row]).clamp(max=len(draft_probs) - 1)]
         p = p * is_draft[:, None]
         # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.
         token, uniforms = self.tokens[row, slot][:, None], self._uniforms(row, slot)
@@ -590,18 +750,23 @@ class Engine(nn.Module):
         weights = torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, q[entry])
         corrected = fresh_uniforms(uniforms[entry], CORRECTED)
         uniforms = torch.where(is_draft[entry], corrected, uniforms[entry])
-        slot = torch.where(draws, known + 1 + stop, self.T)
+        slot = torch.where(draws, first + stop, self.T)
         row = torch.arange(self.B, device=q.device)
         self._write(row, slot, draw(weights, uniforms), logits[entry])
-        # Settled: the first draft (if the row drafted at all), those accepted, and the one drawn.
-        drafted = size > 0
-        return (drafted + stop + draws).cpu()
+        return (stop + draws).cpu()  # those accepted, and the one drawn
 
     def _predict_slots(self, step: Step, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (N, V) of `size` slots of each row from `first` on, their rows and slots (N,).
 
         step, first: on the host, since how far a round gets is not known before it.
         """
+        hidden, item, on_device = self._predict_now(step)
+        total, first = int(step.size.sum()), first.to(self.order.device)
+        row, slot = self._slots(first, on_device.size, total)
+        return self._logits(hidden[item[row, slot]]), row, slot
+
+    def _predict_now(self, step: Step, grouped: bool = False) -> tuple[Tensor, Tensor, Step]:
+        """`predict` of a step that is on the host, and the step on the device."""
         compiled = self.shapes is not None
         # `predict` looks at the inputs alone: no slots are drawn in it, none are candidates.
         shape = StepShape(
@@ -610,9 +775,6 @@ class Engine(nn.Module):
         if compiled:
             shape = self.shapes.fit(shape)
         (extent,) = self.passes.extents(Step(*(v[None] for v in step)), self.T, compiled)
-        total = int(step.size.sum())
-        on_device = torch.stack([*step, first]).to(self.order.device)
-        *_, size, first = on_device
-        hidden, item = self._run(self.predict, on_device[:4], shape, extent, self.padded)
-        row, slot = self._slots(first, size, total)
-        return self._logits(hidden[item[row, slot]]), row, slot
+        on_device = torch.stack([*step]).to(self.order.device)
+        hidden, item = self._run(self.predict, on_device, shape, extent, self.padded, grouped)
+        return hidden, item, Step(*on_device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from annotated_types import Interval
@@ -22,6 +22,7 @@ from sampling.engine import Generation, generate
 from sampling.plans import (
     Plan,
     Schedule,
+    Score,
     adaptive_plan,
     l2r_plan,
     mdm_plan,
@@ -30,7 +31,9 @@ from sampling.plans import (
 )
 from sampling.token_choice import Crossing, Noise, Temperature, TokenChoice
 
-Mode = Literal["mdm", "even", "l2r", "random", "adaptive", "speculative"]
+Mode = Literal[
+    "mdm", "even", "l2r", "random", "adaptive", "confidence", "entropy", "margin", "speculative"
+]
 Context = list[int | None]  # the tokens of a sample, None where they are to be generated
 
 # The options that only some modes have: their default there, and these modes. The default of
@@ -38,17 +41,22 @@ Context = list[int | None]  # the tokens of a sample, None where they are to be 
 MODE_OPTIONS = {
     "steps": (None, ("mdm", "even")),
     "schedule": ("linear", ("mdm", "even")),
-    "group_size": (1, ("l2r", "random", "adaptive")),
+    "group_size": (1, ("l2r", "random", "adaptive")),  # with --threshold or --entropy-bound: none
     "unmask_by": ("confidence", ("adaptive",)),
+    "threshold": (None, ("adaptive",)),
+    "entropy_bound": (None, ("adaptive",)),
+    "block": (None, ("adaptive",)),
     "draft": (8, ("speculative",)),
+    "draft_by": ("model", ("speculative",)),
     "order": ("random", ("speculative",)),
 }
+Bound = Annotated[float, Interval(ge=0)]
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How samples are made: options of scripts that generate."""
+class DecodingOptions:
+    """How positions are filled in: options of scripts that generate."""
 
     mode: Mode = "mdm"
     """mdm: masked diffusion, exact: every position unmasks at its own random time.
@@ -56,6 +64,7 @@ class SamplingOptions:
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
     adaptive: the positions that the model is surest of first.
+    confidence, entropy, margin: adaptive with that as --unmask-by.
     speculative: guessed in parallel, verified in one causal pass; exact as one token a step."""
     steps: Count | None = None
     """Steps of mdm and even; by default one per token to generate."""
@@ -63,18 +72,26 @@ class SamplingOptions:
     """Of mdm and even. linear (default): about as many tokens in every step.
     cosine: few at first, many at the end."""
     group_size: Count | None = None
-    """Tokens a step of l2r, random and adaptive; by default 1."""
-    unmask_by: Literal["confidence", "entropy", "random"] | None = None
+    """Tokens a step of l2r, random and adaptive; by default 1.
+    With --threshold or --entropy-bound the most of a step; by default any number."""
+    unmask_by: Literal["confidence", "entropy", "margin", "random"] | None = None
     """adaptive: first where the likeliest token is most probable (default), or the entropy least,
-    or at random."""
+    or the likeliest token furthest above the second, or at random."""
+    threshold: Bound | None = None
+    """adaptive: in a step all tokens whose confidence or margin is at least this, or entropy (nats)
+    at most; one at least."""
+    entropy_bound: Bound | None = None
+    """adaptive: in a step so many that their entropies (nats), without the largest, add up to at
+    most this (EB-sampler); one at least."""
+    block: Count | None = None
+    """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive)."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
-    """speculative: tokens guessed in parallel; by default 8."""
+    """speculative: tokens guessed at once; by default 8."""
+    draft_by: Literal["model", "ngram"] | None = None
+    """speculative: guessed by the model in parallel (default), or without it, as what most often
+    follows the token on the left in the sample so far."""
     order: Literal["random", "l2r"] | None = None
     """speculative: in a random order (default) or left to right."""
-    length: Count | None = None
-    """Tokens in a sample, prompt included; by default the model's block size."""
-    num_samples: Count = 4
-    """Samples of each prompt."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
     In float32 it does not change the samples, in bfloat16 rounding depends on it."""
@@ -103,16 +120,32 @@ class SamplingOptions:
         )
 
 
-Options = TypeVar("Options", bound=SamplingOptions)  # a script's own, which inherit from these
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(DecodingOptions):
+    """How samples are made."""
+
+    length: Count | None = None
+    """Tokens in a sample, prompt included; by default the model's block size."""
+    num_samples: Count = 4
+    """Samples of each prompt."""
+
+
+Options = TypeVar("Options", bound=DecodingOptions)  # a script's own, which inherit from these
 
 
 def with_mode_defaults(options: Options) -> Options:
     """The options with the defaults of their mode. ValueError for what has no meaning in it."""
     defaults = {}
+    if options.mode in get_args(Score):
+        if options.unmask_by not in (None, options.mode):
+            raise ValueError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
+        options = dataclasses.replace(options, mode="adaptive", unmask_by=options.mode)
     for name, (default, modes) in MODE_OPTIONS.items():
         value = getattr(options, name)
         if options.mode in modes:
             defaults[name] = default if value is None else value
+            if name == "group_size" and (options.threshold, options.entropy_bound) != (None, None):
+                defaults[name] = value  # the model chooses how many
         elif value is not None:
             raise ValueError(
                 f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
@@ -123,7 +156,14 @@ def with_mode_defaults(options: Options) -> Options:
             f"--noise {options.noise} has no meaning with --mode speculative, which draws exactly; "
             "leave it out"
         )
-    return dataclasses.replace(options, **defaults)
+    options = dataclasses.replace(options, **defaults)
+    of_choice = options.threshold, options.entropy_bound, options.block
+    if options.unmask_by == "random" and of_choice != (None, None, None):
+        raise ValueError(
+            "--threshold, --entropy-bound and --block are for positions that the model chooses: "
+            "give another --unmask-by"
+        )
+    return options
 
 
 def with_default_steps(options: Options, contexts: list[Context]) -> Options:
@@ -134,7 +174,7 @@ def with_default_steps(options: Options, contexts: list[Context]) -> Options:
     return dataclasses.replace(options, steps=max(context.count(None) for context in contexts))
 
 
-def check_mode(options: SamplingOptions, config: ModelConfig) -> None:
+def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """ValueError if a model of this shape cannot generate so. options: with the mode's defaults."""
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
@@ -166,7 +206,7 @@ class PlannedSamples(NamedTuple):
 
 
 def mode_plan(
-    options: SamplingOptions, length: Tensor, given: Tensor, generator: torch.Generator
+    options: DecodingOptions, length: Tensor, given: Tensor, generator: torch.Generator
 ) -> Plan:
     """The plan of a mode.
 
@@ -189,10 +229,11 @@ def mode_plan(
             return random_plan(B, length, generator, given, options.group_size)
         case "adaptive":
             by, group = options.unmask_by, options.group_size
-            return adaptive_plan(B, length, by, generator, given, group)
+            pace = options.threshold, options.entropy_bound, options.block
+            return adaptive_plan(B, length, by, generator, given, group, *pace)
         case "speculative":
             shuffled = generator if options.order == "random" else None
-            return speculative_plan(B, length, options.draft, shuffled, given)
+            return speculative_plan(B, length, options.draft, shuffled, given, options.draft_by)
 
 
 def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -> PlannedSamples:

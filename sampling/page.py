@@ -22,11 +22,13 @@ class PageSample:
     step: the step, from 0, at which each token was unmasked; -1 for given ones (the prompt).
     log_probs: the log-probability in nats of each token under the model, when it was drawn;
         whatever stands at given ones is ignored.
+    columns: tokens of a line, for what is a board; None: lines are as long as the page is wide.
     """
 
     pieces: list[str]
     step: list[int]
     log_probs: list[float]
+    columns: int | None = None
 
     def __post_init__(self):
         if not len(self.pieces) == len(self.step) == len(self.log_probs):

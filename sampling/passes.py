@@ -77,16 +77,23 @@ class DecoderPasses(nn.Module):
     def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """`cached` and `count` of all steps, (G, B); as in the example of
         `AOGPT.parallel_hidden`."""
-        # The inputs of known tokens stay in the cache, and so does the first target of a step (slot
-        # 3 of the example): of its copies it alone is the true input of its slot.
         chosen = plan.unmask_by != "order"
-        # Where its target is yet to be chosen it stays in two_stream only, whose inputs are not
-        # told their targets.
-        stays = not chosen or self.two_stream
-        cached = torch.cat([torch.zeros_like(known[:1]), known[:-1] + stays])
+        cached = torch.cat([torch.zeros_like(known[:1]), self.kept(known[:-1], chosen)])
         # Where the model chooses, every position left is a candidate.
         last = plan.length if chosen else known + size
-        return cached, (size > 0) * (last - cached)
+        return cached, (size > 0) * self.fed(cached, last, plan.length)
+
+    def fed(self, cached: Tensor, last: Tensor, length: Tensor) -> Tensor:
+        """Inputs that a pass is fed which predicts the slots up to `last`."""
+        return last - cached
+
+    def kept(self, known: Tensor, chosen: bool) -> Tensor:
+        """Inputs in the cache after a step that began with `known` tokens. chosen: by the model.
+
+        The inputs of known tokens stay, and so does the first target of a step (slot 3 of the
+        example): of its copies it alone is the true input of its slot. Where its target was yet to
+        be chosen it stays in two_stream only, whose inputs are not told their targets."""
+        return known + (not chosen or self.two_stream)
 
     def extents(self, steps: Step, length: int, compiled: bool) -> list[int]:
         """How much each step's pass covers, for a decoder: slots of the cache that are read.
@@ -146,6 +153,12 @@ class EncoderPasses(nn.Module):
 
     def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(known), (size > 0) * plan.length
+
+    def fed(self, cached: Tensor, last: Tensor, length: Tensor) -> Tensor:
+        return length
+
+    def kept(self, known: Tensor, chosen: bool) -> Tensor:
+        return torch.zeros_like(known)
 
     def extents(self, steps: Step, length: int, compiled: bool) -> list[int]:
         """For an encoder: rows that are fed, those that unmask something; compiled, all."""

@@ -8,7 +8,8 @@ runs, and every way of generating is a plan:
     autoregressive        l2r_plan            identity order, one position a step
     group-wise (A3)       l2r_plan, random_plan with group=s
     masked diffusion      mdm_plan            exact: every position at its own time; even: in groups
-    adaptive              adaptive_plan       where the model is most confident, or least uncertain
+    adaptive              adaptive_plan       where the model is most confident, or least uncertain;
+                                              as many positions a step as it is sure enough of
     speculative           speculative_plan    drafted in groups, verified one by one: an exact joint
     infilling, prompting  any of them, with given positions; rows may differ in length and context
 
@@ -28,7 +29,33 @@ from torch import Tensor
 from runtime.ranges import LARGEST, check_value
 
 Schedule = Literal["linear", "cosine"]
-UnmaskBy = Literal["order", "confidence", "entropy"]
+Score = Literal["confidence", "entropy", "margin"]
+UnmaskBy = Literal["order", Score]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many positions a step unmasks where the model decides that, too: the best ones that it is
+    sure enough of, and always one at least.
+
+    threshold: as long as the score allows it: confidence or margin is at least this, or the entropy
+        (nats) at most (Fast-dLLM, arXiv 2505.22618).
+    entropy_bound: as long as the entropies (nats) of the positions unmasked, but for the largest of
+        them, add up to at most this (the EB-sampler, arXiv 2505.24857): a bound on what they could
+        tell of each other.
+    most: positions a step. Without the other two exactly so many.
+    """
+
+    threshold: float | None = None
+    entropy_bound: float | None = None
+    most: int | None = None
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value is not None and not value >= (name == "most"):
+                raise ValueError(
+                    f"{name} is {value}; give a number of at least {int(name == 'most')}"
+                )
 
 
 @dataclass
@@ -41,11 +68,16 @@ class Plan:
         earlier steps only.
     length: LongTensor (B,), positions of each sample; its order holds 0..length-1, then those it
         does not have. None: all have T.
-    unmask_by: "order"; or "confidence" or "entropy", where only the number of positions of each
-        step is fixed and the model chooses which they are: those whose likeliest token has the
-        highest probability, or whose distribution has the least entropy.
-    draft: positions that are drafted in parallel and then verified one after the other; 0: no
-        speculation. The steps are then those of the groups at best.
+    unmask_by: "order"; or where only the number of positions of each step is fixed and the model
+        chooses which they are: "confidence", those whose likeliest token has the highest
+        probability; "entropy", whose distribution has the least; "margin", whose likeliest token is
+        furthest above the second.
+    pace: not even that number is fixed. Positions of equal step are then those that the model
+        chooses from next, in as many steps as it takes, before it goes on to the positions after
+        them.
+    draft: positions that are drafted and then verified one after the other; 0: no speculation. The
+        steps are then those of the groups at best.
+    draft_by: "model", in parallel; or "ngram", from the pairs of neighbours that are known.
     """
 
     order: Tensor
@@ -53,6 +85,8 @@ class Plan:
     length: Tensor | None = None
     unmask_by: UnmaskBy = "order"
     draft: int = 0
+    pace: Pace | None = None
+    draft_by: Literal["model", "ngram"] = "model"
 
     def __post_init__(self):
         if self.order.shape != self.step.shape or self.order.dim() != 2:
@@ -82,6 +116,8 @@ class Plan:
                 f"a draft of {self.draft} positions (unmasked by {self.unmask_by!r}): draft at "
                 "least 2, in order"
             )
+        if self.pace and self.unmask_by == "order":
+            raise ValueError("a plan has a pace where the model chooses: set its unmask_by")
 
     def __getitem__(self, rows: slice) -> Plan:
         return dataclasses.replace(
@@ -183,15 +219,35 @@ def mdm_plan(
 def adaptive_plan(
     batch_size: int,
     length: int | Tensor,
-    by: Literal["confidence", "entropy", "random"],
+    by: Score | Literal["random"],
     generator: torch.Generator,
     given: Tensor | None = None,
-    group: int = 1,
+    group: int | None = 1,
+    threshold: float | None = None,
+    entropy_bound: float | None = None,
+    block: int | None = None,
 ) -> Plan:
     """`group` positions a step, chosen by the model as it goes (A3's dynamic resampling), or at
-    random."""
-    plan = random_plan(batch_size, length, generator, given, group)
-    return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
+    random.
+
+    threshold, entropy_bound: see `Pace`; `group` is then the most positions of a step, None: any
+        number.
+    block: positions of blocks that are filled in one after the other (semi-autoregressive).
+    """
+    if threshold is None and entropy_bound is None and block is None:
+        plan = random_plan(batch_size, length, generator, given, group)
+        return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
+    if by == "random":
+        raise ValueError(
+            "threshold, entropy_bound and block are for positions chosen by the model; give a "
+            "score to choose by"
+        )
+    samples = _Samples(batch_size, length, given)
+    # The order within a block is random, as above: it decides between equals.
+    number = samples.position // (block or max(samples.T, 1))
+    order, index = samples.order_by(number + samples.uniforms(generator))
+    plan = samples.plan(order, index, number.gather(1, order))
+    return dataclasses.replace(plan, unmask_by=by, pace=Pace(threshold, entropy_bound, group))
 
 
 def speculative_plan(
@@ -200,15 +256,21 @@ def speculative_plan(
     draft: int,
     generator: torch.Generator | None = None,
     given: Tensor | None = None,
+    draft_by: Literal["model", "ngram"] = "model",
 ) -> Plan:
-    """Self-speculative decoding (Guo & Ermon 2025): `draft` positions guessed in parallel and
-    verified in one causal pass. Left to right, or in a uniformly random order if a generator is
-    given; either way the samples follow the joint distribution of one position a step."""
+    """Speculative decoding: `draft` positions guessed and verified in one causal pass. Left to
+    right, or in a uniformly random order if a generator is given; either way the samples follow the
+    joint distribution of one position a step.
+
+    draft_by: the guesses are the model's own, in parallel, from another pass (self-speculation, Guo
+        & Ermon 2025); or, without a pass, what most often follows the token on their left in the
+        text known so far (ASSD, arXiv 2504.20456).
+    """
     if generator is None:
         plan = l2r_plan(batch_size, length, given, group=draft)
     else:
         plan = random_plan(batch_size, length, generator, given, group=draft)
-    return dataclasses.replace(plan, draft=draft)
+    return dataclasses.replace(plan, draft=draft, draft_by=draft_by)
 
 
 # ---- what is made of plans -----------------------------------------------------------------------
@@ -228,7 +290,9 @@ def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
         orders.append(torch.cat([plan.order, extra], dim=1))
         steps.append(torch.cat([plan.step, torch.full_like(extra, -1)], dim=1))
     length = torch.cat([plan.length for plan in plans])
-    return Plan(torch.cat(orders), torch.cat(steps), length, plans[0].unmask_by, plans[0].draft)
+    return dataclasses.replace(
+        plans[0], order=torch.cat(orders), step=torch.cat(steps), length=length
+    )
 
 
 def group_sizes(plan: Plan) -> Tensor:

@@ -23,9 +23,11 @@ def sample_records(
         prompts: of each, its key in the record, "prompt" or "infill", and its text.
 
     Returns: dicts with "text", "prompt_index", the prompt, "length" (in tokens), and, as long as
-    the sample is, the lists "tokens", "step" (-1: given) and "log_probs" (nats, six digits).
+    the sample is, the lists "tokens", "step" (-1: given) and "log_probs" (nats, six digits), and
+    "nfe", the passes that it took part in.
     """
     records = []
+    nfe = samples.nfe.tolist()
     for number, (tokens, step, log_probs) in enumerate(samples.rows()):
         prompt_index = number * len(prompts) // len(samples)
         kind, text = prompts[prompt_index]
@@ -38,6 +40,7 @@ def sample_records(
                 "tokens": tokens,
                 "step": step,
                 "log_probs": [round(p, 6) for p in log_probs],
+                "nfe": nfe[number],
             }
         )
     return records

@@ -521,13 +521,58 @@ def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
 
 
 def _certainty(conditional, target, vocab_size, length, by):
-    """Of the distribution at `target` that each sequence belongs to: its highest probability, or
-    minus its entropy."""
+    """Of the distribution at `target` that each sequence belongs to: its highest probability, minus
+    its entropy, or how far its highest probability is above the second."""
     probs = conditional.view((vocab_size,) * length)
-    certain = (
-        probs.amax(target, True) if by == "confidence" else (probs * probs.log()).sum(target, True)
-    )
+    ranked = probs.sort(target, descending=True).values
+    certain = {
+        "confidence": probs.amax(target, True),
+        "entropy": (probs * probs.log()).sum(target, True),
+        "margin": ranked.narrow(target, 0, 1) - ranked.narrow(target, 1, 1),
+    }[by]
     return certain.expand_as(probs).flatten()
+
+
+def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
+    """As `adaptive_distribution`, of decoding where the model also chooses how many positions a
+    step unmasks, sequence by sequence, from conditionals without equals."""
+    result = torch.zeros(vocab_size**length, dtype=torch.float64)
+    for x in range(len(result)):
+        context, sizes, probability = list(given), [1] * len(given), 1.0
+        while len(context) < length:
+            said = {
+                p: given_groups(conditional, context, sizes, p)
+                for p in range(length)
+                if p not in context
+            }
+            scores, entropies = (
+                {p: _certainty(said[p], p, vocab_size, length, of)[x].item() for p in said}
+                for of in (by, "entropy")
+            )
+            chosen = paced_choice(scores, entropies, by, **settings)
+            for p in chosen:
+                probability *= said[p][x].item()
+            context, sizes = context + chosen, [*sizes, len(chosen)]
+        result[x] = probability
+    return result
+
+
+def paced_choice(scores, certain, by, group=None, threshold=None, entropy_bound=None, block=None):
+    """The positions of the next step, best first, of those left {position: score}; certain: minus
+    the entropy of each."""
+    if block is not None:
+        first = min(scores) // block
+        scores = {p: score for p, score in scores.items() if p // block == first}
+    ranked = sorted(scores, key=scores.get, reverse=True)
+    count = len(ranked)
+    if threshold is not None:
+        least = -threshold if by == "entropy" else threshold
+        count = sum(score >= least for score in scores.values())
+    if entropy_bound is not None:
+        entropies = [-certain[p] for p in ranked]
+        sums = [sum(entropies[:k]) - max(entropies[:k]) for k in range(1, len(ranked) + 1)]
+        count = min(count, sum(total <= entropy_bound for total in sums))
+    return ranked[: min(max(count, 1), group or len(ranked))]
 
 
 # ---- the choice of a token, by definition --------------------------------------------------------
@@ -678,6 +723,20 @@ def some_given(batch_size, length, seed):
     return given
 
 
+# Plans of `make_plan` whose steps the model chooses: by which score, and how.
+PACES = {
+    "sure": ("confidence", {"group": None, "threshold": 0.45}),
+    "sure-margin": ("margin", {"group": 2, "threshold": 0.15}),
+    "sure-entropy": ("entropy", {"group": None, "threshold": 0.95}),
+    "bound": ("entropy", {"group": None, "entropy_bound": 0.95}),
+    "bound-confidence": ("confidence", {"group": 3, "entropy_bound": 1.9}),
+    "both": ("confidence", {"group": None, "threshold": 0.4, "entropy_bound": 1.0}),
+    "blocks": ("confidence", {"group": 1, "block": 2}),
+    "blocks-pairs": ("entropy", {"group": 2, "block": 3}),
+    "blocks-sure": ("confidence", {"group": None, "threshold": 0.45, "block": 3}),
+}
+
+
 def make_plan(mode, batch_size, length, given=None, seed=0):
     """A plan by name: "l2r" or "random" and the positions a step; "exact", "even", "cosine",
     "even-cosine" and the steps; "confidence", "entropy" or "any" (adaptive, by that) and the
@@ -688,12 +747,15 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
         return l2r_plan(*rows, given, number)
     if kind == "random":
         return random_plan(*rows, seeded(seed), given, number)
-    if kind in ("confidence", "entropy", "any"):
+    if kind in ("confidence", "entropy", "margin", "any"):
         return adaptive_plan(*rows, {"any": "random"}.get(kind, kind), seeded(seed), given, number)
-    if kind.startswith("speculative"):
-        return speculative_plan(
-            *rows, number, seeded(seed) if kind.endswith("random") else None, given
-        )
+    if kind in PACES:
+        by, settings = PACES[kind]
+        return adaptive_plan(*rows, by, seeded(seed), given, **settings)
+    if kind.startswith(("speculative", "pairs")):
+        draft_by = "ngram" if kind.startswith("pairs") else "model"
+        shuffled = seeded(seed) if kind.endswith("random") else None
+        return speculative_plan(*rows, number, shuffled, given, draft_by)
     schedule = "cosine" if "cosine" in kind else "linear"
     return mdm_plan(
         *rows, number, seeded(seed), given, even=kind.startswith("even"), schedule=schedule
@@ -711,13 +773,15 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     )
     schedule = "cosine" if "cosine" in kind else "linear"
     # speculative: the exact joint of the order, whatever is drafted
-    size = 1 if kind.startswith("speculative") else number
+    size = 1 if kind.startswith(("speculative", "pairs")) else number
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
-    if kind in ("confidence", "entropy"):
+    if kind in ("confidence", "entropy", "margin"):
         expected = adaptive_distribution(conditional, vocab_size, length, kind, number, context)
-    elif kind in ("l2r", "speculative"):
+    elif kind in PACES:
+        expected = paced_distribution(conditional, vocab_size, length, *PACES[kind], context)
+    elif kind in ("l2r", "speculative", "pairs"):
         expected = plan_distribution(conditional, [(1, (*context, *free), groups)], len(context))
-    elif kind in ("random", "any", "speculative-random"):
+    elif kind in ("random", "any", "speculative-random", "pairs-random"):
         expected = plan_distribution(conditional, fixed_plans(free, context, groups), len(context))
     elif kind.startswith("even"):
         sizes = even_sizes(len(free), number, schedule)

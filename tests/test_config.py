@@ -119,7 +119,15 @@ def configs(draw):
         seed=draw(st.integers(0, 2**63 - 1)),
         model=model,
         order=draw(
-            any_table(OrderConfig, kind=kinds, l2r_prob=st.floats(0, 1), block=blocks, seed=seed)
+            any_table(
+                OrderConfig,
+                kind=kinds,
+                l2r_prob=st.floats(0, 1),
+                block=blocks,
+                seed=seed,
+                share=st.floats(0, 1),
+                file=st.text(min_size=1),
+            )
         ),
         schedule=tuple(
             dataclasses.replace(draw(stage), step=step)

@@ -334,7 +334,7 @@ def test_missing_and_damaged_files(tmp_path):
         (50, "train", 51, {}, "50 tokens.*lower block_size to at most 50"),
         (0, "train", 4, {}, "0 tokens"),
         (50, "train", 0, {}, "at least 1"),
-        (50, "train", 1, {"format": 2}, "format 2.*update the code"),
+        (50, "train", 1, {"format": 3}, "format 3.*update the code"),
         (50, "train", 1, {"dtype": "float8"}, "unknown dtype 'float8'"),
         (50, "train", 1, {"splits": {"train": {}}}, "every split needs"),
         (

@@ -33,8 +33,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import catalogue, detokenisers, packing, sources
+from data.detokenisers import DETOKENISERS
 from data.folder import clear_leftovers
 from data.loader import TokenDataset, evaluation_split, load_meta, read_tokens
+from data.tasks import TASKS
 from runtime.files import sha256_file
 
 SETS = {each.name: each for each in catalogue.EVALUATION_SETS}
@@ -400,6 +402,12 @@ def test_rows_of_every_kind_of_file(tmp_path):
     assert documents(two, "train") == expected
 
 
+def test_papers_are_detokenised_as_wikitext_and_then_as_lm1b():
+    text = "the rate ( 3 @.@ 5 ) of it , we say , is known . "
+    by_hand = DETOKENISERS["lm1b"](DETOKENISERS["wikitext"](text))
+    assert DETOKENISERS["scientific_papers"](text) == by_hand != text
+
+
 def test_rows_of_the_other_sets(tmp_path):
     def rows(name, source):
         return documents(prepared(name, tmp_path / name, source, protocol="full"))
@@ -479,11 +487,14 @@ def test_rows_of_published_files(tmp_path):
 
 def test_splits_and_protocols_of_the_sets():
     """Those of the published tables; what models are trained on is not packed."""
-    splits = dict.fromkeys(("wikitext103", "ptb", "lambada", "lm1b"), "test")
+    sets = "wikitext103", "ptb", "lambada", "lm1b", "ag_news", "pubmed", "arxiv"
+    splits = dict.fromkeys(sets, "test")
     assert {name: each.split for name, each in SETS.items()} == splits | {"wikitext2": "train"}
     made = "polya", "latin5", "shuffled"
     protocols = dict.fromkeys(("stories", "pydocs", "text", "openwebtext", *made), "full")
-    protocols |= dict.fromkeys(SETS, "sedd")
+    protocols |= dict.fromkeys(SETS, "sedd") | dict.fromkeys(
+        (*TASKS, "records", "infill"), "records"
+    )
     assert {name: each.protocol for name, each in catalogue.DATASETS.items()} == protocols
 
 

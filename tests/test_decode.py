@@ -1,7 +1,10 @@
 """Decoding draws from the distribution it claims, in every mode, through a cache that changes
 nothing."""
 
+import dataclasses
 import functools
+import itertools
+import math
 import re
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from reference import (
     DECODERS,
     ENCODERS,
+    PACES,
     accept,
     all_sequences,
     chi_square_p,
@@ -25,6 +29,7 @@ from reference import (
     make_plan,
     make_system,
     one_stage_distribution,
+    paced_choice,
     plan_distribution,
     prompt_rows,
     random_orders,
@@ -48,7 +53,9 @@ from decode import (
     mdm_plan,
     speculative_plan,
 )
+from evaluation.likelihood import decoding_nll, importance_weighted
 from model import AOGPT, log_linear_noise
+from orders import Roles
 from sampling import engine, token_choice
 from sampling.compiled import CompiledShapes, StepRunner
 from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
@@ -62,8 +69,9 @@ def modes(text):
 
 
 FIXED = modes("l2r, l2r 3, random 1, random 2, exact 1, exact 3, even 2, cosine 3, even-cosine 3")
-ADAPTIVE = modes("confidence 1, confidence 2, entropy 1, entropy 3")
-SPECULATIVE = modes("speculative 3, speculative-random 2")
+PACED = modes("blocks-sure")
+ADAPTIVE = modes("confidence 1, confidence 2, entropy 1, entropy 3, margin 2") + PACED
+SPECULATIVE = modes("speculative 3, speculative-random 2, pairs-random 3")
 
 enumerated = functools.cache(enumerable_system)
 
@@ -84,10 +92,10 @@ AOGPT_MODES = modes(
     "l2r, l2r 2, l2r 3, random 2, random 3, any 1, exact 1, exact 2, exact 5, even 2, even 3, "
     "cosine 2, cosine 4, even-cosine 2, even-cosine 3, confidence 1, confidence 2, entropy 1, "
     "entropy 2, entropy 3, speculative 2, speculative 3, speculative 4, speculative-random 2, "
-    "speculative-random 3"
-)
+    "speculative-random 3, margin 1, margin 3, pairs 2, pairs 4, pairs-random 3"
+) + list(PACES)
 DECODER_MODES = modes(
-    "random 1, cosine 3, even-cosine 3, confidence 2, entropy 1, speculative-random 4"
+    "random 1, cosine 3, even-cosine 3, confidence 2, entropy 1, speculative-random 4, pairs 2"
 )
 ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 2, entropy 2")
 
@@ -101,6 +109,7 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
         for mode in DECODER_MODES
     ]
     + [("two_stream", 4, mode) for mode in modes("random 2, random 3, l2r 2, even 2, exact 2")]
+    + [(s, 4, mode) for s in ("two_stream", "encoder AO-GPT", "sigma-GPT") for mode in PACED]
     + [("target rotary", 1, mode) for mode in (*DECODER_MODES, "l2r 2", "exact 3", "speculative 3")]
     + [(system, 2, mode) for system in ENCODERS for mode in ENCODER_MODES],
 )
@@ -148,6 +157,7 @@ def test_the_chi_square_test_tells_modes_apart(mode, others):
         for prompt in ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1})
         for mode in (
             *modes("l2r, random 2, exact 3, cosine 2, even-cosine 2, confidence 1, entropy 2"),
+            *modes("sure, bound, blocks"),
             *SPECULATIVE,
         )
     ]
@@ -248,6 +258,82 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(s
         assert accept(counts, distribution_of(mode, conditional, V, length))
 
 
+# ---- the likelihood of a text under a decoder ----------------------------------------------------
+
+RULES = modes("confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3") + list(PACES)
+
+
+@pytest.mark.parametrize(
+    "system, seed, mode",
+    [("AO-GPT", seed, mode) for seed in (0, 1) for mode in RULES]
+    + [(s, 2, mode) for s in ("two_stream", *ENCODERS) for mode in ("margin 1", "blocks-sure")],
+)
+def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(system, seed, mode):
+    """All 81, which sum to 1: log-probabilities are kept in float32, 1e-7 relative for each of four
+    tokens; SEDD's outputs are float32. Equals are taken in the order of the plan, here the same one
+    for all: an encoder without tables knows no position from another before the first token."""
+    model, _ = enumerated(system, seed)
+    sequences = all_sequences(V, N)
+    plan = make_plan(mode, len(sequences), N, seed=3)
+    plan = dataclasses.replace(plan, order=plan.order[:1].expand(len(sequences), -1))
+    got = generate(model, plan, forced=sequences)
+    p = got.log_probs.double().sum(dim=1).exp()
+    assert torch.equal(got.tokens, sequences) and abs(p.sum().item() - 1) < 1e-6
+    if not mode.startswith("random") and system not in ("RADD", "SEDD"):
+        torch.testing.assert_close(
+            p, expected_distribution(mode, system, seed), rtol=1e-5, atol=1e-8
+        )
+
+
+@pytest.mark.parametrize("rule", ["confidence", "entropy", "margin"])
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "target rotary", "encoder AO-GPT"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group):
+    """Also where rows are records of which a token is given: then for each value of it. Float32
+    log-probabilities, as above."""
+    model, sequences = enumerated(system, 5)[0], all_sequences(V, N)
+    nll = decoding_nll(model, sequences, rule, group)
+    assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) < 1e-6
+    roles = Roles.of(torch.tensor([0, 1, 0, 0]).expand(len(sequences), N))
+    nll = decoding_nll(model, sequences, rule, group, roles)
+    assert nll.isnan().sum(dim=0).tolist() == [0, len(sequences), 0, 0]
+    for token in range(V):
+        p = nll[sequences[:, 1] == token].nansum(dim=1).neg().exp()
+        assert abs(p.sum().item() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(seed):
+    """Its mean over all K-tuples of the 6 orders of 3 positions, for all sequences: enumerated."""
+    model, sequences = enumerable_system("AO-GPT", seed, length=3)[0], all_sequences(V, 3)
+    orders = torch.tensor(list(itertools.permutations(range(3))))
+    nll = torch.stack(
+        [-model.token_log_probs(sequences, o.expand_as(sequences)).double().sum(1) for o in orders],
+        dim=1,
+    )
+    scored, means = torch.full((len(sequences),), 3.0, dtype=torch.float64), []
+    for k in (1, 2, 3):
+        tuples = itertools.product(range(6), repeat=k)
+        bounds = [importance_weighted(nll[:, list(t)] / 3, scored).nll for t in tuples]
+        means.append(sum(bounds) / len(bounds))
+    limit = (math.log(6) - (-nll).logsumexp(dim=1)).mean().item() / 3
+    assert means[0] == pytest.approx(nll.mean().item() / 3, abs=1e-12)
+    assert means[0] > means[1] > means[2] > limit
+    every = importance_weighted(nll / 3, scored).nll
+    assert every == pytest.approx(limit, abs=1e-12)
+
+
+def test_tokens_that_cannot_be_forced_are_refused():
+    model, _ = enumerated("AO-GPT", 0)
+    for plan, forced, says in (
+        (make_plan("speculative 2", 1, N), [[0] * N], "another plan"),
+        (make_plan("l2r", 1, N), [[0]], "the plan is for"),
+        (make_plan("l2r", 1, N), [[V] * N], "outside the model's vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            generate(model, plan, forced=torch.tensor(forced))
+
+
 # ---- the cache -----------------------------------------------------------------------------------
 
 LENGTH, TOKENS = 12, 17
@@ -297,9 +383,10 @@ def logits_given(model, tokens, context, target, sizes=()):
 
 
 @torch.no_grad()
-def adaptive_reference(model, tokens, context, by, group):
+def adaptive_reference(model, tokens, context, mode):
     """Step and log-probability of every position of one row (T,) whose final tokens are known:
-    choose the `group` positions of each step by the model's distributions, without a cache."""
+    choose the positions of each step by the model's distributions, without a cache."""
+    by, settings = PACES.get(mode) or (mode.split()[0], {"group": int(mode[-1])})
     steps, log_probs, step = [-1] * len(tokens), torch.zeros(len(tokens)), 0
     sizes = [1] * len(context)
     while len(context) < len(tokens):
@@ -308,11 +395,13 @@ def adaptive_reference(model, tokens, context, by, group):
             for p in range(len(tokens))
             if p not in context
         }
-        score = {
-            p: float(v.max() if by == "confidence" else (v.exp() * v).sum())
-            for p, v in said.items()
+        entropy = {p: float((v.exp() * v).sum()) for p, v in said.items()}
+        margin = {
+            p: float(v.exp().topk(2).values @ torch.tensor([1.0, -1])) for p, v in said.items()
         }
-        chosen = sorted(score, key=score.get, reverse=True)[:group]
+        confidence = {p: float(v.max().exp()) for p, v in said.items()}
+        score = {"entropy": entropy, "margin": margin, "confidence": confidence}[by]
+        chosen = paced_choice(score, entropy, by, **settings)
         for p in chosen:
             steps[p], log_probs[p] = step, said[p][tokens[p]]
         context, sizes, step = [*context, *chosen], [*sizes, len(chosen)], step + 1
@@ -339,9 +428,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     for b, length in enumerate(LENGTHS.tolist()):
         row, context = got.tokens[b, :length], given[b, :length].nonzero().flatten().tolist()
         if mode in ADAPTIVE:
-            steps, log_probs = adaptive_reference(
-                model, row, context, mode.split()[0], int(mode[-1])
-            )
+            steps, log_probs = adaptive_reference(model, row, context, mode)
             assert got.step[b, :length].tolist() == steps
         elif system in ENCODERS:
             log_probs = torch.zeros(length)
@@ -365,7 +452,7 @@ def test_log_probs_are_the_models_own_before_temperature_and_truncation(mode):
     got = generate(model, plan, generator=seeded(1), choice=TokenChoice(0.5, 0.8, 6))
     if mode in ("entropy 2",):
         expected = torch.stack(
-            [adaptive_reference(model, row, [], "entropy", 2)[1] for row in got.tokens]
+            [adaptive_reference(model, row, [], "entropy 2")[1] for row in got.tokens]
         )
     else:
         expected = uncached_log_probs(model, got.tokens, plan)
@@ -426,7 +513,8 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
         )
     for b, length in ((1, 5), (5, 9), (6, 12)):
         one = plan[b : b + 1]
-        one = Plan(one.order[:, :length], one.step[:, :length], None, one.unmask_by, one.draft)
+        cut = {"order": one.order[:, :length], "step": one.step[:, :length]}
+        one = dataclasses.replace(one, length=None, **cut)
         row = slice(b, b + 1)
         alone = generate(
             model, one, tokens[row, :length], uniforms=uniforms[row, :length], choice=choice
@@ -585,10 +673,18 @@ def test_token_forwards_by_hand(mode, forwards):
     assert got.token_forwards == 3 * forwards
 
 
-@pytest.mark.parametrize("mode", [*ADAPTIVE, "speculative 3", "speculative-random 4"])
+@pytest.mark.parametrize("mode", [*EVERY_MODE, "speculative-random 4"])
 def test_adaptive_and_speculative_work_is_counted_where_the_model_is_fed(mode, work):
-    got = generate(text_model(), make_plan(mode, 7, LENGTHS), generator=seeded(0))
+    """And of each row, whose calls are those that it takes alone."""
+    plan = make_plan(mode, 7, LENGTHS)
+    uniforms = torch.rand(7, LENGTH, generator=seeded(0), dtype=torch.float64)
+    got = generate(text_model(), plan, uniforms=uniforms)
     assert (got.model_calls, got.token_forwards) == (len(work["items"]), sum(work["items"]))
+    alone = [
+        generate(text_model(), plan[b : b + 1], uniforms=uniforms[b : b + 1]).model_calls
+        for b in range(7)
+    ]
+    assert got.nfe.tolist() == alone and got.nfe[2] == 0 and got.model_calls >= max(alone)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

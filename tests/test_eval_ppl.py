@@ -514,6 +514,8 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
         ("--per-token t.json", ["--per-token t.json", ".npz"]),
         ("--json table.md", ["--json table.md", ".json"]),
         ("--json same.npz --per-token same.npz", ["--json same.npz", ".json"]),
+        ("--bound iw", ["--bound iw", "give --num-orders"]),
+        ("--bound iw --num-orders 4 --orders l2r confidence", ["needs orders that are drawn"]),
         ("--max-sequencez 3", ["--max-sequencez", "--max-sequences"]),
     ],
 )
@@ -552,3 +554,78 @@ def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error
     (other / "val.bin").write_bytes(bytes(2 * (LENGTH - 1)))
     meta["splits"]["val"] |= {"tokens": LENGTH - 1, "sha256": sha256_file(other / "val.bin")}
     assert_refused("fewer than one block of 16")
+
+
+# ---- the model's own orders, weighted orders, and how far orders disagree ------------------------
+
+
+@torch.no_grad()
+def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluate, run, data):
+    """Against a loop without a cache: all that is left, the surest first; float32."""
+    report = by_name(evaluate("--orders confidence margin --max-sequences 3"))
+    model, total = load_model(run), {"confidence": 0.0, "margin": 0.0}
+    for tokens in TokenDataset(data, "val", LENGTH).blocks(range(3)):
+        for rule in total:
+            context: list[int] = []
+            while len(context) < LENGTH:
+                said = {}
+                for p in (p for p in range(LENGTH) if p not in context):
+                    order = torch.tensor([order_through(context, p, LENGTH)])
+                    hidden = model.hidden(tokens[None], order)[0, len(context)]
+                    said[p] = model.logits(hidden).softmax(-1)
+                first = {p: v.topk(2).values for p, v in said.items()}
+                score = {p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()}
+                chosen = max(score, key=score.get)
+                total[rule] -= math.log(said[chosen][tokens[chosen]])
+                context.append(chosen)
+    for rule, nll in total.items():
+        result = report[rule, 1]
+        assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
+        assert result["stopped"] == "exact" and result["monte_carlo_error"] == 0
+
+
+def test_weighted_bounds_and_disagreements_are_those_of_the_losses(evaluate, run, data):
+    options = "--orders l2r random --num-orders 4 --max-sequences 9 --bound iw --disagreement"
+    report = evaluate(options)
+    losses = direct(run, data, "random", 4, 0, 9).mean(axis=2)  # (9, 4)
+    bound = -np.log(np.exp(-losses * LENGTH).mean(axis=1)) / LENGTH
+    result = by_name(report)["random", 1]
+    assert result["nll"] == pytest.approx(bound.mean(), rel=1e-5)
+    assert result["bound"] == "iw" and by_name(report)["l2r", 1]["bound"] == "mean"
+    assert result["nll"] < losses.mean() and result["monte_carlo_error"] > 0
+    assert "weighted over 4" in report["terminal"]
+    along = direct(run, data, "l2r", 1, 0, 9).mean(axis=2)[:, 0]
+    pair, again = report["disagreements"]
+    assert (pair["orders"], pair["other"]) == ("l2r", "random")
+    assert again["other"] == "random, drawn again"
+    for row, difference in ((pair, along - losses[:, 0]), (again, losses[:, 0] - losses[:, 1])):
+        assert row["difference"] == pytest.approx(difference.mean(), rel=1e-3, abs=1e-6)
+        assert row["distance"] == pytest.approx(np.abs(difference).mean(), rel=1e-3)
+
+
+def test_records_are_scored_on_what_is_predicted(evaluate, script, run, tmp_path):
+    source = tmp_path / "r.jsonl"
+    rows = [{"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(
+        Prepare(
+            "records",
+            source=(source,),
+            split="test",
+            tokenizer="bytes",
+            block_size=LENGTH,
+            out=tmp_path / "records",
+        )
+    )
+    report = by_name(evaluate("--orders l2r random confidence", datasets=(tmp_path / "records",)))
+    model, total, count = load_model(run), 0.0, 0
+    for row in rows:
+        tokens = torch.tensor([[*(row["prompt"] + row["text"]).encode(), 256]])
+        scored = model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])
+        total -= scored[0, len(row["prompt"]) :].sum().item()
+        count += len(row["text"]) + 1
+    for result in report.values():
+        assert result["tokens"] == count
+    assert report["l2r", 1]["nll"] == pytest.approx(total / count, rel=1e-5)
+    status, _, err = script(eval_ppl, run, "--datasets", tmp_path / "records", "--ensemble", 2)
+    assert status == 2 and "holds records" in err

@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from reference import LEVEL, chi_square_p, seeded
@@ -12,7 +13,8 @@ from scipy.stats import chisquare
 from orders import OrderConfig, inverse_permutation, orders_at, sample_orders
 from runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
-KINDS = ("l2r", "random", "mixture", "fixed_random", "fixed_blockwise")
+NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding")
+KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
 RANDOM = OrderConfig("random")
 
 
@@ -62,11 +64,11 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length):
     assert torch.equal(orders_at(config, 5, 7, range(5), length), whole[:5])
 
 
-@pytest.mark.parametrize("kind", ["random", "mixture"])
+@pytest.mark.parametrize("kind", ["random", "mixture", *NEW])
 def test_seed_step_and_row_all_matter(kind):
-    """Orders of 64 positions collide with probability below 1e-80, so all that are not
-    left-to-right must differ."""
-    config = OrderConfig(kind, l2r_prob=0.0)
+    """Orders of 64 positions collide with probability below 1e-14, the sets of context_l2r with
+    2^-64, so all that are not left-to-right must differ."""
+    config = OrderConfig(kind, l2r_prob=0.0, block=64 if kind == "random_blockwise" else 2)
     tables = [(seed, step) for seed in range(4) for step in range(4)] + [(2**62 - 1, 0), (0, 10**6)]
     rows = torch.cat([orders_at(config, seed, step, range(6), 64) for seed, step in tables])
     assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
@@ -175,12 +177,120 @@ def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
         OrderConfig("fixed_blockwise", block=1)
 
 
+# ---- other distributions -------------------------------------------------------------------------
+
+
+def test_right_to_left_is_left_to_right_backwards():
+    order = orders_at(OrderConfig("r2l"), 0, 0, range(3), 5)
+    assert order.tolist() == [[4, 3, 2, 1, 0]] * 3
+
+
+def chances(kind, length, block=2, share=0.3, window=2):
+    """The probability of each permutation by definition, for those that have any."""
+    positions, found = range(length), collections.Counter()
+    blocks = [list(positions)[i : i + block] for i in range(0, length, block)]
+    match kind:
+        case "random_blockwise":
+            for inside in itertools.product(*map(itertools.permutations, blocks)):
+                found[tuple(itertools.chain(*inside))] += 1
+        case "slots":
+            for ranked in itertools.permutations(blocks):
+                found[tuple(itertools.chain(*ranked))] += 1
+        case "context_l2r" | "random_l2r":
+            for chosen in itertools.product((False, True), repeat=length):
+                first = [p for p in positions if chosen[p]]
+                rest = tuple(p for p in positions if not chosen[p])
+                p = share ** len(first) * (1 - share) ** len(rest)
+                ways = list(itertools.permutations(first))
+                for way in ways if kind == "random_l2r" else [tuple(first)]:
+                    found[way + rest] += p / (len(ways) if kind == "random_l2r" else 1)
+        case "sliding":
+            for perm in itertools.permutations(positions):
+                left, p = list(positions), 1.0
+                for position in perm:
+                    p *= (position in left[:window]) / len(left[:window])
+                    left.remove(position)
+                found[perm] += p
+    total = sum(found.values())
+    return {perm: p / total for perm, p in found.items() if p}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("length", [4, 5])
+@pytest.mark.parametrize("kind", NEW)
+def test_orders_have_the_probabilities_of_their_definition(kind, length, seed):
+    """Over rows, and over steps. The probabilities sum to 1 before they are normalised where they
+    are no counts."""
+    config = OrderConfig(kind, block=2, share=0.3, window=2)
+    expected = chances(kind, length)
+    over_steps = [orders_at(config, seed, step, range(2), length) for step in range(1500)]
+    for drawn in (orders_at(config, seed, 0, range(6000), length), torch.cat(over_steps)):
+        counts = collections.Counter(map(tuple, drawn.tolist()))
+        assert counts.keys() <= expected.keys()
+        both = [(counts[perm], p * len(drawn)) for perm, p in expected.items()]
+        observed, wanted = torch.tensor(both).double().T
+        assert chi_square_p(observed, wanted) > LEVEL
+
+
+def test_windows_and_shares_at_their_ends_are_left_to_right_and_random():
+    identity = torch.arange(5).expand(3000, 5)
+    for kind, settings in (
+        ("sliding", {"window": 1}),
+        ("slots", {"block": 5}),
+        ("context_l2r", {"share": 0.0}),
+        ("context_l2r", {"share": 1.0}),
+        ("random_l2r", {"share": 0.0}),
+    ):
+        assert torch.equal(orders_at(OrderConfig(kind, **settings), 1, 0, range(3000), 5), identity)
+    for kind, settings in (
+        ("sliding", {"window": 9}),
+        ("slots", {"block": 1}),
+        ("random_blockwise", {"block": 9}),
+        ("random_l2r", {"share": 1.0}),
+    ):
+        assert is_uniform(orders_at(OrderConfig(kind, **settings), 1, 0, range(6000), 4))
+
+
+def test_orders_of_a_file_are_all_as_frequent(tmp_path):
+    path = tmp_path / "orders.npy"
+    np.save(path, [[2, 0, 1], [0, 1, 2], [1, 2, 0]])
+    config = OrderConfig("file", file=str(path))
+    counts = collections.Counter(map(tuple, orders_at(config, 0, 0, range(3000), 3).tolist()))
+    assert counts.keys() == {(2, 0, 1), (0, 1, 2), (1, 2, 0)}
+    assert chisquare(list(counts.values())).pvalue > LEVEL
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (None, "cannot be read"),
+        (b"no numpy", "cannot be read"),
+        (np.array([[{}]]), "cannot be read"),  # a pickle, which could run code
+        (np.zeros((2, 3)), "does not hold integers"),
+        (np.zeros((0, 3), int), "does not hold integers"),
+        (np.array([[0, 1]]), "orders of 2 positions, but sequences have 3"),
+        (np.array([[0, 1, 2], [0, 1, 1]]), "no permutation of 0..2"),
+    ],
+)
+def test_files_without_orders_are_refused(tmp_path, content, says):
+    path = tmp_path / "orders.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.save(path, content, allow_pickle=True)
+    with pytest.raises(ValueError, match=says):
+        orders_at(OrderConfig("file", file=str(path)), 0, 0, range(1), 3)
+    with pytest.raises(ValueError, match="name a .npy file"):
+        OrderConfig("file")
+
+
 # ---- drawn from a generator ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sample_orders_is_reproducible_and_advances_its_generator_and_no_other(kind):
-    config, generator, again = OrderConfig(kind, l2r_prob=0.0, block=32), seeded(11), seeded(11)
+    block = 8 if kind == "slots" else 32
+    config, generator, again = OrderConfig(kind, l2r_prob=0.0, block=block), seeded(11), seeded(11)
     torch.manual_seed(1)
     elsewhere = torch.get_rng_state()
     first, second = sample_orders(config, 4, 32, generator), sample_orders(config, 4, 32, generator)
@@ -189,7 +299,7 @@ def test_sample_orders_is_reproducible_and_advances_its_generator_and_no_other(k
     assert torch.equal(second, sample_orders(config, 4, 32, again))
     assert torch.equal(generator.get_state(), again.get_state())
     assert first.shape == (4, 32) and first.dtype == torch.int64
-    assert torch.equal(first, second) == (kind not in ("random", "mixture"))
+    assert torch.equal(first, second) == (kind not in ("random", "mixture", *NEW))
     assert torch.equal(elsewhere, torch.get_rng_state())
 
 

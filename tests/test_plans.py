@@ -318,8 +318,17 @@ def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
         (lambda: decode.random_plan(1, 4, seeded(0), group=-1), "group of -1"),
         (lambda: decode.adaptive_plan(1, 4, "entropy", seeded(0), group=0), "group of 0"),
         (
-            lambda: decode.adaptive_plan(1, 4, "margin", seeded(0)),
-            "'margin'.*'order', 'confidence', 'entropy'",
+            lambda: decode.adaptive_plan(1, 4, "surprise", seeded(0)),
+            "'surprise'.*'order', 'confidence', 'entropy', 'margin'",
+        ),
+        (lambda: decode.adaptive_plan(1, 4, "random", seeded(0), block=2), "score to choose by"),
+        (
+            lambda: decode.adaptive_plan(1, 4, "entropy", seeded(0), threshold=-1.0),
+            "threshold is -1.0; give a number of at least 0",
+        ),
+        (
+            lambda: decode.adaptive_plan(1, 4, "entropy", seeded(0), group=0, block=2),
+            "most is 0; give a number of at least 1",
         ),
         (lambda: decode.speculative_plan(1, 4, 1), "draft of 1 .*at least 2"),
     ],

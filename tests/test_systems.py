@@ -518,7 +518,7 @@ class TableOfOutputs:
     def __init__(self, outputs):
         self.outputs = outputs  # (4 ** n, n, V), by the sequence with [MASK] = V
 
-    def __call__(self, tokens, masked, sigma):
+    def __call__(self, tokens, masked, sigma, lengths=None):
         place = torch.tensor([(V + 1) ** i for i in range(N_SCORES)])
         outputs = self.outputs[(torch.where(masked, V, tokens) * place).sum(1)]
         return torch.stack(
@@ -922,7 +922,8 @@ def test_mask_token_may_not_be_a_token_of_the_data():
         model=ModelConfig(**ENCODER_TABLE | {"mask_token": 256}),
         objective=ObjectiveConfig("lambda_dce"),
     )
-    data, procs = SimpleNamespace(meta={"vocab_size": 257}), SimpleNamespace(world_size=1)
+    data = SimpleNamespace(meta={"vocab_size": 257}, of_records=False)
+    procs = SimpleNamespace(world_size=1)
     with pytest.raises(ValueError, match="mask_token is 256, a token of the data.*257"):
         train.check_fits(config, data, procs)
     right = dataclasses.replace(config, model=ModelConfig(**ENCODER_TABLE))

@@ -664,7 +664,7 @@ def spoil(monkeypatch, bad_steps, what):
     bad batch would."""
     calls, plain = [0], train.ao_ar_loss
 
-    def loss(model, tokens, order):
+    def loss(model, tokens, order, weight=None):
         calls[0] += 1
         if calls[0] / 2 not in bad_steps:
             return plain(model, tokens, order)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.loader import TokenDataset, batch_lengths
 from objectives import DECODER_OBJECTIVES, Masks, masks_at
-from orders import orders_at
+from orders import Roles, orders_at
 from runtime.processes import Processes
 from training.config import Config
 
@@ -27,9 +27,12 @@ class DecoderBatch:
 
     tokens: Tensor  # LongTensor (B, T)
     order: Tensor  # LongTensor (B, T)
+    weight: Tensor | None = None  # of records (B, T), of the loss of every step of the order
+    given: Tensor | None = None  # of records LongTensor (B,), the steps that are given, the first
 
     def map(self, function: Callable[[Tensor], Tensor]) -> DecoderBatch:
-        return DecoderBatch(function(self.tokens), function(self.order))
+        values = self.tokens, self.order, self.weight, self.given
+        return DecoderBatch(*(None if v is None else function(v) for v in values))
 
 
 @dataclass
@@ -40,25 +43,63 @@ class EncoderBatch:
     masks: Masks
 
     def map(self, function: Callable[[Tensor], Tensor]) -> EncoderBatch:
-        m = self.masks
-        masks = Masks(function(m.masked), function(m.weight), function(m.sigma))
-        return EncoderBatch(function(self.tokens), masks)
+        return EncoderBatch(function(self.tokens), self.masks.map(function))
 
 
 Batch = DecoderBatch | EncoderBatch
 AHEAD = 4  # micro-batches made before they are wanted
 
 
-def make_batch(tokens: Tensor, config: Config, step: int, batch_rows: range) -> Batch:
+def make_batch(
+    tokens: Tensor,
+    config: Config,
+    step: int,
+    batch_rows: range,
+    roles: Roles | None = None,
+    mean_predicted: float = 1.0,
+) -> Batch:
     """The sequences `batch_rows` of the global batch of `step`, with their orders or masks: a pure
-    function of the arguments and the run's seed, so a resumed run has no generator to restore."""
-    length = tokens.shape[1]
+    function of the arguments and the run's seed, so a resumed run has no generator to restore.
+
+    roles: of records. mean_predicted: how many tokens of a record of the global batch are
+    predicted, in the mean: with it, the mean of the losses of micro-batches and processes is the
+    mean over these tokens.
+    """
+    length, global_size = tokens.shape[1], config.train.batch_size
     if config.objective.kind in DECODER_OBJECTIVES:
         orders, _ = config.stage(step)
-        return DecoderBatch(tokens, orders_at(orders, config.seed, step, batch_rows, length))
-    global_size = config.train.batch_size
-    masks = masks_at(config.objective, config.seed, step, batch_rows, global_size, length)
+        order = orders_at(orders, config.seed, step, batch_rows, length)
+        if roles is None:
+            return DecoderBatch(tokens, order)
+        order = roles.first_given(order)
+        weight = roles.predicted.gather(1, order) * (length / mean_predicted)
+        return DecoderBatch(tokens, order, weight, roles.given.sum(dim=1))
+    masks = masks_at(config.objective, config.seed, step, batch_rows, global_size, length, roles)
+    if roles is not None:
+        masks.weight = masks.weight * (length / mean_predicted)
     return EncoderBatch(tokens, masks)
+
+
+def roles_of(
+    data: TokenDataset, config: Config, step: int, batch_rows: range
+) -> tuple[Roles, float]:
+    """The roles of a batch of records, and how many tokens of a record of the whole global batch
+    are predicted, in the mean."""
+    size = config.train.batch_size
+    numbers = data.indices(config.seed, step, range(size), size)
+    everything = Roles.of(data.roles(numbers))
+    rows = slice(batch_rows.start, batch_rows.stop)
+    roles = Roles(everything.predicted[rows], everything.given[rows])
+    if config.model.l2r_only:
+        # From left to right, what is given stands at the beginning.
+        starts = torch.arange(roles.given.shape[1]) < roles.given.sum(dim=1, keepdim=True)
+        if wrong := (starts != roles.given).any(dim=1).nonzero().flatten().tolist():
+            raise ValueError(
+                f"record {numbers[rows][wrong[0]]} of {config.data.folder} has given tokens that "
+                "do not stand at its beginning, and a model that is not told its target reads from "
+                "left to right: set model.target, or give it records of a prompt and a text"
+            )
+    return roles, float(everything.predicted.sum()) / size
 
 
 def accumulation_steps(config: Config, procs: Processes) -> int:
@@ -81,7 +122,7 @@ def micro_batches(
     step trains on does not depend on the number of processes.
     """
     micro_size, device = config.train.micro_batch_size, procs.device
-    block_size, random_prob = config.model.block_size, config.data.random_length_prob
+    block_size, random_prob = data.block_size, config.data.random_length_prob
     micro_steps = accumulation_steps(config, procs)
 
     def make(step: int, index: int) -> Batch:
@@ -90,7 +131,8 @@ def micro_batches(
         tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
         length = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)[0]
         tokens = tokens[:, :length].contiguous()
-        batch = make_batch(tokens, config, step, batch_rows)
+        roles = roles_of(data, config, step, batch_rows) if data.of_records else ()
+        batch = make_batch(tokens, config, step, batch_rows, *roles)
         return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
 
     def to_device(tensor: Tensor) -> Tensor:

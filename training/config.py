@@ -23,7 +23,7 @@ from annotated_types import Ge
 
 from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
-from orders import OrderConfig, OrderKind
+from orders import FIXED, OrderConfig, OrderKind
 from runtime.ranges import (
     Amount,
     BelowOne,
@@ -265,9 +265,12 @@ class Config:
                 )
             return
         for stage in stages:
-            dataclasses.replace(self.order, kind=stage.kind)  # raises where its settings do not fit
+            orders = dataclasses.replace(self.order, kind=stage.kind)  # raises for its settings
+            orders.check_length(model.block_size)
             # An order that never changes can be learnt without being told; one drawn anew cannot.
-            drawn = stage.kind == "random" or (stage.kind == "mixture" and stage.l2r_prob < 1)
+            drawn = stage.kind not in (*FIXED, "mixture") or (
+                stage.kind == "mixture" and stage.l2r_prob < 1
+            )
             if drawn and model.l2r_only:
                 raise ValueError(
                     f"order.kind = {stage.kind!r} needs a model that is told its target position, "
@@ -277,11 +280,6 @@ class Config:
             if stage.kind != "l2r" and self.objective.kind == "ar":
                 raise ValueError(
                     f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
-                )
-            if stage.kind == "fixed_blockwise" and self.order.block > model.block_size:
-                raise ValueError(
-                    f"order.block ({self.order.block}) exceeds model.block_size "
-                    f"({model.block_size}); lower it"
                 )
         steps = [stage.step for stage in self.schedule]
         if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):

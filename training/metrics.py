@@ -50,13 +50,17 @@ class Log:
     """metrics.jsonl, the progress bar and Weights & Biases, on the main process only; on the others
     its methods do nothing."""
 
-    def __init__(self, config: Config, procs: Processes, model: Transformer, progress):
-        """progress: state.Progress; its step and count of skipped steps are read as they change."""
+    def __init__(
+        self, config: Config, procs: Processes, model: Transformer, progress, block_size: int
+    ):
+        """progress: state.Progress; its step and count of skipped steps are read as they change.
+        block_size: of the data, tokens."""
         self.config, self.procs, self.progress, self.active = config, procs, progress, procs.main
+        self.block_size = block_size
         self.path = config.run_folder / "metrics.jsonl"
         self.flops_per_token = model.flops_per_token
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
-        self.tokens = tokens_of(config, range(progress.step))
+        self.tokens = tokens_of(config, range(progress.step), block_size)
         self.norm = self.tokens_per_second = None  # of the last step and of the last training line
         self.wandb, self.warned = None, False
         self.restart_clock()
@@ -78,7 +82,7 @@ class Log:
         if not self.active:
             return
         t = self.config.train
-        tokens = tokens_of(self.config, range(step - 1, step))
+        tokens = tokens_of(self.config, range(step - 1, step), self.block_size)
         self.norm = norm
         self.tokens += tokens
         self.clock_tokens += tokens
@@ -160,10 +164,9 @@ class Log:
 # ---- what is counted -----------------------------------------------------------------------------
 
 
-def tokens_of(config: Config, steps: range) -> int:
-    """Tokens in the global batches of these steps."""
-    block_size, shortened = config.model.block_size, config.data.random_length_prob
-    lengths = batch_lengths(config.seed, steps, block_size, shortened)
+def tokens_of(config: Config, steps: range, block_size: int) -> int:
+    """Tokens in the global batches of these steps. block_size: of the data."""
+    lengths = batch_lengths(config.seed, steps, block_size, config.data.random_length_prob)
     return config.train.batch_size * int(lengths.sum())
 
 

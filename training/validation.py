@@ -15,7 +15,7 @@ from torch import Tensor
 from data.loader import TokenDataset
 from model import Transformer
 from objectives import evaluation_masks, token_nll
-from orders import OrderConfig, orders_at
+from orders import OrderConfig, Roles, orders_at
 from runtime.devices import autocast, pick_dtype
 from runtime.processes import Processes
 from training.averages import EMA
@@ -37,7 +37,7 @@ class Loss(NamedTuple):
 
 
 Losses = dict[str, Loss]
-"""By the name of the orders, as in metrics.jsonl: l2r, random, fixed."""
+"""By the name of the orders, as in metrics.jsonl: l2r, random, fixed, own."""
 
 
 def evaluate(
@@ -73,15 +73,15 @@ def evaluate(
 
 def validation_orders(config: Config) -> dict[str, OrderConfig]:
     """The distributions over orders that the model can be evaluated under, by name: those of the
-    any-order and of the left-to-right likelihood, and the run's own where it is a fixed order."""
+    any-order and of the left-to-right likelihood, and the run's own where they are others."""
     if config.model.is_encoder:  # an encoder knows no order
         return {"random": OrderConfig("random")}
     orders = {"l2r": OrderConfig("l2r")}
     if not config.model.l2r_only:
         orders["random"] = OrderConfig("random")
     own = final_orders(config)
-    if own.is_fixed and own.kind != "l2r":
-        orders["fixed"] = own
+    if own.kind not in ("l2r", "random", "mixture"):
+        orders["fixed" if own.is_fixed else "own"] = own
     return orders
 
 
@@ -89,8 +89,9 @@ def best_by(config: Config) -> str:
     """The name of the orders whose validation loss says which checkpoint is the best: the run's
     own."""
     names = validation_orders(config)
-    if "fixed" in names:
-        return "fixed"
+    for own in ("fixed", "own"):
+        if own in names:
+            return own
     # A mixture is random orders but for a few. A model without target positions has l2r alone.
     return "l2r" if final_orders(config).kind == "l2r" or "random" not in names else "random"
 
@@ -116,10 +117,11 @@ def validation_loss(
     changes with the weights alone.
     """
     count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
-    points = min(CURVE_POINTS, config.model.block_size)
+    points = min(CURVE_POINTS, val_data.block_size)
     dtype = pick_dtype(config.train.dtype, procs.device)
-    draws = config.eval.draws if orders.kind == "random" else 1
+    draws = 1 if orders.is_fixed else config.eval.draws
     totals = torch.zeros(draws, dtype=torch.float64)  # of the losses of sequences, by draw
+    tokens_scored = torch.zeros((), dtype=torch.float64)  # of records
     sums = torch.zeros(2, points, dtype=torch.float64)  # of losses by step, and how many
 
     share = procs.share(count)
@@ -131,17 +133,24 @@ def validation_loss(
         counts = bool(batch_rows)
         batch_rows = batch_rows or range(1)
         tokens = val_data.blocks(list(batch_rows)).to(procs.device)
+        roles = None
+        if val_data.of_records:
+            roles = Roles.of(val_data.roles(list(batch_rows)))
+            tokens_scored += roles.predicted.sum() * counts
         for draw in range(draws):
             of_draw = config.seed, draw, batch_rows, count
             with autocast(procs.device, dtype):
-                nll = token_nll(model, tokens, orders, *of_draw).cpu()
+                nll = token_nll(model, tokens, orders, *of_draw, roles=roles).cpu()
             if counts:
-                totals[draw] += nll.mean(dim=1).sum()
-                sums += by_step(nll, orders, config, draw, batch_rows, count, points)
+                # A mean of means, or of records, which differ in length, a sum over tokens.
+                totals[draw] += nll.mean(dim=1).sum() if roles is None else nll.nansum()
+                sums += by_step(nll, orders, config, draw, batch_rows, count, points, roles)
     reshard(model)
 
-    all_totals, all_sums = zip(*procs.gather((totals, sums)), strict=True)
-    means = (sum(all_totals) / count).tolist()
+    all_totals, all_sums, all_scored = zip(
+        *procs.gather((totals, sums, tokens_scored)), strict=True
+    )
+    means = (sum(all_totals) / (sum(all_scored) if val_data.of_records else count)).tolist()
     losses, numbers = sum(all_sums).tolist()
     curve = [loss / n if n else None for loss, n in zip(losses, numbers, strict=True)]
     error = statistics.stdev(means) / math.sqrt(draws) if draws > 1 else None
@@ -156,6 +165,7 @@ def by_step(
     batch_rows: range,
     total: int,
     points: int,
+    roles: Roles | None = None,
 ) -> Tensor:
     """Losses by how much of the sequence is known: (2, points) float64, their sums and their
     numbers.
@@ -167,18 +177,22 @@ def by_step(
 
     Args:
         nll: (B, T), what `token_nll` gave in a draw for the sequences `batch_rows` of `total`.
+        roles: of records; what is given is known.
     """
-    length = nll.shape[1]
+    length, scored = nll.shape[1], ~nll.isnan()
+    nll = nll.nan_to_num()
     if config.model.is_encoder:
-        masks = evaluation_masks(config.seed, draw, batch_rows, total, length)
+        masks = evaluation_masks(config.seed, draw, batch_rows, total, length, roles)
         number = masks.masked.sum(dim=1)
-        step = length - number
+        step = (length if roles is None else roles.lengths) - number
         losses = nll.sum(dim=1) / masks.weight  # of a sequence, over its masked positions
     else:
         order = orders_at(orders, config.seed, draw, batch_rows, length)
+        if roles is not None:
+            order = roles.first_given(order)
         step = torch.arange(length)
         losses = nll.gather(1, order).sum(dim=0)  # of a step, over sequences
-        number = torch.full_like(step, len(nll))
+        number = scored.gather(1, order).sum(dim=0)
     point = step * points // length
     sums = torch.zeros(2, points, dtype=torch.float64)
     sums[0].index_add_(0, point, losses)

@@ -1,0 +1,96 @@
+"""Records: short texts of which a part is given, such as a question and its answer, each in a block
+of its own.
+
+A record is written as text in which what is given stands between two marks:
+
+    [GIVEN]12+34=[/GIVEN]046
+    The [GIVEN]old horse[/GIVEN] was tired
+
+Its tokens fill the beginning of a block. Beside the token file lies one of the same number of
+bytes, the *role* of every token:
+
+    PREDICTED   the model learns it, and is scored on it
+    GIVEN       the model sees it before all others, and no loss is on it
+    ABSENT      the record has ended: nobody sees it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+from data.sources import Piece, read_jsonl_rows, text_of
+from data.tokenizers import Tokenizer
+
+PREDICTED, GIVEN, ABSENT = range(3)
+BEGIN, END = "[GIVEN]", "[/GIVEN]"
+
+
+def given(text: str) -> str:
+    """The text, marked as given."""
+    return f"{BEGIN}{text}{END}" if text else ""
+
+
+def spans(record: str, place: str = "this record") -> list[tuple[str, int]]:
+    """The texts of a record and their roles, in order; ValueError, with its place, for marks that
+    do not come in pairs and for a record that leaves nothing to predict."""
+    parts, role, result = re.split(r"(\[/?GIVEN\])", record), PREDICTED, []
+    for part in parts:
+        if part in (BEGIN, END):
+            if (part == BEGIN) == (role == GIVEN):
+                raise ValueError(f"{place}: {part} without its other mark; write {BEGIN}text{END}")
+            role = GIVEN if part == BEGIN else PREDICTED
+        elif part:
+            result.append((part, role))
+    if role == GIVEN:
+        raise ValueError(f"{place}: {BEGIN} without {END}; write {BEGIN}text{END}")
+    if all(role == GIVEN for _, role in result):
+        raise ValueError(f"{place}: all of it is given, and nothing left to predict")
+    return result
+
+
+def encode_record(
+    record: str, tokenizer: Tokenizer, block_size: int, end: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a record and the roles of them, (block_size,) each, padded with end-of-text.
+
+    Every span is encoded by itself, so that where what is given ends does not depend on what
+    follows. end: whether the text is followed by an end-of-text that is predicted, too. Raises
+    ValueError for a record that is too long.
+    """
+    ids, roles = [], []
+    for text, role in spans(record):
+        part = tokenizer.encode(text)
+        ids += part
+        roles += [role] * len(part)
+    if end:
+        ids.append(tokenizer.eot)
+        roles.append(PREDICTED)
+    missing = block_size - len(ids)
+    if missing < 0:
+        raise ValueError(
+            f"the record {record[:40]!r}... has {len(ids)} tokens, more than a block of "
+            f"{block_size}: raise --block-size, or leave it out"
+        )
+    ids, roles = ids + [tokenizer.eot] * missing, roles + [ABSENT] * missing
+    return np.array(ids), np.array(roles, np.uint8)
+
+
+def read_records(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+    """A record a row of JSON: {"prompt": what is given, "text": what follows it}, or {"text": with
+    marks}. `field` is the name of the second."""
+    for place, row in read_jsonl_rows(stream, name):
+        record = text_of(row, field, place)
+        if "prompt" in row:
+            prompt = text_of(row, "prompt", place)
+            if re.search(r"\[/?GIVEN\]", prompt + record):
+                raise ValueError(f"{place}: give a prompt or {BEGIN} marks, not both")
+            record = given(prompt) + record
+        spans(record, place)  # raises for what is wrong with it, while its place is known
+        yield record, True
+
+
+RECORD_FILES = {".jsonl": read_records}

@@ -1,0 +1,101 @@
+"""Tasks where order matters, or does not: AO-GPT, an encoder, a plain GPT and a two-stream decoder
+of equal size, decoded in many ways, and how often they are right.
+
+    python tasks.py star sudoku6 --jobs 2      # train what is missing, write results/tasks/*.json
+    python tasks.py star --quick               # does it run? A few steps of every system
+    python tasks.py page                       # results/tasks.md, of all tasks that have results
+
+Systems, decoders and tasks are those of configs/tasks/systems.toml. A data set that is not there
+is made first; runs that are there are not trained again, and one that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from tqdm import tqdm
+
+from data.prepare import Prepare, prepare
+from experiments import suite
+from experiments.arms import ROOT
+from experiments.tasks import (
+    RECIPE,
+    RESULTS,
+    TaskExperiment,
+    figure,
+    load_tasks,
+    page,
+    run_task,
+    task_table,
+)
+from runtime.command_line import run_script
+from runtime.files import write_atomically, write_json, write_text
+from runtime.ranges import Count, check_values
+from runtime.reports import versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    tasks: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Tasks of configs/tasks/systems.toml, or: page."""
+    seeds: Count | None = None
+    """By default as many as the file asks for."""
+    jobs: Count = 1
+    """Runs side by side, on a CPU; each has one thread."""
+    limit: Count | None = None
+    """Only the first records of the test split."""
+    quick: bool = False
+    """A few steps of every system, untuned: to see that everything runs. Results go to
+    out/findings/quick."""
+
+
+def main() -> None:
+    a = tyro.cli(Arguments, description=__doc__)
+    check_values(a)
+    known = load_tasks()
+    if a.tasks == ("page",):
+        write_page(known)
+        return
+    for name in a.tasks:
+        if name not in known:
+            raise ValueError(f"there is no task {name!r}; choose of {', '.join(known)}, or page")
+    if not a.tasks:
+        raise ValueError(f"name a task: {', '.join(known)}; or page")
+    for name in a.tasks:
+        run(known[name], a)
+
+
+def run(of: TaskExperiment, a: Arguments) -> None:
+    """Train what is missing of a task, decode, and write and print what came of it."""
+    if not (ROOT / "data" / of.task / "meta.json").exists():
+        prepare(Prepare(of.task))
+    seeds, arms = a.seeds or of.experiment.seeds, of.experiment.recipes[RECIPE].values()
+    total = sum(len(suite.pilots_of(arm, a.quick)) + seeds for arm in arms)
+    with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
+        found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update)
+    folder = suite.OUT / "quick" / "tasks" if a.quick else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{of.task}.json"
+    write_json(file, {"task": of.task, "arms": found, "versions": versions()})
+    print(*task_table(found), f"wrote {file}", sep="\n")
+
+
+def write_page(known: dict[str, TaskExperiment]) -> None:
+    """The page and the figure of all tasks that have results."""
+    files = {task: RESULTS / f"{task}.json" for task in known}
+    results = {
+        task: json.loads(file.read_text())["arms"] for task, file in files.items() if file.exists()
+    }
+    if not results:
+        raise ValueError(f"no results in {RESULTS} yet: name a task first")
+    image = figure(results)
+    write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
+    write_text(RESULTS.with_suffix(".md"), page(known, results))
+    print(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,369 @@
+"""Tasks: their records are right, their splits have nothing in common, their limits are exact."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import ALONE, prepared, read_lines, tiny_config
+
+import eval_tasks
+import tasks as command
+import train
+from checkpoints.load import load
+from data import tasks
+from data.loader import TokenDataset
+from data.records import GIVEN, spans
+from data.tasks import TASKS
+from evaluation.tasks import open_questions
+from experiments.tasks import (
+    RESULTS,
+    decode_all,
+    figure,
+    load_tasks,
+    page,
+    summary_table,
+    task_table,
+)
+from orders import OrderConfig
+
+
+def made(task, count, seed=0):
+    """(key, record, text without marks) of so many records."""
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        key = task.draw(generator)
+        record = task.record(key, generator)
+        yield key, record, "".join(text for text, _ in spans(record))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_records_fill_their_block_and_their_answer_is_right_and_hardly_any_other(name):
+    task = TASKS[name]
+    for _, record, text in made(task, 20):
+        assert len(text) == task.length and text.isascii()
+        assert task.is_right(text, text)
+        at = 0
+        for part, role in spans(record):
+            changed = text[:at] + chr(ord(part[0]) ^ 1) + text[at + 1 :]
+            if role == GIVEN and name != "sudoku6" and name != "parity":
+                assert not task.is_right(changed, text)
+            at += len(part)
+        wrong = text[:-1] + "!"
+        assert not task.is_right(wrong, text)
+
+
+@pytest.mark.parametrize("name", [n for n in TASKS if n != "reversal"])
+def test_no_key_is_in_two_splits_and_all_splits_have_theirs(name):
+    splits = collections.defaultdict(set)
+    for key, *_ in made(TASKS[name], 400):
+        splits[TASKS[name].split_of(key)].add(key)
+    assert splits.keys() == {"train", "val", "test"}
+    assert len(splits["train"]) > 5 * len(splits["test"])
+    for a, b in itertools.combinations(splits.values(), 2):
+        assert not a & b
+
+
+def test_prepared_splits_hold_the_records_of_their_keys(tmp_path):
+    folder = prepared("mirror", tmp_path / "mirror", limit=300)
+    words = {}
+    for split in ("train", "val", "test"):
+        data = TokenDataset(folder, split, TASKS["mirror"].length, verify=True)
+        rows = [bytes(row.tolist()).decode() for row in data.blocks(range(data.num_blocks))]
+        assert all(row[:12] == row[:12:-1] and row[12] == "=" for row in rows)
+        assert {TASKS["mirror"].split_of(row[:12]) for row in rows} == {split}
+        words[split] = rows
+    assert [len(rows) for rows in words.values()] == [300, 1000, 1000]
+
+
+# ---- single tasks --------------------------------------------------------------------------------
+
+
+def test_a_sudoku_has_one_solution_and_keeps_the_rules():
+    """By another solver: every board is a solved one, and no digit of an empty cell can be another
+    (checked by filling the rest)."""
+    for _, record, _ in made(TASKS["sudoku6"], 30):
+        (shown, _), (board, _) = spans(record)
+        cells = np.array(list(map(int, board))).reshape(6, 6)
+        boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
+        for line in (*cells, *cells.T, *boxes):
+            assert sorted(line) == [1, 2, 3, 4, 5, 6]
+        assert all(a in ("0", b) for a, b in zip(shown, board, strict=True))
+        found = itertools.islice(tasks.solutions(list(map(int, shown))), 2)
+        assert ["".join(map(str, s)) for s in found] == [board]
+    assert len(set(tasks.first_row_in_order())) == 39_168  # of 28,200,960 boards, over 6!
+
+
+def test_solutions_are_all_that_there_are():
+    """Of a board with the first five rows filled in, and of one with two rows that can be swapped
+    in two places: by trying everything."""
+    board = list(tasks.first_row_in_order()[1234])
+    assert list(tasks.solutions(board[:30] + [0] * 6)) == [board]
+    empty = [i for i in range(36) if board[i] in (1, 2)]
+    puzzle = [0 if i in empty else d for i, d in enumerate(board)]
+    by_hand = set()
+    for digits in itertools.product((1, 2), repeat=len(empty)):
+        trial = np.array(puzzle)
+        trial[empty] = digits
+        cells = trial.reshape(6, 6)
+        boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
+        if all(len(set(line)) == 6 for line in (*cells, *cells.T, *boxes)):
+            by_hand.add(tuple(trial.tolist()))
+    assert {tuple(s) for s in tasks.solutions(puzzle)} == by_hand and len(by_hand) >= 2
+
+
+def test_a_star_has_one_path_and_arms_of_one_length():
+    for _, record, _ in made(TASKS["star"], 30):
+        (graph, _), (path, _) = spans(record)
+        edges = [graph[i : i + 2] for i in range(0, 24, 2)]
+        centre, end = graph[25:27]
+        assert path[0] == centre and path[-1] == end and len(path) == 5
+        assert all(a + b in edges for a, b in itertools.pairwise(path))
+        out = collections.Counter(edge[0] for edge in edges)
+        assert out.pop(centre) == 3 and set(out.values()) == {1}
+        assert len({letter for edge in edges for letter in edge}) == 13
+
+
+def test_facts_that_are_asked_are_told_forwards_only():
+    generator, told, asked = np.random.default_rng(0), set(), set()
+    task = TASKS["reversal"]
+    for _ in range(12_000):
+        key = task.draw(generator)
+        record = task.record(key, generator)
+        (told if task.split_of(key) == "train" else asked).add(record)
+    assert all(record.endswith("[/GIVEN]") for record in asked)
+    for record in asked:
+        name, other = record[:4], record[-12:-8]
+        assert f"{name}:{other}" in told and f":{other}{name}" not in told
+    assert any(record[0] == ":" for record in told)
+
+
+def test_other_colourings_are_right_if_they_fit():
+    for _, record, text in made(TASKS["colouring"], 20):
+        (borders, _), (colours, _) = spans(record)
+        renamed = borders + colours.translate(str.maketrans("RGB", "GBR"))
+        assert TASKS["colouring"].is_right(renamed, text)
+        assert not TASKS["colouring"].is_right(borders + "R" * 8, text)
+
+
+def test_pieces_of_text_are_given_but_for_the_words_in_their_middle(tmp_path):
+    text = "The [quick] brown fox, naïve as it is, jumps over the lazy dog and so on. " * 40
+    (tmp_path / "text.txt").write_text(text)
+    folder = prepared("infill", tmp_path / "infill", tmp_path / "text.txt", split="test")
+    data = TokenDataset(folder, "test", 128, verify=True)
+    blocks, roles = data.blocks(range(data.num_blocks)), data.roles(range(data.num_blocks))
+    kept = "".join(c for c in text if c.isascii() and c not in "[]")
+    assert data.num_blocks == len(kept) // 128
+    assert bytes(blocks.flatten().tolist()).decode() == kept[: data.num_blocks * 128]
+    for row, role in zip(blocks.tolist(), roles, strict=True):
+        middle = (role == 0).nonzero().flatten().tolist()
+        assert middle == list(range(middle[0], middle[-1] + 1))
+        assert 128 // 3 <= middle[0] < middle[-1] < 2 * 128 // 3
+        assert row[middle[0]] == row[middle[-1] + 1] == ord(" ")
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def answers_of(name, n):
+    """All answers to one question of n letters, with their probabilities, uniform."""
+    word = range(n)
+    return {
+        "copy": [tuple(word)],
+        "replace": [tuple(-1 if i == j else i for i in word) for j in word],
+        "shuffle": list(itertools.permutations(word)),
+    }[name]
+
+
+def exact_limit(name, groups):
+    """By the definition: the positions of a group are drawn independently from their conditionals
+    given all before them; summed over everything that is drawn."""
+    answers = answers_of(name, sum(groups))
+
+    def right(known, rest):
+        fitting = [a for a in answers if a[: len(known)] == known]
+        if not fitting or not rest:
+            return float(bool(fitting))
+        at, size = len(known), rest[0]
+        marginals = [
+            {
+                v: c / len(fitting)
+                for v, c in collections.Counter(a[at + i] for a in fitting).items()
+            }
+            for i in range(size)
+        ]
+        return sum(
+            math.prod(p for _, p in drawn) * right(known + tuple(v for v, _ in drawn), rest[1:])
+            for drawn in itertools.product(*(m.items() for m in marginals))
+        )
+
+    return right((), list(groups))
+
+
+@pytest.mark.parametrize("name", ["copy", "replace", "shuffle"])
+@pytest.mark.parametrize("groups", [[4], [1, 3], [3, 1], [2, 2], [1, 1, 1, 1], [2, 1, 1], [5]])
+def test_limits_are_those_of_independent_draws_from_exact_conditionals(name, groups):
+    assert TASKS[name].limit(groups) == pytest.approx(exact_limit(name, groups), abs=1e-12)
+    if set(groups) == {1}:
+        assert TASKS[name].limit(groups) == pytest.approx(1)
+
+
+# ---- eval_tasks.py -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs of a few steps on shuffle and reversal, and their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = {name: prepared(name, folder / name, limit=400) for name in ("shuffle", "reversal")}
+    config = tiny_config(data["shuffle"], folder, steps=5, model__block_size=17)
+    assert train.train(config, ALONE) == 0
+    gpt = tiny_config(data["reversal"], folder, name="gpt", steps=5, model__block_size=9)
+    model = dataclasses.replace(gpt.model, target="none")
+    gpt = dataclasses.replace(gpt, model=model, order=OrderConfig("l2r"))
+    assert train.train(gpt, ALONE) == 0
+    return config.run_folder, gpt.run_folder, data
+
+
+def test_every_record_is_answered_and_compared(trained, script, tmp_path):
+    run, _, data = trained
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "samples", "html")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    status, out, err = script(
+        eval_tasks, run, "--tasks", data["shuffle"], "--mode", "random", "--group-size", 4,
+        "--limit", 50, *options,
+    )  # fmt: skip
+    assert status == 0, err
+    result = json.loads(files["json"].read_text())["results"][0]
+    rows = read_lines(files["samples"])
+    assert len(rows) == 50 and result["records"] == 50 and result["nfe"] == 2
+    right = [tasks.is_shuffle(row["answer"], row["text"]) for row in rows]
+    assert [row["right"] for row in rows] == right
+    share = sum(right) / 50
+    error = math.sqrt(share * (1 - share) / 49)
+    assert result["exact_match"] == pytest.approx(share)
+    assert result["standard_error"] == pytest.approx(error)
+    assert result["limit"] == pytest.approx(TASKS["shuffle"].limit([4, 4]))
+    for row in rows:
+        assert row["answer"][:9] == row["text"][:9]
+        assert row["step"][:9] == [-1] * 9 and sorted(row["step"][9:]) == [0] * 4 + [1] * 4
+    assert "shuffle" in out and f"{share:.4f}" in out
+    assert "<script" in files["html"].read_text()
+
+
+def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(trained, script):
+    _, gpt, data = trained
+    questions = open_questions(str(data["reversal"]), None, load(gpt), limit=5)
+    first = questions.given_first()
+    for row, other in zip(questions.tokens.tolist(), first.tokens.tolist(), strict=True):
+        assert other == row[4:] + row[:4]
+    assert torch.equal(first.roles.given[0], torch.arange(9) < 5)
+    arguments = "--tasks", data["reversal"], "--limit", 10, "--mode"
+    status, out, err = script(eval_tasks, gpt, *arguments, "l2r")
+    assert status == 0 and "reversal" in out, err
+    status, _, err = script(eval_tasks, gpt, *arguments, "confidence")
+    assert status == 2 and "takes --mode l2r" in err
+
+
+def test_what_cannot_be_answered_is_said(trained, script, data):
+    run, *_ = trained
+    for words, says in (
+        (["--tasks", data], "holds text of which nothing is given"),
+        (["--tasks", "colouring"], "make it with: python data/prepare.py colouring"),
+        (["--tasks", trained[2]["shuffle"], "--threshold", 0.5], "has no meaning with --mode mdm"),
+        (["--tasks", trained[2]["shuffle"], "--mode", "margin", "--unmask-by", "entropy"], "leave"),
+    ):
+        status, _, err = script(eval_tasks, run, *words)
+        assert status == 2 and says in err, err
+
+
+# ---- tasks.py ------------------------------------------------------------------------------------
+
+
+def test_systems_are_tuned_alike_and_differ_in_what_they_are_only():
+    found = load_tasks()
+    assert found.keys() == TASKS.keys()
+    for name, of in found.items():
+        arms = of.experiment.recipes["fast"].values()
+        configs = [of.experiment.config("fast", arm, 0, {}) for arm in arms]
+        assert len({json.dumps(arm.tune) for arm in arms}) == 1
+        for config in configs:
+            assert config.model.block_size == TASKS[name].length
+            for table in ("data", "optim", "train", "eval"):
+                assert getattr(config, table) == getattr(configs[0], table)
+            for key in ("n_layer", "n_head", "n_embd", "position"):
+                assert getattr(config.model, key) == getattr(configs[0].model, key)
+
+
+def test_a_run_decodes_in_every_way_that_it_can(trained):
+    run, gpt, data = trained
+    found = load_tasks()
+    questions = {n: open_questions(str(data[n]), None, load(run), limit=8) for n in data}
+    of_run = decode_all(load(run), found["shuffle"], questions["shuffle"], 0)
+    assert of_run.keys() == found["shuffle"].decoders.keys()
+    assert of_run["random, 4 a step"]["nfe"] == 2
+    assert of_run["random, 4 a step"]["limit"] == TASKS["shuffle"].limit([4, 4])
+    assert of_run["speculative"]["limit"] == pytest.approx(1)
+    assert of_run["threshold 0.9"]["limit"] is None
+    of_gpt = decode_all(load(gpt), found["reversal"], questions["reversal"], 0)
+    assert of_gpt.keys() == {"l2r"} and of_gpt["l2r"]["nfe"] == 4
+
+
+def made_up(shares, nfe=8.0, seconds=1.0, **others):
+    """The arm of a result: a share of right answers for each decoder and seed."""
+    base = {"records": 100, "standard_error": 0.01, "limit": None, "token_forwards": 10 * seconds}
+    runs = [
+        {
+            "seed": seed,
+            "commit": "abc",
+            "tokens": [5_000_000],
+            "parameters": 1234,
+            "decoders": {
+                name: base
+                | {"exact_match": share, "nfe": nfe / (1 + ("fast" in name)), "seconds": seconds}
+                for name, share in of_seed.items()
+            },
+        }
+        for seed, of_seed in enumerate(shares)
+    ]
+    return {"tuned": {"optim.muon_lr": 0.02}, "runs": runs} | others
+
+
+def test_the_tables_and_the_page_say_what_the_results_are():
+    """Interval: Student's t of one degree of freedom, 12.706 times 0.02 / sqrt(2)."""
+    arms = {
+        "aogpt": made_up([{"l2r": 0.2, "confidence": 0.96}, {"l2r": 0.3, "confidence": 0.98}]),
+        "encoder": made_up([{"confidence": 0.5, "fast": 0.5}] * 2, seconds=4.0),
+        "gpt": made_up([{"l2r": 0.25}, {"l2r": 0.27}]),
+    }
+    lines = task_table(arms)
+    row = next(line for line in lines if line.startswith("| aogpt") and "confidence" in line)
+    assert [c.strip() for c in row.split("|")[1:-1]] == [
+        "aogpt", "confidence", "97.0% +- 12.7%", "", "8.0", "10", "10.0",
+    ]  # fmt: skip
+    (best,) = summary_table({"star": arms})[2:]
+    cells = [cell.strip() for cell in best.split("|")[1:-1]]
+    assert cells[1] == "97.0% +- 12.7% (confidence)" and cells[2].endswith("(fast)")
+    assert cells[4] == "4.0x inputs, 4.0x time"
+    text = page(load_tasks(), {"star": arms})
+    assert "aogpt 1,234" in text and "## star:" in text and "Not run yet: sudoku6" in text
+    assert "5.0M tokens. Tuned: aogpt muon_lr 0.02" in text
+    assert figure({"star": arms})[:4] == b"\x89PNG"
+
+
+def test_the_page_is_made_of_the_results_that_are_shipped():
+    known = load_tasks()
+    files = {name: RESULTS / f"{name}.json" for name in known}
+    results = {n: json.loads(f.read_text())["arms"] for n, f in files.items() if f.exists()}
+    if results:
+        assert RESULTS.with_suffix(".md").read_text() == page(known, results)
+
+
+def test_a_task_that_there_is_not_is_said(script):
+    for words, says in ((["stars"], "there is no task 'stars'"), ([], "name a task")):
+        status, _, err = script(command, *words)
+        assert status == 2 and says in err
