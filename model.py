@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from orders import inverse_permutation
-from runtime.ranges import BelowOne, Count, check_values
+from runtime.ranges import BelowOne, Count, Table, check_values
 
 # Logits alive at once in the output head, outside torch.compile: on a CPU as many as are faster
 # than all at once, on a GPU as many as are worth their memory (3 GiB with the copies of a chunk).
@@ -51,7 +51,7 @@ def head_chunk(vocab_size: int, device: str) -> int:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Table):
     """Shape of the Transformer. The defaults are AO-GPT Small with the GPT-2 vocabulary."""
 
     vocab_size: Count = 50304

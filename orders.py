@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, Probability, Seed, check_values
+from runtime.ranges import Count, Probability, Seed, Table, check_values
 
 OrderKind = Literal["l2r", "random", "mixture", "fixed_random", "fixed_blockwise"]
 ORDER_SETTINGS = {  # fields of OrderConfig that a kind reads besides `kind`
@@ -29,7 +29,7 @@ ORDER_SETTINGS = {  # fields of OrderConfig that a kind reads besides `kind`
 
 
 @dataclass(frozen=True)
-class OrderConfig:
+class OrderConfig(Table):
     """A distribution over prediction orders."""
 
     kind: OrderKind = "mixture"

@@ -12,23 +12,64 @@ Shapes: B sequences, T block_size.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 import numpy as np
+from annotated_types import Interval
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.catalogue import DATASETS
 from runtime import randomness
-from runtime.files import json_object, sha256_file
+from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
+from runtime.ranges import Count, NonNegative
+from runtime.schemas import FileName, read_json, schema
 
 # torch makes the tensors at the end, nothing else: prepare.py does without, and starts in a moment
 if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
+Dtype = Literal["uint16", "uint32"]
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LENGTHS = 8  # that a batch can be cut to: torch.compile makes code for each of them
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
+
+
+# ---- meta.json -----------------------------------------------------------------------------------
+
+
+@schema
+class Format(TypedDict):
+    format: NonNegative
+
+
+@schema
+class Split(TypedDict):
+    """A token file."""
+
+    file: FileName
+    tokens: Annotated[int, Interval(ge=0, lt=2**63)]
+    sha256: str
+
+
+@schema
+class Meta(Format):
+    """The contents of meta.json, as prepare.py writes them; folders of earlier versions lack some
+    keys."""
+
+    tokenizer: str
+    vocab_size: Count
+    eot: NonNegative
+    dtype: Dtype
+    splits: dict[str, Split]
+    protocol: NotRequired[str]
+    packing: NotRequired[str]
+    block_size: NotRequired[Count | None]
+    split: NotRequired[str | None]
+    notes: NotRequired[list[str]]
+    source: NotRequired[list[dict[str, Any]]]
+    settings: NotRequired[dict[str, Any]]
 
 
 def dtype_name(vocab_size: int) -> str:
@@ -101,7 +142,7 @@ def evaluation_split(meta: dict) -> str:
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
 
 
-def load_meta(folder) -> dict:
+def load_meta(folder) -> Meta:
     """The contents of `folder`/meta.json.
 
     Raises FileNotFoundError where the folder or the file is missing, ValueError where the file is
@@ -115,34 +156,13 @@ def load_meta(folder) -> dict:
             f"{folder}{f' {lack}' if folder.is_dir() else ': no such dataset folder'}; "
             "make one with: python data/prepare.py NAME --out DIR"
         )
-    try:
-        meta = json_object(path.read_text(encoding="utf-8"), "meta.json")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
-    version = meta.get("format")
-    if isinstance(version, int) and version > FORMAT:
+    advice = "prepare the dataset again"
+    if (version := read_json(path, Format, advice)["format"]) > FORMAT:
         raise ValueError(
             f"{path} has format {version}, this code reads up to {FORMAT}: update the code, "
-            "or prepare the dataset again"
+            f"or {advice}"
         )
-    if wrong := _what_is_wrong(meta):
-        raise ValueError(
-            f"{path} was not written by data/prepare.py ({wrong}); prepare the dataset again"
-        )
-    return meta
-
-
-def _what_is_wrong(meta: dict) -> str | None:
-    needed = ("format", "tokenizer", "vocab_size", "eot", "dtype", "splits")
-    if missing := [key for key in needed if key not in meta]:
-        return f"it lacks {', '.join(missing)}"
-    if meta["dtype"] not in DTYPES:
-        return f"unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}"
-    entries = meta["splits"].values() if isinstance(meta["splits"], dict) else [None]
-    for entry in entries:
-        if not isinstance(entry, dict) or not {"file", "tokens", "sha256"} <= entry.keys():
-            return "every split needs file, tokens and sha256"
-    return None
+    return read_json(path, Meta, advice)
 
 
 def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:

@@ -335,8 +335,8 @@ def test_missing_and_damaged_files(tmp_path):
         (0, "train", 4, {}, "0 tokens"),
         (50, "train", 0, {}, "at least 1"),
         (50, "train", 1, {"format": 2}, "format 2.*update the code"),
-        (50, "train", 1, {"dtype": "float8"}, "unknown dtype 'float8'"),
-        (50, "train", 1, {"splits": {"train": {}}}, "every split needs"),
+        (50, "train", 1, {"dtype": "float8"}, "dtype is 'float8'"),
+        (50, "train", 1, {"splits": {"train": {}}}, "lacks splits.train.file"),
         (
             64,
             "train",
