@@ -18,8 +18,9 @@ import tyro
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
+from checkpoints.on_disk import digest
 from runtime.command_line import run_script
-from runtime.files import sync_folder, write_atomically, write_json
+from runtime.files import sha256_file, sync_folder, write_atomically, write_json
 
 
 def convert(
@@ -54,7 +55,8 @@ def convert(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
-        write_json(temporary / "config.json", settings)
+        settings["files"] = {"model.safetensors": sha256_file(temporary / "model.safetensors")}
+        write_json(temporary / "config.json", settings | {"sha256": digest(settings)})
         os.rename(temporary, destination)
         sync_folder(destination.parent)
     except OSError as error:

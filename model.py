@@ -29,10 +29,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,9 +57,9 @@ class ModelConfig(Table):
 
     vocab_size: Count = 50304
     """Rows of the token table: for speed, the vocabulary rounded up to a multiple of 64."""
-    block_size: Count = 1024
+    block_size: Annotated[int, Interval(ge=1, le=2**20)] = 1024
     """Longest sequence, in tokens."""
-    n_layer: Count = 12
+    n_layer: Annotated[int, Interval(ge=1, le=10_000)] = 12
     n_head: Count = 12
     n_embd: Count = 768
     """Width of the residual stream; a multiple of n_head."""

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpoints import store
 from checkpoints.errors import CheckpointError
 from data.loader import TokenDataset
 from model import Transformer
@@ -43,7 +42,7 @@ from training.config import Config
 from training.metrics import Log
 from training.optimizers import learning_rates, move, set_learning_rates
 from training.parallel import compiled, gradient_exchange, replicate
-from training.state import Progress, Saver, State, start
+from training.state import Progress, Saver, State, not_finite_message, start
 from training.validation import best_by, evaluate
 
 
@@ -112,7 +111,8 @@ def training_loop(
             # own time, so they agree here, by one small message between CPUs.
             stop.agree(failed=progress.skipped_in_a_row >= config.train.max_skipped_steps)
             if stop.failed:  # some steps late, as the losses are
-                raise ValueError(non_finite_message(config, progress))
+                what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
+                raise ValueError(not_finite_message(config, progress.step, what))
 
             last = progress.step == config.train.steps
             evaluating = val_data and (last or progress.step % config.eval.interval == 0)
@@ -128,7 +128,7 @@ def training_loop(
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
                 log.validation(val_losses)
                 val_loss = val_losses[""][best_by(config)].mean
-                if best is None or val_loss < best["loss"]:
+                if math.isfinite(val_loss) and (best is None or val_loss < best["loss"]):
                     best = {"step": progress.step, "loss": val_loss}
             if saving or best != progress.best:
                 # The saver sets progress.best to this one, but only once its checkpoint exists:
@@ -301,15 +301,6 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
     else:
         procs.print0(f"finished {progress.step} steps; next: python sample.py {config.run_folder}")
     return 0
-
-
-def non_finite_message(config: Config, progress: Progress) -> str:
-    good = store.find(config.run_folder, up_to=progress.step)
-    where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
-    return (
-        f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step "
-        f"{progress.step}; {where}. Lower --optim.lr, or set --optim.grad-clip, and start again"
-    )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hexadecimal digits."""
+    if not path.is_file():  # a FIFO would be waited for
+        raise FileNotFoundError(f"{path} is no regular file")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -97,8 +97,9 @@ def configs(draw):
     heads, steps, micro = draw(size), draw(count), draw(size)
     model = any_table(
         ModelConfig,
-        **{key: count for key in ("vocab_size", "n_layer", "cond_dim")},
-        block_size=st.integers(2, 2**31),
+        **{key: count for key in ("vocab_size", "cond_dim")},
+        n_layer=st.integers(1, 10_000),
+        block_size=st.integers(2, 2**20),
         n_head=st.just(heads),
         n_embd=size.map(lambda width: width * heads),
         attention=st.just("causal"),
