@@ -20,7 +20,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
 from checkpoints.on_disk import digest
 from runtime.command_line import run_script
-from runtime.files import sha256_file, sync_folder, write_atomically, write_json
+from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
 
 
 def convert(
@@ -51,9 +51,8 @@ def convert(
     tensors = {name: p.detach().to(kept) for name, p in loaded.model.named_parameters()}
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
 
-    temporary = destination.with_name(f".{destination.name}.tmp")
+    temporary = temporary_beside(destination)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
         settings["files"] = {"model.safetensors": sha256_file(temporary / "model.safetensors")}
         write_json(temporary / "config.json", settings | {"sha256": digest(settings)})

@@ -19,14 +19,14 @@ import tyro
 
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
 from runtime.command_line import run_script
-from runtime.files import check_output, write_json, write_jsonl
+from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import provenance
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Settings):
+class Arguments(Settings, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights."""
     tasks: tuple[str, ...]
@@ -59,8 +59,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check_values(a)
     if a.include_path is not None and not a.include_path.is_dir():
         raise ValueError(f"--include-path {a.include_path}: there is no such folder")
-    check_output(a.json, "--json")
-    check_output(a.samples, "--samples")
+    inputs = [a.run, *a.tasks, a.include_path]
+    outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
     model = HarnessModel(a.run, procs, **settings)
     manager = TaskManager(include_path=a.include_path)
@@ -74,7 +74,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         log_samples=a.samples is not None,
     )
     if procs.main:
-        report(a, model, results)
+        with outputs:
+            report(a, outputs, model, results)
 
 
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
@@ -96,7 +97,7 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     return found
 
 
-def report(a: Arguments, model: HarnessModel, results: dict) -> None:
+def report(a: Arguments, outputs: Outputs, model: HarnessModel, results: dict) -> None:
     """Print the harness's tables and write the files that are asked for."""
     from lm_eval.utils import make_table
 
@@ -108,7 +109,7 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
         print(make_table(results, "groups"))
     if a.samples:
         rows = [{"task": task} | row for task, rows in results["samples"].items() for row in rows]
-        write_jsonl(a.samples, rows)
+        outputs.write_jsonl(a.samples, rows)
     if a.json:
         checkpoint = {"path": loaded.path, "step": loaded.step, "weights": loaded.weights}
         # The order and the mode that were taken, where the user left them to the model.
@@ -121,7 +122,7 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
             if name in results:
                 document[name] = results[name]
         document["task_versions"] = results["versions"]
-        write_json(a.json, document)
+        outputs.write_json(a.json, document)
 
 
 if __name__ == "__main__":

@@ -331,6 +331,7 @@ def training(size: str, batch_size: int, device: torch.device, out: Path) -> Ite
         repeats=10,
         device=str(device),
         json=file,
+        overwrite=True,
     )
     bench_train.bench_train(options)
     rows = {r["system"]: r for r in json.loads(file.read_text())["rows"]}
@@ -439,6 +440,7 @@ def timings(
         compile=compile,
         device=str(device),
         json=file,
+        overwrite=True,
     )
     bench_decode(options)
     return json.loads(file.read_text())["rows"]

@@ -3,10 +3,13 @@ is wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,11 +17,16 @@ from typing import Any, BinaryIO
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace."""
+    leave no trace. A file that is replaced leaves its permissions to the new one, and a link goes
+    on to lead to it."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_beside(path)
+    file = open(temporary, "xb")
     try:
-        with open(temporary, "wb") as file:
+        with file:
+            if path.exists():
+                os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -27,6 +35,31 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that no other file of the folder has, and that tells what it was to become."""
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Write a file whose name a user gave. Devices, FIFOs, what this process prints to, and files
+    of several names are written to, as the shell would do; others are replaced at once."""
+    found = path.stat() if path.exists() else None
+    if found is None or stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not is_own(found):
+        write_atomically(path, lambda file: file.write(data))
+        return
+    with open(path, "ab" if found and is_own(found) else "wb") as file:
+        file.write(data)
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Whether a file is what standard output or standard error go to."""
+    own = []
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # it may be closed
+            own.append(os.fstat(descriptor))
+    return any(os.path.samestat(found, each) for each in own)
 
 
 def sync_folder(folder: Path) -> None:
@@ -106,16 +139,3 @@ def json_object(line: str, place: str) -> dict:
     if not isinstance(row, dict):
         raise ValueError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
     return row
-
-
-# ---- where results go ----------------------------------------------------------------------------
-
-
-def check_output(path: Path | None, option: str) -> None:
-    """Raise ValueError before the work begins if a result file could not be written after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option} {path} is a folder; name a file")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")

@@ -35,7 +35,15 @@ def evaluate(script, run, data, tmp_path):
 
     def call(options="", *more, path=run, datasets=(data,)):
         report = tmp_path / "ppl.json"
-        arguments = ["--datasets", *datasets, "--json", report, *options.split(), *more]
+        arguments = [
+            "--datasets",
+            *datasets,
+            "--overwrite",
+            "--json",
+            report,
+            *options.split(),
+            *more,
+        ]
         status, out, err = script(eval_ppl, path, *arguments)
         assert status == 0, err
         return read_json(report) | {"terminal": out}

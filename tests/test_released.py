@@ -871,7 +871,7 @@ def test_convert_as_a_process_and_the_scripts_on_the_export(run, tmp_path, monke
         ]
         for module, arguments in scripts.items():
             monkeypatch.setattr(
-                "sys.argv", [module.__name__, str(path), *map(str, arguments), "--device", "cpu"]
+                "sys.argv", [module.__name__, str(path), *map(str, arguments), "--overwrite"]
             )
             with pytest.raises(SystemExit) as stop:
                 run_main(module.main)
