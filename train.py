@@ -33,6 +33,7 @@ from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
 from runtime.devices import autocast, deterministic, pick_dtype
 from runtime.files import write_text
+from runtime.lock import locked_for_all
 from runtime.processes import Processes, StopRequest, processes
 from runtime.randomness import philox_bits
 from training import config as configuration
@@ -70,16 +71,17 @@ def train(config: Config, procs: Processes) -> int:
     """
     data, val_data = open_data(config, procs)
     stop = StopRequest(procs)
-    state = start(config, data.meta, procs)
-    if state.progress.step >= config.train.steps:
-        return already_finished(config, procs, state.progress)
-    introduce(config, data, state.model, procs)
+    with locked_for_all(config.run_folder, procs):
+        state = start(config, data.meta, procs)
+        if state.progress.step >= config.train.steps:
+            return already_finished(config, procs, state.progress)
+        introduce(config, data, state.model, procs)
 
-    log = Log(config, procs, state.model, state.progress)
-    saver = Saver(config, procs, data.meta, log.warn)
-    with closing(log), closing(saver), compiled(state.model, config, procs):
-        saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
-    return finish(config, procs, state.progress, saved)
+        log = Log(config, procs, state.model, state.progress)
+        saver = Saver(config, procs, data.meta, log.warn)
+        with closing(log), closing(saver), compiled(state.model, config, procs):
+            saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
+        return finish(config, procs, state.progress, saved)
 
 
 def training_loop(

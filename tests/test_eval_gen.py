@@ -573,7 +573,7 @@ def test_tokens_of_no_known_tokenizer_are_refused(script, write, bigram, monkeyp
     "arguments, message",
     [
         ([], "name a run to sample from"),
-        (["RUN", "RUN"], "a run is named twice"),
+        (["RUN", "RUN"], "named twice"),
         (["RUN", "--settings", "0.9"], "--settings 0.9: give temperature and top-p"),
         (["RUN", "--settings", "-1,1"], "--settings -1,1: temperature is -1.0"),
         (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: top_p is 1.5"),
