@@ -6,6 +6,11 @@ Examples:
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import os
 import shutil
 from dataclasses import asdict

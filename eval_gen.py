@@ -9,6 +9,11 @@ A text that repeats itself is easy to predict: perplexity alone would reward it.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import dataclasses
 import itertools
 import math

@@ -9,6 +9,11 @@ are compared with the true sentence by ROUGE. A model that can only continue has
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import statistics
 from dataclasses import dataclass
 from pathlib import Path

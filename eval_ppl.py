@@ -9,6 +9,11 @@ orders of the context.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import io
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,6 +9,11 @@ Needs: pip install -r requirements-harness.txt
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import dataclasses
 import difflib
 from dataclasses import dataclass

@@ -8,6 +8,11 @@ Examples:
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import itertools
 import json
 import re

@@ -12,6 +12,11 @@ and the other seeds are trained with that value. Results: results/speedrun/TRACK
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import json
 import statistics
 import tomllib

@@ -16,6 +16,11 @@ traffic that the run would need on so many GPUs (--plan --help for its options).
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import math
 import sys
 from collections.abc import Iterator
@@ -31,7 +36,7 @@ from data.loader import TokenDataset
 from model import Transformer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
-from runtime.devices import autocast, deterministic, pick_dtype
+from runtime.devices import autocast, available_memory, deterministic, pick_dtype
 from runtime.files import write_text
 from runtime.lock import locked_for_all
 from runtime.processes import Processes, StopRequest, processes
@@ -242,6 +247,13 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
         raise ValueError(
             f"train.batch_size ({t.batch_size}) must be a multiple of train.micro_batch_size "
             f"({t.micro_batch_size}) times the {procs.world_size} processes"
+        )
+    memory = available_memory(procs.device)
+    needed = 4 * t.micro_batch_size * model.block_size * model.n_embd  # of what one layer yields
+    if memory is not None and needed > memory:
+        raise ValueError(
+            f"a micro-batch of {t.micro_batch_size:,} sequences needs more than "
+            f"{needed / 2**30:,.0f} GiB of memory; lower train.micro_batch_size"
         )
     if data_vocab > model.vocab_size:
         raise ValueError(

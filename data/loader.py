@@ -11,6 +11,10 @@ Shapes: B sequences, T block_size.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -19,8 +23,8 @@ from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.catalogue import DATASETS
+from data.tokenizers import TOKENIZERS
 from runtime import randomness
-from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, NonNegative
 from runtime.schemas import FileName, read_json, schema
@@ -33,6 +37,7 @@ FORMAT = 1
 Dtype = Literal["uint16", "uint32"]
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LENGTHS = 8  # that a batch can be cut to: torch.compile makes code for each of them
+CHUNK_BYTES = 4 << 20  # of a token file that is checked
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 
 
@@ -162,12 +167,19 @@ def load_meta(folder) -> Meta:
             f"{path} has format {version}, this code reads up to {FORMAT}: update the code, "
             f"or {advice}"
         )
-    return read_json(path, Meta, advice)
+    meta = read_json(path, Meta, advice)
+    tokenizer = TOKENIZERS.get(meta["tokenizer"])
+    if tokenizer and meta["vocab_size"] != tokenizer.vocab_size:
+        raise ValueError(
+            f"{path}: vocab_size is {meta['vocab_size']}, but the {tokenizer.name} tokenizer has "
+            f"{tokenizer.vocab_size} ids; {advice}"
+        )
+    return meta
 
 
 def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
-    """Path of a split's token file, after comparing its size (and, with `verify`, its sha256) with
-    `meta`.
+    """Path of a split's token file, after comparing its size and contents with `meta`; the contents
+    only once, unless with `verify`, for as long as this machine sees that the file has not changed.
 
     Raises FileNotFoundError or ValueError that say what does not fit.
     """
@@ -186,12 +198,42 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
             f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
             f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again"
         )
-    if verify and (found := sha256_file(path)) != entry["sha256"]:
+    mark = mark_of(path, meta, entry)
+    if verify or not mark.exists():
+        check_contents(path, meta, entry)
+        with contextlib.suppress(OSError):  # then they are checked again the next time
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    return path
+
+
+def check_contents(path: Path, meta: dict, entry: dict) -> None:
+    """Raise ValueError for a token file that is not the one of its checksum, or has ids that its
+    tokenizer does not, which a model would look up beyond the end of its table."""
+    digest, largest, dtype = hashlib.sha256(), -1, DTYPES[meta["dtype"]]
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+    if (found := digest.hexdigest()) != entry["sha256"]:
         raise ValueError(
             f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
             f"{entry['sha256'][:12]}...): the file is damaged; copy it or prepare it again"
         )
-    return path
+    if largest >= meta["vocab_size"]:
+        raise ValueError(
+            f"{path} holds the id {largest}, but the {meta['tokenizer']} tokenizer has "
+            f"{meta['vocab_size']} ids; prepare the dataset again"
+        )
+
+
+def mark_of(path: Path, meta: dict, entry: dict) -> Path:
+    """An empty file that tells that this machine has checked a token file as it is now."""
+    cache = Path(os.environ.get("AOGPT_CACHE") or Path("~/.cache/aogpt").expanduser())
+    now = path.stat()
+    state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+    facts = (socket.gethostname(), *state, entry["sha256"], meta["dtype"], meta["vocab_size"])
+    return cache / "checked_tokens" / hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
@@ -215,9 +257,10 @@ class TokenDataset:
     Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split);
     `num_blocks`.
 
-    `verify` compares the file's sha256 as well as its size. Raises FileNotFoundError or ValueError
-    for a missing, damaged or newer dataset, for a split with fewer tokens than one block, and for
-    another block size than the one that the folder was packed for (protocol sedd).
+    `verify` compares the file's sha256 even if that has been done before. Raises FileNotFoundError
+    or ValueError for a missing, damaged or newer dataset, for a split with fewer tokens than one
+    block, and for another block size than the one that the folder was packed for (protocol
+    sedd).
     """
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):

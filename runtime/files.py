@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runtime.schemas import MAX_DEPTH, too_deep
+
+LINE_BYTES = 64 << 20  # of rows of JSON and prompts
+
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
@@ -113,21 +117,21 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N".
 
     option: with which the user names the file. Raises ValueError where there is no such file or
-    where a line is not UTF-8."""
+    where a line is not UTF-8 or longer than anybody writes."""
     if not path.is_file():
         raise ValueError(f"{option} {path}: there is no such file")
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path} line {line}: this is not UTF-8; save the file as UTF-8"
-        ) from error
-    # str.splitlines would also cut at what JSON strings may hold
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{path} line {number}", line.removesuffix("\r")
+    with open(path, "rb") as file:
+        # Lines of bytes: those of text would also be cut at what JSON strings may hold.
+        for number, data in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
+            place = f"{path} line {number}"
+            if len(data) > LINE_BYTES:
+                raise ValueError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
+            try:
+                line = data.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+            if line.strip():
+                yield place, line.removesuffix("\n").removesuffix("\r")
 
 
 def json_object(line: str, place: str) -> dict:
@@ -138,4 +142,6 @@ def json_object(line: str, place: str) -> dict:
         raise ValueError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
+    if line.count("[") + line.count("{") > MAX_DEPTH and too_deep(row):
+        raise ValueError(f"{place}: brackets are nested too deep")
     return row

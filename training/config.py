@@ -51,7 +51,8 @@ class DataConfig(_Section):
     folder: str = "data/openwebtext"
     """Folder that data/prepare.py wrote."""
     verify: bool = False
-    """Check the sha256 of the token files before training."""
+    """Check the token files before training even if this machine has checked them before, and they
+    have not changed since."""
     random_length_prob: Probability = 0.0
     """Share of the steps whose whole batch is cut to a random length, so that the model also learns
     sequences shorter than block_size (LLaDA: 0.01). Uniform in 1 to block_size, rounded up to an
