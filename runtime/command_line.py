@@ -65,8 +65,7 @@ def run_script(main: Callable[[], int | None]) -> None:
         status = 130
     signal.signal(signal.SIGINT, end_at_once)
     try:
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:  # BrokenPipeError, as above, or a full disk
         _stop_printing()
         status = status or 141

@@ -23,6 +23,9 @@ def begin() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def end_at_once(number=None, frame=None) -> None:
@@ -37,9 +40,12 @@ def end_at_once(number=None, frame=None) -> None:
 def interruptible() -> None:
     """From here on, an interrupt is a KeyboardInterrupt, which lets what is open be closed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = sys.unraisablehook
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _unraisable
 
-    def unraisable(found) -> None:  # it came in a destructor, which cannot pass it on
-        end_at_once() if found.exc_type is KeyboardInterrupt else before(found)
 
-    sys.unraisablehook = unraisable
+def _unraisable(found) -> None:
+    """What a destructor has raised, which goes nowhere."""
+    if found.exc_type is KeyboardInterrupt:
+        end_at_once()
+    sys.__unraisablehook__(found)

@@ -865,7 +865,7 @@ tqdm = Progress
 @pytest.mark.parametrize(
     ("module", "code", "status", "message"),
     [
-        ("tyro", INTERRUPT, -signal.SIGINT, ""),
+        ("tyro", INTERRUPT, 130, "interrupted"),
         ("tqdm", INTERRUPT, 130, "interrupted"),
         ("tqdm", DESTRUCTOR, 130, "interrupted"),
     ],
