@@ -5,6 +5,10 @@ Needs: pip install -r requirements-harness.txt
     python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
     python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
     torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
+
+The YAML file of a task is a program: by the harness's design it can name Python functions to call
+(!function) and holds templates that are run (Jinja). Give only files that you would run;
+--bundled-only loads no others than those that come with the harness.
 """
 
 from __future__ import annotations
@@ -14,20 +18,27 @@ if __name__ == "__main__":
 
     begin()
 
+import contextlib
 import dataclasses
 import difflib
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from data.sources import cause
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
 from runtime.command_line import run_script
+from runtime.devices import out_of_memory
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import provenance
+
+ROOT = Path(__file__).resolve().parent
+ROOMS = ("checkpoints", "data", "evaluation", "runtime", "sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,8 @@ class Arguments(Settings, OutputOptions):
     """Tasks, groups or tags of the harness by name (also with *), or the YAML files of tasks."""
     include_path: Path | None = None
     """Folder with the YAML files of your own tasks."""
+    bundled_only: bool = False
+    """Only tasks that come with the harness: no file or folder of others."""
     num_fewshot: NonNegative | None = None
     """Examples in front of every context; by default what the task says."""
     limit: Count | None = None
@@ -64,23 +77,43 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check_values(a)
     if a.include_path is not None and not a.include_path.is_dir():
         raise ValueError(f"--include-path {a.include_path}: there is no such folder")
+    if a.bundled_only and (a.include_path or any(Path(name).exists() for name in a.tasks)):
+        raise ValueError("--bundled-only takes no files of tasks: name tasks of the harness")
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
     model = HarnessModel(a.run, procs, **settings)
-    manager = TaskManager(include_path=a.include_path)
-    results = lm_eval.simple_evaluate(
-        model=model,
-        tasks=find_tasks(manager, a.tasks),
-        num_fewshot=a.num_fewshot,
-        limit=a.limit,
-        gen_kwargs=a.gen_kwargs,
-        task_manager=manager,
-        log_samples=a.samples is not None,
-    )
+    with mistakes_of_tasks():
+        manager = TaskManager(include_path=a.include_path)
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=find_tasks(manager, a.tasks),
+            num_fewshot=a.num_fewshot,
+            limit=a.limit,
+            gen_kwargs=a.gen_kwargs,
+            task_manager=manager,
+            log_samples=a.samples is not None,
+        )
     if procs.main:
         with outputs:
             report(a, outputs, model, results)
+
+
+@contextlib.contextmanager
+def mistakes_of_tasks():
+    """Turn what the harness and its libraries raise into one line: their tasks are at fault, broken
+    YAML, unknown keys, missing splits, rows without a field. Errors of this project pass."""
+    try:
+        yield
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        ours = Path(frame.filename).parent in (ROOT, *(ROOT / room for room in ROOMS))
+        if ours or out_of_memory(error):
+            raise
+        raise ValueError(
+            f"the tasks cannot be evaluated: {cause(error)} ({Path(frame.filename).name}, line "
+            f"{frame.lineno}); mend their files, or name other tasks"
+        ) from error
 
 
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
