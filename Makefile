@@ -5,6 +5,7 @@
 #                  AOGPT_DATA names.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
+# make fuzz:       malformed files and options, crashes, full disks and signals, an hour: tests/fuzz.py --help.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3
@@ -16,9 +17,9 @@ SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.8 --top-p 0.9
 # Tensors as small as the quickstart's gain nothing from more threads.
 quickstart: export OMP_NUM_THREADS ?= 2
-eval-smoke soak: export OMP_NUM_THREADS ?= 1
+eval-smoke soak fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint eval-smoke gpu soak clean
+.PHONY: quickstart test test-all lint eval-smoke gpu soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -60,6 +61,9 @@ gpu: $(VENV)/.requirements
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py
+
+fuzz: $(VENV)/.requirements-dev
+	PYTHONPATH=. $(PY) tests/fuzz.py --out results/fuzz.md
 
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }
