@@ -51,7 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
     ended = threading.Event()
     keeper = threading.Thread(target=_keep_touching, args=(file, ended), daemon=True)
     try:
-        check_owner(path, file.read())
+        check_owner(path, file.read(1000))
         file.seek(0)
         file.truncate()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": _job()}
@@ -71,6 +71,8 @@ def locked(folder: Path) -> Iterator[None]:
 def _open_and_lock(path: Path):
     """The open file, locked as far as the disk can."""
     while True:
+        if path.is_symlink() or path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file of a job: remove it")
         # "a" makes the file where there is none, and empties none.
         file = open(path, "a+", encoding="utf-8", errors="replace")
         file.seek(0)

@@ -500,7 +500,7 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
         ("AO-GPT", {"dtype": "float16"}, "dtype is 'float16'"),
         ("AO-GPT", {"steps": 4}, "--steps has no meaning with --mode l2r"),
         ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a number at least 1"),
-        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'; give a whole number"),
+        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto', but it must be an integer"),
         ("AO-GPT", {"seed": -1}, "seed is -1"),
         (
             "AO-GPT",
