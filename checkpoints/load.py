@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -88,15 +89,9 @@ def load(
     try:
         if found:
             config, tensors, origin = _trained(*found, weights)
+            model = make_model(config, tensors)
         else:
-            contents = read_file(file)
-            # A container of released weights (a dict with "model" in it) holds its own settings.
-            settings = {} if "model" in contents else _settings(file.with_name("config.json"))
-            if str(settings.get("format")).startswith("aogpt-export-"):
-                config, tensors, origin = _exported(file, contents, settings, weights)
-            else:
-                config, tensors, origin = _released(contents, settings, weights)
-        model = make_model(config, tensors)
+            model, origin = _from_file(file, weights)
     except FileError as error:
         raise CheckpointError(str(error)) from error
     except KeyError as error:
@@ -209,12 +204,33 @@ def download(repo: str) -> Path:
     return local
 
 
+def _from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
+    """The model of a file of weights, and the other fields of Loaded."""
+    # Checksums are made beside the rest, which takes as long, and waited for at its end.
+    with ThreadPoolExecutor(1) as beside:
+        checks = [beside.submit(check_sum, file)]
+        contents = read_file(file)
+        # A container of released weights (a dict with "model" in it) holds its own settings.
+        settings = {} if "model" in contents else _settings(file.with_name("config.json"))
+        if str(settings.get("format")).startswith("aogpt-export-"):
+            config, tensors, origin = _exported(file, contents, settings, weights)
+            if "files" in settings:
+                checks.append(beside.submit(check_export, file, settings["files"]))
+        else:
+            config, tensors, origin = _released(contents, settings, weights)
+        model = make_model(config, tensors)
+        for check in checks:
+            check.result()
+    return model, origin
+
+
 def read_file(path: Path) -> dict:
     """What a PyTorch or safetensors file of released weights holds, without running code of it.
 
     Raises CheckpointError for whatever is not a dict, and for checkpoints of earlier versions."""
     try:
-        check_sum(path)
+        if not path.is_file():  # a FIFO would be waited for
+            raise ValueError("it is no regular file")
         with open(path, "rb") as file:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
@@ -248,16 +264,22 @@ def check_sum(path: Path) -> None:
     """Compare a file with the checksums that come with it, if any do: the name of its blob in
     Hugging Face's cache, or those in a zip file, as torch.save writes it, of everything in it.
 
-    Raises ValueError where they differ, and for what is no regular file."""
+    Raises CheckpointError where they differ."""
     blob = path.resolve().name
-    if not path.is_file():  # a FIFO would be waited for
-        raise ValueError("it is no regular file")
+    if not path.is_file():
+        return  # which is said where it is read
     if re.fullmatch("[0-9a-f]{64}", blob) and sha256_file(path) != blob:
-        raise ValueError("its sha256 is not that of its name in the cache: download it again")
+        raise CheckpointError(f"{path}: its sha256 is not its name in the cache: download it again")
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if name := archive.testzip():
-                raise ValueError(f"the checksum of {name} in it differs: get the file again")
+                raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
+
+
+def check_export(path: Path, sums: dict[str, str]) -> None:
+    """Compare a file of an export with those that its config.json lists."""
+    if sums.get(path.name) != sha256_file(path):
+        raise CheckpointError(f"{path} is damaged (checksum); copy the export again")
 
 
 # ---- their contents: (configuration, weights by name, the other fields of Loaded) ----------------
@@ -306,8 +328,8 @@ def _exported(file: Path, tensors: dict, settings: dict, weights: str) -> Conten
     if "sha256" in settings or settings["format"] != "aogpt-export-1":
         if settings.get("sha256") != on_disk.digest(settings):
             raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
-        if settings["files"][file.name] != sha256_file(file):
-            raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
+        if "files" not in settings:
+            raise CheckpointError(f"{place} lacks files; copy the export again")
     else:
         print(
             f"warning: {place} is of an earlier version and has no checksums: damage would go "
