@@ -23,7 +23,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import safetensors
 import safetensors.torch
@@ -33,6 +33,7 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from checkpoints.errors import CheckpointError
+from data.loader import Split
 from runtime.files import sha256_file, sync_folder, write_text
 from runtime.ranges import Count, NonNegative, Ratio
 from runtime.schemas import FileError, FileName, damaged, from_json, read_bounded, schema
@@ -67,6 +68,7 @@ class Data(TypedDict):
 
     tokenizer: str
     vocab_size: Count
+    splits: NotRequired[dict[str, Split]]
 
 
 @schema

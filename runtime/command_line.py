@@ -37,9 +37,6 @@ def run_script(main: Callable[[], int | None]) -> None:
     mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it). An interrupt
     ends in one line and status 130."""
     interruptible()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # no terminal is too plain for what it cannot show
-            stream.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
     except BrokenPipeError:  # the reader of our output has left, as `head` does

@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,20 +51,22 @@ def rewrite(path: Path, data: bytes) -> None:
     """Write a file whose name a user gave. Devices, FIFOs, what this process prints to, and files
     of several names are written to, as the shell would do; others are replaced at once."""
     found = path.stat() if path.exists() else None
-    if found is None or stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not is_own(found):
+    own = found and own_output(found)
+    if found is None or stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not own:
         write_atomically(path, lambda file: file.write(data))
         return
-    with open(path, "ab" if found and is_own(found) else "wb") as file:
+    sys.stdout.flush()
+    with open(os.dup(own) if own else path, "wb") as file:
         file.write(data)
 
 
-def is_own(found: os.stat_result) -> bool:
-    """Whether a file is what standard output or standard error go to."""
-    own = []
+def own_output(found: os.stat_result) -> int | None:
+    """The number of standard output or standard error, if a file is what it goes to."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # it may be closed
-            own.append(os.fstat(descriptor))
-    return any(os.path.samestat(found, each) for each in own)
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
 
 
 def sync_folder(folder: Path) -> None:

@@ -26,6 +26,8 @@ def begin() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
+        # What a plain terminal cannot show is written as \uXXXX, not an error.
+        getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def end_at_once(number=None, frame=None) -> None:

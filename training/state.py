@@ -122,7 +122,8 @@ def check_same_run(
             f"{config.run_folder} was trained on {tokenizer} tokens, but {config.data.folder} holds"
             f" {now} tokens; use the data it was trained on, or start another run with --name"
         )
-    if values["data"]["splits"]["train"]["sha256"] != data_meta["splits"]["train"]["sha256"]:
+    before = values["data"].get("splits", {}).get("train", {}).get("sha256")
+    if before != data_meta["splits"]["train"]["sha256"]:
         print0(f"changed since {path}: the training data in {config.data.folder}")
 
 
