@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
@@ -144,7 +144,7 @@ class EvalConfig(_Section):
     """Steps between evaluations on the validation split; 0 switches them off."""
     sequences: Count = 256
     """Sequences scored."""
-    draws: Count = 1
+    draws: Annotated[int, Interval(ge=1, le=1000)] = 1
     """Random orders (of an encoder sets of masked positions) under which each is scored. From 2 on,
     metrics.jsonl has the error of their mean."""
 
