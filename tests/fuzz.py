@@ -431,7 +431,9 @@ class Campaign:
         ended = run(main, [*arguments.split(), case.how, str(path), *overwrite], folder)
         replaceable = ["notes.md", ".out.tmp"] + [case.file] * (case.file not in arguments)
         # What is read, or may be replaced only when that is asked for, is still there.
-        own = ("out.", str(Path(case.file).with_suffix(".md")), *(replaceable if overwrite else ()))
+        beside = str(Path(case.file).with_suffix(".md"))  # the table beside --json
+        new = ("out.", *([beside] if beside not in before else []))
+        own = (*new, *(replaceable if overwrite else ()))
         if changed(before, tree(folder), own) or os.stat("/dev/null").st_rdev != device:
             return "foreign", ended
         return "ok", ended
