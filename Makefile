@@ -5,6 +5,7 @@
 #                  AOGPT_DATA names.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
+# make fuzz:       malformed files and options, crashes, full disks and signals, an hour: tests/fuzz.py --help.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3
@@ -16,9 +17,9 @@ SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.8 --top-p 0.9
 # Tensors as small as the quickstart's gain nothing from more threads.
 quickstart: export OMP_NUM_THREADS ?= 2
-eval-smoke soak: export OMP_NUM_THREADS ?= 1
+eval-smoke soak fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint eval-smoke gpu soak clean
+.PHONY: quickstart test test-all lint eval-smoke gpu soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -34,7 +35,8 @@ quickstart: $(VENV)/.requirements
 	$(PY) sample.py $(RUN) --mode adaptive --num-samples 3 $(CHOICE) \
 		--infill "The old horse was tired,[MASK:24] and so they gave him some water."
 	@echo "== 6/6 in random order, and the page on which the samples fill in"
-	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html
+	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html \
+		--overwrite
 	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
 	@echo "   source $(VENV)/bin/activate"
 	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
@@ -60,6 +62,9 @@ gpu: $(VENV)/.requirements
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py
 
+fuzz: $(VENV)/.requirements-dev
+	PYTHONPATH=. $(PY) tests/fuzz.py --out results/fuzz.md
+
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }
 	test -f data/stories/meta.json || $(PY) data/prepare.py stories
@@ -71,29 +76,29 @@ eval-smoke: $(VENV)/.requirements-dev
 	$(PY) data/prepare.py wikitext103 --source $(AOGPT_DATA)/wikitext/wiki.test.tokens $(SMALL) --out $(SMOKE)/wikitext103
 	@echo "== 2/8 perplexity: data sets x orders x ensembles, until the standard error is 0.01 or 8 orders are drawn"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb $(SMOKE)/lambada $(SMOKE)/wikitext103 --orders l2r random \
-		--ensemble 1 8 --num-orders 8 --target-se 0.01 --max-sequences 256 --json $(SMOKE)/ppl.json
+		--ensemble 1 8 --num-orders 8 --target-se 0.01 --max-sequences 256 --json $(SMOKE)/ppl.json --overwrite
 	@echo "== 3/8 two processes give the numbers of one"
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb \
-		--orders random --ensemble 1 4 --max-sequences 8 --json $(SMOKE)/two.json
+		--orders random --ensemble 1 4 --max-sequences 8 --json $(SMOKE)/two.json --overwrite
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8 \
-		--per-token $(SMOKE)/tokens.npz
+		--per-token $(SMOKE)/tokens.npz --overwrite
 	@echo "== 4/8 bfloat16, and how far it is from float32"
-	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json
+	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json --overwrite
 	@echo "== 5/8 an encoder, trained for 300 steps: its ELBO"
 	$(PY) train.py configs/debug/encoder.toml --name encoder --out $(SMOKE) --train.steps 300 \
 		--data.folder data/stories --model.block-size 128 --model.vocab-size 2112 --model.mask-token 2048
 	$(PY) eval_ppl.py $(SMOKE)/encoder --datasets $(SMOKE)/ptb $(SMOKE)/lambada --num-orders 8 --max-sequences 256 \
-		--json $(SMOKE)/elbo.json
+		--json $(SMOKE)/elbo.json --overwrite
 	@echo "== 6/8 samples of sample.py"
-	$(PY) sample.py $(RUN) --mode l2r --num-samples 8 --top-p 0.95 --jsonl $(SMOKE)/samples.jsonl
+	$(PY) sample.py $(RUN) --mode l2r --num-samples 8 --top-p 0.95 --jsonl $(SMOKE)/samples.jsonl --overwrite
 	@echo "== 7/8 those and samples of both models at three temperatures, judged by the decoder"
 	$(PY) eval_gen.py $(RUN) $(SMOKE)/encoder --judge $(RUN) --samples $(SMOKE)/samples.jsonl --steps 8 16 64 \
-		--settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 --json $(SMOKE)/gen.json --plot $(SMOKE)/gen.png
+		--settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 --json $(SMOKE)/gen.json --plot $(SMOKE)/gen.png --overwrite
 	@echo "== 8/8 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
 	@for task in file word; do sed 's|@FILE@|$(AOGPT_DATA)/lambada/lambada_test.jsonl|' \
 		configs/tasks/lambada_$$task.yaml > $(SMOKE)/lambada_$$task.yaml || exit; done
 	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml $(SMOKE)/lambada_word.yaml --limit 200 \
-		--json $(SMOKE)/tasks.json
+		--json $(SMOKE)/tasks.json --overwrite
 	$(PY) eval_tasks.py $(SMOKE)/encoder --tasks $(SMOKE)/lambada_file.yaml --limit 200
 	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml --limit 200 --order random
 	@echo "== done: tables and a plot are in $(SMOKE)"

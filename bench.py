@@ -8,6 +8,11 @@ Examples:
     python bench.py tf32 out/quickstart --dataset stories
 """
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import tyro
 
 from benchmarks.decode import DecodeOptions, bench_decode

@@ -6,6 +6,11 @@ Examples:
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import os
 import shutil
 from dataclasses import asdict
@@ -18,8 +23,9 @@ import tyro
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
+from checkpoints.on_disk import digest
 from runtime.command_line import run_script
-from runtime.files import sync_folder, write_atomically, write_json
+from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
 
 
 def convert(
@@ -50,11 +56,11 @@ def convert(
     tensors = {name: p.detach().to(kept) for name, p in loaded.model.named_parameters()}
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
 
-    temporary = destination.with_name(f".{destination.name}.tmp")
+    temporary = temporary_beside(destination)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
-        write_json(temporary / "config.json", settings)
+        settings["files"] = {"model.safetensors": sha256_file(temporary / "model.safetensors")}
+        write_json(temporary / "config.json", settings | {"sha256": digest(settings)})
         os.rename(temporary, destination)
         sync_folder(destination.parent)
     except OSError as error:

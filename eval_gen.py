@@ -9,6 +9,11 @@ A text that repeats itself is easy to predict: perplexity alone would reward it.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import dataclasses
 import itertools
 import math
@@ -30,7 +35,7 @@ from evaluation.scoring import score_samples
 from evaluation.text_measures import words_of
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
-from runtime.files import check_output, write_atomically, write_json, write_jsonl, write_text
+from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
@@ -81,7 +86,7 @@ WORDS_CHUNK = 1_000_000  # tokens of a training text that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions):
+class Arguments(ModelOptions, OutputOptions):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
     """Run folders (out/NAME) or checkpoints to sample from; all stand in one table and one
     plot."""
@@ -159,7 +164,7 @@ def main() -> None:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
-    check(a)
+    outputs = check(a)
     samplers = samplers_of(a)
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     vocabulary = training_words(a.words_of) if a.words_of else None
@@ -182,16 +187,16 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         judged.append(samples)
         if procs.main:
             print(table_line(cells_of(row), widths, NAMES), flush=True)
-            write(a, result, judged, widths)
-    if procs.main:
-        print("", LEGEND, *notes(result["rows"]), sep="\n")
+            write(a, outputs, result, judged, widths)
+    with outputs:
+        procs.print0("", LEGEND, *notes(result["rows"]), sep="\n")
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
 
 
-def check(a: Arguments) -> None:
-    """ValueError for what has no meaning or cannot be written."""
+def check(a: Arguments) -> Outputs:
+    """The files to write. ValueError for what has no meaning or cannot be written."""
     check_values(a)
     if not a.runs and not a.samples:
         raise ValueError(
@@ -199,17 +204,11 @@ def check(a: Arguments) -> None:
         )
     if not a.settings:
         raise ValueError("--settings is empty; give at least one, or leave it out")
-    outputs = ("json", "markdown", "plot", "save_samples")
-    for name in outputs:
-        check_output(getattr(a, name), flag(name))
-    files = [*a.samples, *(getattr(a, name) for name in outputs)]
-    files = [path.resolve() for path in files if path]
-    if len(set(files)) < len(files):
-        raise ValueError(
-            "--samples and the files to write name the same file twice; name different ones"
-        )
-    if len(set(a.runs)) < len(a.runs):
-        raise ValueError("a run is named twice; name each once")
+    for named in (a.runs, a.samples):
+        if len(set(named)) < len(named):
+            raise ValueError("a run or a file of samples is named twice; name each once")
+    files = {flag(name): getattr(a, name) for name in ("json", "markdown", "plot", "save_samples")}
+    return Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
 
 
 def training_words(name: str) -> frozenset[str]:
@@ -408,28 +407,29 @@ def notes(rows: list[dict]) -> list[str]:
     return lines
 
 
-def write(a: Arguments, result: dict, judged: list[SampleSet], widths: list[int]) -> None:
+def write(
+    a: Arguments, outputs: Outputs, result: dict, judged: list[SampleSet], widths: list[int]
+) -> None:
     """Write the files that are asked for; after every row, so that a long sweep that is cut short
     leaves its rows."""
     rows = result["rows"]
     if a.json:
-        write_json(a.json, result)
+        outputs.write_json(a.json, result)
     if a.markdown:
         table = markdown_table(HEAD, [cells_of(row) for row in rows], NAMES, widths)
         lines = ["# Generation quality", "", f"    {result['command']}", ""]
         lines += [describe_judge(result["judge"]), "", *table, "", LEGEND, ""]
         lines += [f"- {note}" for note in notes(rows)]
-        write_text(a.markdown, "\n".join(lines) + "\n")
+        outputs.write(a.markdown, "\n".join(lines) + "\n")
     if a.plot:
-        image = plot(rows, result["judge"]["name"])
-        write_atomically(a.plot, lambda file: file.write(image))
+        outputs.write(a.plot, plot(rows, result["judge"]["name"]))
     if a.save_samples:
         records = []
         for samples, row in zip(judged, rows, strict=True):
             more = samples.cost | {"settings": samples.settings}
             for sample, scores in zip(samples.samples, row["per_sample"], strict=True):
                 records.append(sample | {"scores": scores} | more)
-        write_jsonl(a.save_samples, records)
+        outputs.write_jsonl(a.save_samples, records)
 
 
 def plot(rows: list[dict], judge: str) -> bytes:

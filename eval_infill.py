@@ -9,6 +9,11 @@ are compared with the true sentence by ROUGE. A model that can only continue has
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +30,7 @@ from evaluation.infilling import Passages, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import autocast, pick_device, pick_dtype
-from runtime.files import check_output, write_json, write_text
+from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, provenance
 from sampling.engine import generate
@@ -35,8 +40,11 @@ from sampling.token_choice import Temperature, TokenChoice
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
 
 
+DATA = Path(__file__).parent / "data"
+
+
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions):
+class Arguments(ModelOptions, OutputOptions):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
     """Run folders, exports or released weights."""
     data: str
@@ -61,7 +69,9 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise ValueError("nothing to evaluate: name a run, such as results/books_model")
-    check_output(a.json, "--json")
+    table = a.json and a.json.with_suffix(".md")
+    files = {"--json": a.json, "the table beside --json": table}
+    outputs = Outputs(files, [*a.runs, a.data, DATA / a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
     rows = []
@@ -70,10 +80,11 @@ def main() -> None:
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
     lines = [*markdown_table(HEAD, [cells(row) for row in rows], left=3), "", *notes(rows)]
-    print(*lines, sep="\n")
-    if a.json:
-        write_json(a.json, provenance(a, dtype, device, rows=rows))
-        write_text(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
+    with outputs:
+        if a.json:
+            outputs.write_json(a.json, provenance(a, dtype, device, rows=rows))
+            outputs.write(table, "\n".join(lines) + "\n")
+        print(*lines, sep="\n")
 
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:

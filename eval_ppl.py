@@ -9,6 +9,12 @@ orders of the context.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
@@ -30,17 +36,19 @@ from model import ModelConfig
 from orders import ORDER_SETTINGS, OrderConfig
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
-from runtime.files import check_output, write_atomically, write_json, write_text
+from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
 from sampling.plans import Score
 
+DATA = Path(__file__).parent / "data"
+
 # ---- options -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions):
+class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), exported folder, released weights or Hugging Face repo id."""
     datasets: tuple[str, ...]
@@ -89,8 +97,8 @@ class Arguments(ModelOptions):
         return self.num_orders or (1000 if self.target_se else 2)
 
 
-def check_arguments(a: Arguments) -> None:
-    """Raise ValueError for what cannot be done, before the work begins."""
+def check_arguments(a: Arguments) -> Outputs:
+    """The files to write. Raises ValueError for what cannot be done, before the work begins."""
     check_values(a)
     names = " ".join(a.datasets)
     if not a.datasets:
@@ -114,8 +122,10 @@ def check_arguments(a: Arguments) -> None:
         raise ValueError(f"--per-token {a.per_token}: name a file that ends in .npz")
     if a.json and a.json.suffix in (".md", ".npz"):  # names of what is written beside it
         raise ValueError(f"--json {a.json}: name a file that ends in .json")
-    check_output(a.json, "--json")
-    check_output(a.per_token, "--per-token")
+    table = a.json and a.json.with_suffix(".md")
+    files = {"--json": a.json, "the table beside --json": table, "--per-token": a.per_token}
+    inputs = [a.run, *a.datasets, *(DATA / name for name in a.datasets)]
+    return Outputs(files, inputs, a.overwrite)
 
 
 def parse_orders(text: str) -> OrderConfig:
@@ -212,7 +222,7 @@ def check_sets(a: Arguments, eval_sets: list[EvalSet], orders: dict[str, OrderCo
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:
-    check_arguments(a)
+    outputs = check_arguments(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     orders = choose_orders(a, config)
@@ -261,14 +271,14 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                     found["disagreements"] = compared + of_set
                     lines += ["", *table(compared + of_set)]
                 if a.json:
-                    write_json(a.json, found | origin)
-                    write_text(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
+                    outputs.write_json(a.json, found | origin)
+                    outputs.write(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
                 if a.per_token:
-                    write_tokens(a.per_token, eval_sets, losses_by_array)
+                    outputs.write(a.per_token, tokens_file(eval_sets, losses_by_array))
         if a.disagreement and procs.main:
             compared = found["disagreements"]
-    if procs.main:
-        print("\n".join(lines))
+    with outputs:
+        procs.print0("\n".join(lines))
 
 
 def ensemble_notes(a: Arguments, orders: dict[str, OrderConfig]) -> list[str]:
@@ -284,9 +294,10 @@ def ensemble_notes(a: Arguments, orders: dict[str, OrderConfig]) -> list[str]:
     return lines
 
 
-def write_tokens(path: Path, eval_sets: list[EvalSet], losses: dict[str, Tensor]) -> None:
-    """Arrays TEXT/ORDERS/1/nll (N, T), NaN where a token is not scored; TEXT/tokens (N, T) in
-    sequence order, -1 after the end of a shorter last row; TEXT/blocks (N,)."""
+def tokens_file(eval_sets: list[EvalSet], losses: dict[str, Tensor]) -> bytes:
+    """An .npz file of arrays: TEXT/ORDERS/1/nll (N, T), NaN where a token is not scored;
+    TEXT/tokens (N, T) in sequence order, -1 after the end of a shorter last row; TEXT/blocks
+    (N,)."""
     arrays = {name: values.numpy() for name, values in losses.items()}
     for eval_set in eval_sets:
         blocks = min(eval_set.count, eval_set.dataset.num_blocks)
@@ -297,7 +308,9 @@ def write_tokens(path: Path, eval_sets: list[EvalSet], losses: dict[str, Tensor]
             tokens = torch.cat([tokens, rest])
         arrays[f"{eval_set.name}/tokens"] = tokens.numpy()
         arrays[f"{eval_set.name}/blocks"] = np.arange(eval_set.count)
-    write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    return file.getvalue()
 
 
 def main() -> None:

@@ -9,13 +9,24 @@
 A task is the name or the folder of prepared records (data/prepare.py sudoku6, ... or records), or
 else one of the harness, which needs: pip install -r requirements-harness.txt. Either has options of
 its own: --tasks sudoku6 --help tells those of records.
+
+The YAML file of a task is a program: by the harness's design it can name Python functions to call
+(!function) and holds templates that are run (Jinja). Give only files that you would run;
+--bundled-only loads no others than those that come with the harness.
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
+import contextlib
 import dataclasses
 import difflib
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,13 +35,14 @@ import tyro
 
 from checkpoints.load import Loaded, load
 from data.loader import find_dataset
+from data.sources import cause
 from data.tasks import TASKS
 from data.tokenizers import get_tokenizer
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
 from evaluation.tasks import Answers, Questions, answer, open_questions
 from runtime.command_line import ModelOptions, run_script
-from runtime.devices import pick_dtype
-from runtime.files import check_output, write_json, write_jsonl, write_text
+from runtime.devices import out_of_memory, pick_dtype
+from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import markdown_table, provenance
@@ -70,7 +82,7 @@ def names_records(words: list[str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordArguments(DecodingOptions, ModelOptions):
+class RecordArguments(DecodingOptions, ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights."""
     tasks: tuple[str, ...]
@@ -93,8 +105,8 @@ class RecordArguments(DecodingOptions, ModelOptions):
 
 def fill_in(a: RecordArguments, procs: Processes) -> None:
     """Answer all records of all tasks; the main process prints and writes what came of it."""
-    for path, flag in ((a.json, "--json"), (a.samples, "--samples"), (a.html, "--html")):
-        check_output(path, flag)
+    files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
+    outputs = Outputs(files, [a.run], a.overwrite)
     loaded = load(a.run, a.weights, procs.device, a.block_size)
     dtype = pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
@@ -117,14 +129,12 @@ def fill_in(a: RecordArguments, procs: Processes) -> None:
     if not procs.main:
         return
     print(loaded.describe(), "", *markdown_table(HEAD, [cells(r) for r in results], 2), sep="\n")
-    if a.samples:
-        write_jsonl(a.samples, rows)
-    if a.html:
-        write_text(a.html, page)
-    if a.json:
-        checkpoint = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
-        origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=checkpoint)
-        write_json(a.json, {"results": results} | origin)
+    checkpoint = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
+    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=checkpoint)
+    with outputs:
+        outputs.write_jsonl(a.samples, rows)
+        outputs.write(a.html, page)
+        outputs.write_json(a.json, {"results": results} | origin)
 
 
 def cells(result: dict) -> list[str]:
@@ -146,15 +156,20 @@ def page_of(loaded: Loaded, questions: Questions, answers: Answers, result: dict
 
 # ---- lm-evaluation-harness -----------------------------------------------------------------------
 
+ROOT = Path(__file__).resolve().parent
+ROOMS = ("checkpoints", "data", "evaluation", "runtime", "sampling")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Settings):
+class Arguments(Settings, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights."""
     tasks: tuple[str, ...]
     """Tasks, groups or tags of the harness by name (also with *), or the YAML files of tasks."""
     include_path: Path | None = None
     """Folder with the YAML files of your own tasks."""
+    bundled_only: bool = False
+    """Only tasks that come with the harness: no file or folder of others."""
     num_fewshot: NonNegative | None = None
     """Examples in front of every context; by default what the task says."""
     limit: Count | None = None
@@ -174,22 +189,43 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check_values(a)
     if a.include_path is not None and not a.include_path.is_dir():
         raise ValueError(f"--include-path {a.include_path}: there is no such folder")
-    check_output(a.json, "--json")
-    check_output(a.samples, "--samples")
+    if a.bundled_only and (a.include_path or any(Path(name).exists() for name in a.tasks)):
+        raise ValueError("--bundled-only takes no files of tasks: name tasks of the harness")
+    inputs = [a.run, *a.tasks, a.include_path]
+    outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
     model = HarnessModel(a.run, procs, **settings)
-    manager = TaskManager(include_path=a.include_path)
-    results = lm_eval.simple_evaluate(
-        model=model,
-        tasks=find_tasks(manager, a.tasks),
-        num_fewshot=a.num_fewshot,
-        limit=a.limit,
-        gen_kwargs=a.gen_kwargs,
-        task_manager=manager,
-        log_samples=a.samples is not None,
-    )
+    with mistakes_of_tasks():
+        manager = TaskManager(include_path=a.include_path)
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=find_tasks(manager, a.tasks),
+            num_fewshot=a.num_fewshot,
+            limit=a.limit,
+            gen_kwargs=a.gen_kwargs,
+            task_manager=manager,
+            log_samples=a.samples is not None,
+        )
     if procs.main:
-        report(a, model, results)
+        with outputs:
+            report(a, outputs, model, results)
+
+
+@contextlib.contextmanager
+def mistakes_of_tasks():
+    """Turn what the harness and its libraries raise into one line: their tasks are at fault, broken
+    YAML, unknown keys, missing splits, rows without a field. Errors of this project pass."""
+    try:
+        yield
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        ours = Path(frame.filename).parent in (ROOT, *(ROOT / room for room in ROOMS))
+        if ours or out_of_memory(error):
+            raise
+        raise ValueError(
+            f"the tasks cannot be evaluated: {cause(error)} ({Path(frame.filename).name}, line "
+            f"{frame.lineno}); mend their files, or name other tasks"
+        ) from error
 
 
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
@@ -211,7 +247,7 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     return found
 
 
-def report(a: Arguments, model: HarnessModel, results: dict) -> None:
+def report(a: Arguments, outputs: Outputs, model: HarnessModel, results: dict) -> None:
     """Print the harness's tables and write the files that are asked for."""
     from lm_eval.utils import make_table
 
@@ -223,7 +259,7 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
         print(make_table(results, "groups"))
     if a.samples:
         rows = [{"task": task} | row for task, rows in results["samples"].items() for row in rows]
-        write_jsonl(a.samples, rows)
+        outputs.write_jsonl(a.samples, rows)
     if a.json:
         checkpoint = {"path": loaded.path, "step": loaded.step, "weights": loaded.weights}
         # The order and the mode that were taken, where the user left them to the model.
@@ -236,7 +272,7 @@ def report(a: Arguments, model: HarnessModel, results: dict) -> None:
             if name in results:
                 document[name] = results[name]
         document["task_versions"] = results["versions"]
-        write_json(a.json, document)
+        outputs.write_json(a.json, document)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,11 @@ was cut off goes on.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

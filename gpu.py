@@ -12,6 +12,11 @@ run, at the same sizes.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import contextlib
 import dataclasses
 import json
@@ -331,6 +336,7 @@ def training(size: str, batch_size: int, device: torch.device, out: Path) -> Ite
         repeats=10,
         device=str(device),
         json=file,
+        overwrite=True,
     )
     bench_train.bench_train(options)
     rows = {r["system"]: r for r in json.loads(file.read_text())["rows"]}
@@ -439,6 +445,7 @@ def timings(
         compile=compile,
         device=str(device),
         json=file,
+        overwrite=True,
     )
     bench_decode(options)
     return json.loads(file.read_text())["rows"]

@@ -29,15 +29,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from orders import inverse_permutation
-from runtime.ranges import BelowOne, Count, check_values
+from runtime.ranges import BelowOne, Count, Table, check_values
 
 # Logits alive at once in the output head, outside torch.compile: on a CPU as many as are faster
 # than all at once, on a GPU as many as are worth their memory (3 GiB with the copies of a chunk).
@@ -51,14 +52,14 @@ def head_chunk(vocab_size: int, device: str) -> int:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Table):
     """Shape of the Transformer. The defaults are AO-GPT Small with the GPT-2 vocabulary."""
 
     vocab_size: Count = 50304
     """Rows of the token table: for speed, the vocabulary rounded up to a multiple of 64."""
-    block_size: Count = 1024
+    block_size: Annotated[int, Interval(ge=1, le=2**20)] = 1024
     """Longest sequence, in tokens."""
-    n_layer: Count = 12
+    n_layer: Annotated[int, Interval(ge=1, le=10_000)] = 12
     n_head: Count = 12
     n_embd: Count = 768
     """Width of the residual stream; a multiple of n_head."""

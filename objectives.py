@@ -20,7 +20,7 @@ from torch import Tensor
 from model import group_starts, log_linear_noise
 from orders import OrderConfig, Roles, orders_at
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, Probability, check_values
+from runtime.ranges import Count, Probability, Table, check_values
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 
@@ -28,7 +28,7 @@ DECODER_OBJECTIVES = ("ar", "ao_ar", "groupwise")
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Table):
     """What training minimises."""
 
     kind: Literal["ar", "ao_ar", "groupwise", "lambda_dce", "k_dce", "t_dce", "score_entropy"] = (

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, Probability, Seed, check_values
+from runtime.ranges import Count, Probability, Seed, Table, check_values
 
 OrderKind = Literal[
     "l2r",
@@ -52,7 +52,7 @@ FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
 
 
 @dataclass(frozen=True)
-class OrderConfig:
+class OrderConfig(Table):
     """A distribution over prediction orders."""
 
     kind: OrderKind = "mixture"

@@ -8,6 +8,11 @@ Examples:
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import itertools
 import json
 import re
@@ -23,7 +28,8 @@ from checkpoints.load import Loaded, load
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
-from runtime.files import check_output, json_object, read_lines, write_text
+from runtime.files import json_object, read_lines
+from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.reports import provenance
 from sampling.modes import (
@@ -36,11 +42,11 @@ from sampling.modes import (
     with_mode_defaults,
 )
 from sampling.page import PageSample, render
-from sampling.records import generation_cost, sample_records, write_records
+from sampling.records import generation_cost, sample_records, with_settings
 
 
 @dataclass(frozen=True)
-class Arguments(SamplingOptions, ModelOptions):
+class Arguments(SamplingOptions, ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     prompt: str | None = None
@@ -81,7 +87,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     """Generate what is asked for; the main process writes and prints it."""
     # Everything that can be wrong is told before the model is loaded, or else before it runs.
     a = with_mode_defaults(a)
-    check_files(a)
+    outputs = check_files(a)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size)
     dtype = pick_dtype(a.dtype, procs.device)
@@ -110,31 +116,26 @@ def sample(a: Arguments, procs: Processes) -> None:
     settings = origin.pop("settings") | origin
     prompts = [(request.kind, request.text) for request in requests]
     records = sample_records(samples, tokenizer, prompts)
-    if a.jsonl:
-        write_records(a.jsonl, records, cost, settings)
-    if a.html:
-        write_page(a.html, records, tokenizer, settings | cost)
-    print_samples(records, tokenizer)
+    with outputs:
+        if a.jsonl:
+            outputs.write_jsonl(a.jsonl, with_settings(records, cost, settings))
+        if a.html:
+            outputs.write(a.html, page(records, tokenizer, settings | cost))
+        print_samples(records, tokenizer)
     print(summary(records, loaded.describe(), cost), file=sys.stderr)
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
 
 
-def check_files(a: Arguments) -> None:
-    """ValueError for files that cannot be written or that contradict each other."""
+def check_files(a: Arguments) -> Outputs:
+    """The files to write. ValueError for those that cannot be written or contradict each other."""
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise ValueError(
             "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold "
             "both kinds"
         )
-    check_output(a.jsonl, "--jsonl")
-    check_output(a.html, "--html")
-    files = [path.resolve() for path in (a.prompts, a.jsonl, a.html) if path]
-    if len(set(files)) < len(files):
-        raise ValueError(
-            "--prompts, --jsonl and --html name the same file twice; name different ones"
-        )
+    return Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -245,10 +246,10 @@ def check_contexts(loaded: Loaded, requests: list[Request], contexts: list[Conte
 # ---- results -------------------------------------------------------------------------------------
 
 
-def write_page(path: Path, records: list[dict], tokenizer: Tokenizer, settings: dict) -> None:
+def page(records: list[dict], tokenizer: Tokenizer, settings: dict) -> str:
     shown = [PageSample(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
     known = {name: value for name, value in settings.items() if value is not None}
-    write_text(path, render(shown, known))
+    return render(shown, known)
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:

@@ -12,6 +12,11 @@ and the other seeds are trained with that value. Results: results/speedrun/TRACK
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import json
 import statistics
 import tomllib
@@ -25,7 +30,8 @@ import tyro
 from experiments.arms import ROOT, Arm, config_of, crossing, own_loss, read_arms, run_of
 from experiments.report import mean_cell, tuned_cell
 from runtime.command_line import run_script
-from runtime.files import write_json, write_text
+from runtime.files import write_json
+from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
 from training import config as configuration
@@ -38,7 +44,7 @@ ANY_ORDER, L2R = "val_loss_random", "val_loss_l2r"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(OutputOptions):
     track: Annotated[str, tyro.conf.Positional]
     """A file of configs/speedrun, without its ending."""
     arms: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -56,6 +62,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
     check_values(arguments)
     track = load_track(arguments.track)
+    outputs = Outputs({"--markdown": arguments.markdown}, (), arguments.overwrite)
     for name in arguments.arms:
         if name not in track.arms:
             raise ValueError(
@@ -68,7 +75,8 @@ def main() -> None:
     if not arguments.arms:
         print(*table(track), sep="\n")
     if arguments.markdown:
-        write_text(arguments.markdown, "\n".join(table(track)) + "\n")
+        with outputs:
+            outputs.write(arguments.markdown, "\n".join(table(track)) + "\n")
 
 
 # ---- tracks and arms -----------------------------------------------------------------------------

@@ -11,6 +11,11 @@ is made first; runs that are there are not trained again, and one that was cut o
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import json
 from dataclasses import dataclass
 from typing import Annotated
@@ -72,8 +77,8 @@ def run(of: TaskExperiment, a: Arguments) -> None:
     """Train what is missing of a task, decode, and write and print what came of it."""
     if not (ROOT / "data" / of.task / "meta.json").exists():
         prepare(Prepare(of.task))
-    seeds, arms = a.seeds or of.experiment.seeds, of.experiment.recipes[RECIPE].values()
-    total = sum(len(suite.pilots_of(arm, a.quick)) + seeds for arm in arms)
+    seeds = a.seeds or of.experiment.seeds
+    total = suite.number_of_runs(of.experiment, [RECIPE], seeds, a.quick)
     with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
         found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update)
     folder = suite.OUT / "quick" / "tasks" if a.quick else RESULTS

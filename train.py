@@ -16,6 +16,11 @@ traffic that the run would need on so many GPUs (--plan --help for its options).
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from runtime.startup import begin
+
+    begin()
+
 import math
 import sys
 from collections.abc import Iterator
@@ -26,14 +31,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpoints import store
 from checkpoints.errors import CheckpointError
 from data.loader import TokenDataset
 from model import Transformer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
-from runtime.devices import autocast, deterministic, pick_dtype
+from runtime.devices import autocast, available_memory, deterministic, pick_dtype
 from runtime.files import write_text
+from runtime.lock import locked_for_all
 from runtime.processes import Processes, StopRequest, processes
 from runtime.randomness import philox_bits
 from training import config as configuration
@@ -43,7 +48,7 @@ from training.config import Config
 from training.metrics import Log
 from training.optimizers import learning_rates, move, set_learning_rates
 from training.parallel import compiled, gradient_exchange, replicate
-from training.state import Progress, Saver, State, start
+from training.state import Progress, Saver, State, not_finite_message, start
 from training.validation import best_by, evaluate
 
 
@@ -71,16 +76,17 @@ def train(config: Config, procs: Processes) -> int:
     """
     data, val_data = open_data(config, procs)
     stop = StopRequest(procs)
-    state = start(config, data.meta, procs)
-    if state.progress.step >= config.train.steps:
-        return already_finished(config, procs, state.progress)
-    introduce(config, data, state.model, procs)
+    with locked_for_all(config.run_folder, procs):
+        state = start(config, data.meta, procs)
+        if state.progress.step >= config.train.steps:
+            return already_finished(config, procs, state.progress)
+        introduce(config, data, state.model, procs)
 
-    log = Log(config, procs, state.model, state.progress, data.block_size)
-    saver = Saver(config, procs, data.meta, log.warn)
-    with closing(log), closing(saver), compiled(state.model, config, procs):
-        saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
-    return finish(config, procs, state.progress, saved)
+        log = Log(config, procs, state.model, state.progress, data.block_size)
+        saver = Saver(config, procs, data.meta, log.warn)
+        with closing(log), closing(saver), compiled(state.model, config, procs):
+            saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
+        return finish(config, procs, state.progress, saved)
 
 
 def training_loop(
@@ -112,7 +118,8 @@ def training_loop(
             # own time, so they agree here, by one small message between CPUs.
             stop.agree(failed=progress.skipped_in_a_row >= config.train.max_skipped_steps)
             if stop.failed:  # some steps late, as the losses are
-                raise ValueError(non_finite_message(config, progress))
+                what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
+                raise ValueError(not_finite_message(config, progress.step, what))
 
             last = progress.step == config.train.steps
             evaluating = val_data and (last or progress.step % config.eval.interval == 0)
@@ -128,7 +135,7 @@ def training_loop(
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
                 log.validation(val_losses)
                 val_loss = val_losses[""][best_by(config)].mean
-                if best is None or val_loss < best["loss"]:
+                if math.isfinite(val_loss) and (best is None or val_loss < best["loss"]):
                     best = {"step": progress.step, "loss": val_loss}
             if saving or best != progress.best:
                 # The saver sets progress.best to this one, but only once its checkpoint exists:
@@ -247,6 +254,13 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
             f"{config.data.folder} holds records, which are not cut: leave out "
             "data.random_length_prob"
         )
+    memory = available_memory(procs.device)
+    needed = 4 * t.micro_batch_size * model.block_size * model.n_embd  # of what one layer yields
+    if memory is not None and needed > memory:
+        raise ValueError(
+            f"a micro-batch of {t.micro_batch_size:,} sequences needs more than "
+            f"{needed / 2**30:,.0f} GiB of memory; lower train.micro_batch_size"
+        )
     if data_vocab > model.vocab_size:
         raise ValueError(
             f"the data in {config.data.folder} has a vocabulary of {data_vocab}, but "
@@ -307,15 +321,6 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
     else:
         procs.print0(f"finished {progress.step} steps; next: python sample.py {config.run_folder}")
     return 0
-
-
-def non_finite_message(config: Config, progress: Progress) -> str:
-    good = store.find(config.run_folder, up_to=progress.step)
-    where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
-    return (
-        f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step "
-        f"{progress.step}; {where}. Lower --optim.lr, or set --optim.grad-clip, and start again"
-    )
 
 
 if __name__ == "__main__":

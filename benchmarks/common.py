@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import synchronize
-from runtime.files import check_output, write_atomically, write_json, write_text
+from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import provenance
 
@@ -33,7 +34,7 @@ BANDWIDTH_BYTES = 2**29  # of the tensor whose sum is timed: larger than any pro
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(OutputOptions):
     """Options that benchmarks share."""
 
     size: SizeName = "bench"
@@ -52,13 +53,17 @@ class BenchOptions:
     plot: Path | None = None
     """Draw the table as a PNG."""
 
+    @functools.cached_property
+    def outputs(self) -> Outputs:
+        names = ("json", "markdown", "plot")
+        return Outputs({f"--{n}": getattr(self, n) for n in names}, (), self.overwrite)
+
     def check(self) -> None:
         """Raise ValueError for values out of range, no systems, or files that cannot be written."""
         check_values(self)
         if not self.systems:
             raise ValueError("--systems is empty; name at least one")
-        for option in ("json", "markdown", "plot"):
-            check_output(getattr(self, option), f"--{option}")
+        self.outputs  # noqa: B018 - checks the files
 
     def use_threads(self) -> None:
         if self.threads is not None:
@@ -146,13 +151,11 @@ def publish(
 ) -> None:
     """Print the report; write the files that --json, --markdown and --plot name."""
     print(report)
-    if options.json:
-        write_json(options.json, result)
-    if options.markdown:
-        write_text(options.markdown, f"# {title}\n\n    {result['command']}\n\n{report}")
-    if options.plot:
-        image = plot()
-        write_atomically(options.plot, lambda file: file.write(image))
+    with options.outputs as outputs:
+        outputs.write_json(options.json, result)
+        outputs.write(options.markdown, f"# {title}\n\n    {result['command']}\n\n{report}")
+        if options.plot:
+            outputs.write(options.plot, plot())
 
 
 def paragraphs(*parts: str) -> str:

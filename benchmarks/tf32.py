@@ -23,7 +23,7 @@ from checkpoints.load import load
 from evaluation.ensembles import cheap_gains
 from evaluation.eval_sets import open_eval_set
 from evaluation.text_measures import mean_and_error
-from runtime.files import check_output, write_json
+from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, provenance
 
@@ -36,7 +36,7 @@ PRODUCTS = {  # operators, and where their factors stand
 
 
 @dataclass(frozen=True, kw_only=True)
-class TF32Options:
+class TF32Options(OutputOptions):
     """Estimate the same gains in float32, emulated TF32 and bfloat16."""
 
     run: Annotated[str, tyro.conf.Positional]
@@ -73,7 +73,7 @@ def to_tf32(x: Tensor) -> Tensor:
 def bench_tf32(a: TF32Options) -> None:
     """Run the comparison and report. Raises ValueError for a run or data that do not fit."""
     check_values(a)
-    check_output(a.json, "--json")
+    outputs = Outputs({"--json": a.json}, [a.run], a.overwrite)
     loaded = load(a.run)
     eval_set = open_eval_set(a.dataset, None, loaded, a.sequences)
     sequences = range(min(a.sequences, eval_set.dataset.num_blocks))
@@ -99,6 +99,6 @@ def bench_tf32(a: TF32Options) -> None:
         lines.append([str(size), *cells])
     head = ["M", "gain in float32", "TF32 less float32", "bfloat16 less float32"]
     print("\n".join(markdown_table(head, lines)))
-    if a.json:
-        origin = provenance(a, torch.float32, torch.device("cpu"))
-        write_json(a.json, {"rows": rows} | origin)
+    origin = provenance(a, torch.float32, torch.device("cpu"))
+    with outputs:
+        outputs.write_json(a.json, {"rows": rows} | origin)

@@ -1,6 +1,8 @@
 """What all of this folder raises."""
 
+from runtime.schemas import FileError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(FileError):
     """A checkpoint that cannot be written, read or used; the message says which, why and what to
     do."""

@@ -5,21 +5,28 @@ released.py knows the layouts of released weights; convert.py at the root writes
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NotRequired
 
 import safetensors.torch
 import torch
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from checkpoints import on_disk, released, store
 from checkpoints.errors import CheckpointError
 from model import AOGPT, ModelConfig, Transformer
+from runtime.devices import out_of_memory
+from runtime.files import sha256_file
+from runtime.ranges import Count, NonNegative
+from runtime.schemas import FileError, FileName, from_values, read_json, schema, too_deep
 
-EXPORT_FORMAT = "aogpt-export-1"
+EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
@@ -82,20 +89,20 @@ def load(
     try:
         if found:
             config, tensors, origin = _trained(*found, weights)
+            model = make_model(config, tensors)
         else:
-            contents = read_file(file)
-            # A container of released weights (a dict with "model" in it) holds its own settings.
-            settings = {} if "model" in contents else _read_json(file.with_name("config.json"))
-            read = _exported if settings.get("format") == EXPORT_FORMAT else _released
-            config, tensors, origin = read(contents, settings, weights)
-        model = AOGPT(config)
-        copy_parameters(model, tensors)
-    except CheckpointError:
-        raise
+            model, origin = _from_file(file, weights)
+    except FileError as error:
+        raise CheckpointError(str(error)) from error
     except KeyError as error:
         raise CheckpointError(f"{file} is incomplete: it lacks {error}; {SUPPORTED}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever a file can hold that nobody has thought of
+        if out_of_memory(error):
+            raise
+        reason = on_disk.reason_of(error) if not isinstance(error, ValueError) else error
+        raise CheckpointError(f"{file} cannot be used: {reason}; {SUPPORTED}") from error
     if block_size is not None:
         model.set_block_size(block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
@@ -108,20 +115,33 @@ def load_model(
     return load(path, weights, device).model
 
 
-@torch.no_grad()
-def copy_parameters(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
-    """Copy named weights into the model in place. Raises ValueError if names or shapes differ."""
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != weights.keys():
-        odd = sorted(parameters.keys() ^ weights.keys())
+def make_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Transformer:
+    """The model of these weights, which are taken out of `weights` one by one. No memory is taken
+    before their names, shapes and dtypes are seen to fit. Raises ValueError where they do not, and
+    for weights that are not finite."""
+    shapes = released.parameter_shapes(config, len(weights))
+    if shapes.keys() != weights.keys():
+        odd = sorted(shapes.keys() ^ weights.keys())
         raise ValueError(
             f"the weights do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
         )
-    for name, p in parameters.items():
-        if p.shape != weights[name].shape:
-            found, expected = tuple(weights[name].shape), tuple(p.shape)
-            raise ValueError(f"{name} is {found} in the file, {expected} in the model")
-        p.copy_(weights[name])
+    for name, shape in shapes.items():
+        if (found := tuple(weights[name].shape)) != shape:
+            raise ValueError(f"{name} is {found} in the file, {shape} in the model")
+        released.check_tensor(name, weights[name])
+    with torch.device("meta"):
+        model = AOGPT(config)
+    for name in shapes:
+        # A copy, for the file may be mapped into memory, and change.
+        value = torch.empty(shapes[name]).copy_(weights.pop(name))
+        if not on_disk.is_finite(value):
+            raise ValueError(f"{name} holds numbers that are not finite")
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value))
+    if config.tied_head:
+        model.head.weight = model.wte.weight
+    model.make_angles(torch.device("cpu"))
+    return model
 
 
 # ---- what lies at a path -------------------------------------------------------------------------
@@ -184,11 +204,33 @@ def download(repo: str) -> Path:
     return local
 
 
+def _from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
+    """The model of a file of weights, and the other fields of Loaded."""
+    # Checksums are made beside the rest, which takes as long, and waited for at its end.
+    with ThreadPoolExecutor(1) as beside:
+        checks = [beside.submit(check_sum, file)]
+        contents = read_file(file)
+        # A container of released weights (a dict with "model" in it) holds its own settings.
+        settings = {} if "model" in contents else _settings(file.with_name("config.json"))
+        if str(settings.get("format")).startswith("aogpt-export-"):
+            config, tensors, origin = _exported(file, contents, settings, weights)
+            if "files" in settings:
+                checks.append(beside.submit(check_export, file, settings["files"]))
+        else:
+            config, tensors, origin = _released(contents, settings, weights)
+        model = make_model(config, tensors)
+        for check in checks:
+            check.result()
+    return model, origin
+
+
 def read_file(path: Path) -> dict:
     """What a PyTorch or safetensors file of released weights holds, without running code of it.
 
     Raises CheckpointError for whatever is not a dict, and for checkpoints of earlier versions."""
     try:
+        if not path.is_file():  # a FIFO would be waited for
+            raise ValueError("it is no regular file")
         with open(path, "rb") as file:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
@@ -218,15 +260,26 @@ def _why_unreadable(error: Exception) -> str:
     return f"truncated, or no file of weights ({type(error).__name__}: {first_sentence})"
 
 
-def _read_json(path: Path) -> dict:
-    """The object in a JSON file; an empty one if there is no such file."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} holds a {type(settings).__name__}, not an object")
-    return settings
+def check_sum(path: Path) -> None:
+    """Compare a file with the checksums that come with it, if any do: the name of its blob in
+    Hugging Face's cache, or those in a zip file, as torch.save writes it, of everything in it.
+
+    Raises CheckpointError where they differ."""
+    blob = path.resolve().name
+    if not path.is_file():
+        return  # which is said where it is read
+    if re.fullmatch("[0-9a-f]{64}", blob) and sha256_file(path) != blob:
+        raise CheckpointError(f"{path}: its sha256 is not its name in the cache: download it again")
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if name := archive.testzip():
+                raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
+
+
+def check_export(path: Path, sums: dict[str, str]) -> None:
+    """Compare a file of an export with those that its config.json lists."""
+    if sums.get(path.name) != sha256_file(path):
+        raise CheckpointError(f"{path} is damaged (checksum); copy the export again")
 
 
 # ---- their contents: (configuration, weights by name, the other fields of Loaded) ----------------
@@ -239,16 +292,57 @@ def _trained(path: Path, values: dict, weights: str) -> Contents:
     data = values["data"]
     origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
     origin |= {"step": values["step"], "weights": weights}
-    return ModelConfig(**values["model_config"]), tensors, origin
+    return from_values(values["model_config"], ModelConfig, str(path)), tensors, origin
 
 
-def _exported(tensors: dict, settings: dict, weights: str) -> Contents:
+@schema
+class Export(TypedDict):
+    """The contents of an export's config.json; those of the first format lack the checksums."""
+
+    format: Literal["aogpt-export-1", "aogpt-export-2"]
+    model: ModelConfig
+    step: NonNegative
+    weights: Literal["ema", "raw"]
+    tokenizer: str
+    vocab_size: Count
+    scored_from: Literal[0, 1]
+    system: str | None
+    files: NotRequired[dict[FileName, str]]
+    """sha256 by file."""
+    sha256: NotRequired[str]
+    """Of all other keys."""
+
+
+def _settings(path: Path) -> dict:
+    """The contents of the config.json beside weights; none if there is no such file."""
+    if not path.exists():
+        return {}
+    settings = read_json(path, dict[str, Any], "get it again")
+    if too_deep(settings):
+        raise CheckpointError(f"{path} is damaged: it is nested too deep; get it again")
+    return settings
+
+
+def _exported(file: Path, tensors: dict, settings: dict, weights: str) -> Contents:
+    place = file.with_name("config.json")
+    if "sha256" in settings or settings["format"] != "aogpt-export-1":
+        if settings.get("sha256") != on_disk.digest(settings):
+            raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
+        if "files" not in settings:
+            raise CheckpointError(f"{place} lacks files; copy the export again")
+    else:
+        print(
+            f"warning: {place} is of an earlier version and has no checksums: damage would go "
+            "unnoticed; convert its source again",
+            file=sys.stderr,
+        )
+    settings = from_values(settings, Export, str(place), "convert its source again")
     origin = {name: settings[name] for name in EXPORTED} | {"system": settings.get("system")}
     if weights == "raw" and origin["weights"] != "raw":
         raise ValueError(
             f"it holds the {origin['weights']} weights only; convert its source with --weights raw"
         )
-    return ModelConfig(**settings["model"]), tensors, origin
+    return settings["model"], tensors, origin
 
 
 def _released(contents: dict, settings: dict, weights: str) -> Contents:

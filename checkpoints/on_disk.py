@@ -18,18 +18,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Annotated, Any, NotRequired
 
 import safetensors
 import safetensors.torch
 import torch
+from annotated_types import Interval
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from checkpoints.errors import CheckpointError
+from data.loader import Split
 from runtime.files import sha256_file, sync_folder, write_text
+from runtime.ranges import Count, NonNegative, Ratio
+from runtime.schemas import FileError, FileName, damaged, from_json, read_bounded, schema
 
 FORMAT = "aogpt-checkpoint-3"
 OLD_FORMAT = (
@@ -38,12 +45,52 @@ OLD_FORMAT = (
     "then start a new run from the export with --train.init-from"
 )
 STATE = "state.json"
-# Of the values that are no tensors (training.state.plain_values). A checkpoint that lacks one of
-# these is refused, so a new key makes all older checkpoints unreadable. If that is meant, raise
-# FORMAT as well: then users read that the format has changed, rather than that a key is missing. If
-# it is not, leave the key out here and give it a default where it is read.
-KEYS = ("step", "model_config", "ema", "config", "data", "best", "skipped", "skipped_in_a_row")
+DTYPES = ("float16", "bfloat16", "float32", "float64")  # that weights and moments may have
+ADVICE = "use another checkpoint of the run"
 WRITE_ERRORS = (OSError, RuntimeError, safetensors.SafetensorError)  # of a disk that is full
+
+
+@schema
+class Average(TypedDict):
+    updates: NonNegative
+    decay: Ratio
+
+
+@schema
+class Best(TypedDict):
+    step: NonNegative
+    loss: Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
+
+
+@schema
+class Data(TypedDict):
+    """Of meta.json, what a model must know of the data it was trained on."""
+
+    tokenizer: str
+    vocab_size: Count
+    splits: NotRequired[dict[str, Split]]
+
+
+@schema
+class State(TypedDict):
+    """The contents of state.json.
+
+    A checkpoint that lacks one of these keys is refused, so a new one makes all older checkpoints
+    unreadable. If that is meant, raise FORMAT as well: then users read that the format has changed,
+    rather than that a key is missing. If it is not, declare it as NotRequired."""
+
+    step: NonNegative
+    model_config: dict[str, Any]
+    ema: Average
+    config: dict[str, Any]
+    data: Data
+    best: Best | None
+    skipped: NonNegative
+    skipped_in_a_row: NonNegative
+    tensors: dict[str, list[str | NonNegative]]
+    """[dtype, *shape] by name."""
+    parts: dict[FileName, str]
+    """sha256 by file."""
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -68,12 +115,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def complete(temporary: Path, path: Path, values: dict, tensors: dict[str, Tensor]) -> None:
     """Make a checkpoint of a folder in which all parts are written; `path` is to be its name.
 
-    values: what is no tensor: KEYS. tensors: only their dtypes and shapes are taken here."""
+    values: what is no tensor; see State. tensors: only their dtypes and shapes are taken here."""
     contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
-    contents["tensors"] = {
-        name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-        for name, tensor in tensors.items()
-    }
+    contents["tensors"] = {name: entry_of(tensor) for name, tensor in tensors.items()}
     contents["parts"] = {file.name: sha256_file(file) for file in parts(temporary)}
     contents["sha256"] = digest(contents)
     write_text(temporary / STATE, json.dumps(contents, indent=1) + "\n")
@@ -81,6 +125,17 @@ def complete(temporary: Path, path: Path, values: dict, tensors: dict[str, Tenso
     shutil.rmtree(path, ignore_errors=True)
     os.rename(temporary, path)
     sync_folder(path.parent)
+
+
+def entry_of(tensor: Tensor) -> list:
+    """What state.json says of a tensor: [dtype, *shape]."""
+    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+
+
+def is_finite(tensor: Tensor) -> Tensor | bool:
+    """Whether all numbers of a tensor are finite; in one pass, without another tensor of its
+    size."""
+    return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
 
 
 def parts(folder: Path) -> list[Path]:
@@ -96,7 +151,7 @@ def digest(contents: dict) -> str:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_values(path: Path, share: slice = slice(None)) -> dict:
+def read_values(path: Path, share: slice = slice(None)) -> State:
     """What a checkpoint holds besides its tensors, after a look at the checksums of its parts.
 
     share: which of the parts to check, where several processes divide them among themselves.
@@ -108,26 +163,39 @@ def read_values(path: Path, share: slice = slice(None)) -> dict:
             f"{path} lacks {STATE}: it is no checkpoint, or no longer a whole one"
         )
     try:
-        contents = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
-    if not isinstance(contents, dict) or contents.get("sha256") != digest(contents):
-        raise CheckpointError(f"{path / STATE} is damaged (checksum)")
-    if contents.get("format") != FORMAT:
-        found = contents.get("format")
-        raise CheckpointError(f"{path} is of format {found}; this train.py reads {FORMAT}")
-    if missing := [key for key in KEYS if key not in contents]:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}")
+        contents = _read_state(path)
+        for name, expected in list(contents["parts"].items())[share]:
+            if sha256_file(path / name) != expected:
+                raise CheckpointError(f"{path} is damaged (checksum of {name})")
+    except (FileError, OSError) as error:
+        raise CheckpointError(str(error)) from error
+    return contents
 
-    # A file too many would be read as well, so names are compared in both directions.
-    found = {file.name for file in parts(path)}
-    if odd := sorted(found ^ contents["parts"].keys()):
-        raise CheckpointError(
-            f"{path} is damaged: {odd[0]} is {'not its own' if odd[0] in found else 'missing'}"
-        )
-    for name, expected in list(contents["parts"].items())[share]:
-        if sha256_file(path / name) != expected:
-            raise CheckpointError(f"{path} is damaged (checksum of {name})")
+
+def _read_state(path: Path) -> State:
+    """The contents of state.json, of the right types, about the parts that are there."""
+    with damaged(path / STATE, ADVICE):
+        text = read_bounded(path / STATE)
+        contents = json.loads(text)
+        if contents.get("sha256") != digest(contents):
+            raise CheckpointError(f"{path / STATE} is damaged (checksum); {ADVICE}")
+        if (found := contents.get("format")) != FORMAT:
+            raise CheckpointError(f"{path} is of format {found}; this train.py reads {FORMAT}")
+        contents = from_json(text, State, str(path / STATE), ADVICE)
+
+        # A file too many would be read as well, so names are compared in both directions.
+        found = {file.name for file in parts(path)}
+        if odd := sorted(found ^ contents["parts"].keys()):
+            raise CheckpointError(
+                f"{path} is damaged: {odd[0]} is {'not its own' if odd[0] in found else 'missing'}"
+            )
+        claimed = 0  # bytes: before memory is taken for tensors, they must be there
+        for name, (dtype, *shape) in contents["tensors"].items():
+            if dtype not in DTYPES or not all(isinstance(size, int) for size in shape):
+                raise CheckpointError(f"{path}: {name} is {dtype} {shape}: no tensor of numbers")
+            claimed += math.prod(shape) * getattr(torch, dtype).itemsize
+        if claimed > sum(file.stat().st_size for file in parts(path)):
+            raise CheckpointError(f"{path} is damaged: its files are smaller than its tensors")
     return contents
 
 
@@ -137,18 +205,16 @@ def read_tensors(path: Path, values: dict, targets: dict[str, Tensor]) -> None:
     A process alone fills whole tensors; one of several, whose tensors are cut among all (DTensor),
     reads its own part of each. No process waits for another one.
 
-    Raises CheckpointError if a name is missing, a shape differs, or a file cannot be read."""
+    Raises CheckpointError if a name is missing, a shape or dtype differs, or a file is not read."""
     # Imported here because it takes a second, which no script should wait for before it needs it.
     import torch.distributed.checkpoint as dcp
 
     for name, tensor in targets.items():
         if name not in values["tensors"]:
             raise CheckpointError(f"{path} lacks {name}")
-        _, *shape = values["tensors"][name]
-        if shape != list(tensor.shape):
-            raise CheckpointError(
-                f"{name} is {tuple(shape)} in {path}, {tuple(tensor.shape)} in the model"
-            )
+        if values["tensors"][name] != (entry := entry_of(tensor)):
+            found = values["tensors"][name]
+            raise CheckpointError(f"{name} is {found} in {path}, {entry} in the model")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")  # it works alone

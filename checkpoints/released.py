@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoints.on_disk import DTYPES
 from model import AOGPT, ModelConfig
 
 
@@ -279,8 +280,7 @@ LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2, "RADD": _
 def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str, Tensor]:
     """The tensors under our names. ValueError unless they are exactly the parameters of a model of
     this shape."""
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in AOGPT(config).named_parameters()}
+    shapes = parameter_shapes(config, len(state))
     missing = [theirs for theirs, ours in names.items() if ours in shapes and theirs not in state]
     unknown = [theirs for theirs in state if names.get(theirs) not in shapes]
     problems = [f"it lacks {_list(missing)}"] if missing else []
@@ -294,9 +294,29 @@ def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str
                 f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not "
                 f"{expected} as it should be"
             )
-        if not tensor.is_floating_point():
-            raise ValueError(f"{theirs} holds {tensor.dtype}, not floating-point numbers")
+        check_tensor(theirs, tensor)
     return {names[theirs]: tensor for theirs, tensor in state.items()}
+
+
+def parameter_shapes(config: ModelConfig, tensors: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, by name, without memory for them. tensors: how many there
+    are of its weights. Raises ValueError where that is less than one for each layer."""
+    if config.n_layer > tensors:
+        raise ValueError(f"there are {tensors} tensors for a model of {config.n_layer} layers")
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in AOGPT(config).named_parameters()}
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that is not what weights are: real numbers, one after the other
+    (a sparse one, or a view that repeats what the file holds once, can be of any size)."""
+    plain = tensor.layout == torch.strided and str(tensor.dtype).removeprefix("torch.") in DTYPES
+    if not plain or tensor.is_meta:
+        raise ValueError(
+            f"{name} holds {tensor.dtype} ({tensor.layout}), not plain floating-point numbers"
+        )
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, more than the file holds")
 
 
 def _without_prefixes(state: dict) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int)
     """Write a checkpoint, by this process alone.
 
     Args:
-        values: what is no tensor; see on_disk.KEYS.
+        values: what is no tensor; see on_disk.State.
         keep: how many of the newest to keep, besides the best one.
 
     Raises CheckpointError if it cannot be written; those before it stay as they were."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from data.loader import check_file, load_meta
 from runtime.files import sync_folder
 
+SPLITS = ("train", "val", "test")
+
 
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     """Whether `target` holds the dataset that `meta` describes.
@@ -28,7 +30,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     names = {path.name for path in target.iterdir()}
     if not names:
         return False
-    strangers = sorted(name for name in names if name != "meta.json" and not name.endswith(".bin"))
+    strangers = sorted(names - {"meta.json", *(f"{split}.bin" for split in SPLITS)})
     if strangers or "meta.json" not in names:
         raise ValueError(
             f"{target} is not empty and holds more or other things than a prepared dataset "
@@ -76,13 +78,18 @@ def _beside(target: Path, kind: str) -> Path:
 
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, removed at the end unless it was moved."""
+    """A new folder beside `target`, removed at the end unless it was moved, and with it the folders
+    that were made for it."""
     partial = _beside(target, "partial")
+    made = [folder for folder in partial.parents if not folder.exists()]  # innermost first
     partial.mkdir(parents=True)
     try:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of one that is not empty, least of all by the dataset
+            for folder in made:
+                folder.rmdir()
 
 
 def move_into_place(partial: Path, target: Path) -> None:

@@ -16,6 +16,9 @@ from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where `data` is a package
+    from runtime.startup import begin
+
+    begin()
 
 import tyro
 from annotated_types import Interval
@@ -23,11 +26,12 @@ from annotated_types import Interval
 from data.sources import TEXT_FILES, LocalFiles
 from data.tokenizers import GPT2_WORDS
 from runtime.command_line import run_script
+from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import LARGEST, check_values
 
 
-@dataclass(frozen=True)
-class Learn:
+@dataclass(frozen=True, kw_only=True)
+class Learn(OutputOptions):
     """What to learn from, and where to."""
 
     source: tyro.conf.Positional[tuple[Path, ...]]
@@ -45,6 +49,7 @@ def learn(args: Learn) -> None:
     except ImportError as error:
         raise ValueError("this needs the package tokenizers: pip install tokenizers") from error
     check_values(args)
+    outputs = Outputs({"--out": args.out}, args.source, args.overwrite)
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # a printable character for every byte
     tokenizer = Tokenizer(models.BPE())
@@ -64,7 +69,8 @@ def learn(args: Learn) -> None:
         base64.b64encode(bytes(byte_of[c] for c in token)) + b" %d\n" % i
         for i, (token, _) in enumerate(ranks)
     ]
-    args.out.write_bytes(b"".join(lines))
+    with outputs:
+        outputs.write(args.out, b"".join(lines))
 
 
 def byte_of_character() -> dict[str, int]:

@@ -11,24 +11,81 @@ Shapes: B sequences, T block_size.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 import numpy as np
+from annotated_types import Interval
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.catalogue import DATASETS
+from data.tokenizers import TOKENIZERS
 from runtime import randomness
-from runtime.files import json_object, sha256_file
+from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
+from runtime.ranges import Count, NonNegative
+from runtime.schemas import FileName, read_json, schema
 
 # torch makes the tensors at the end, nothing else: prepare.py does without, and starts in a moment
 if TYPE_CHECKING:
     import torch
 
 FORMAT = 2  # the newest that is read; of records, where text has 1
+Dtype = Literal["uint16", "uint32"]
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LENGTHS = 8  # that a batch can be cut to: torch.compile makes code for each of them
+CHUNK_BYTES = 4 << 20  # of a token file that is checked
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
+
+
+# ---- meta.json -----------------------------------------------------------------------------------
+
+
+@schema
+class Format(TypedDict):
+    format: NonNegative
+
+
+@schema
+class RolesFile(TypedDict):
+    """The roles of the tokens of records, a byte each (data/records.py)."""
+
+    file: FileName
+    sha256: str
+
+
+@schema
+class Split(TypedDict):
+    """A token file."""
+
+    file: FileName
+    tokens: Annotated[int, Interval(ge=0, lt=2**63)]
+    sha256: str
+    roles: NotRequired[RolesFile]
+
+
+@schema
+class Meta(Format):
+    """The contents of meta.json, as prepare.py writes them; folders of earlier versions lack some
+    keys."""
+
+    tokenizer: str
+    vocab_size: Count
+    eot: NonNegative
+    dtype: Dtype
+    splits: dict[str, Split]
+    protocol: NotRequired[str]
+    packing: NotRequired[str]
+    block_size: NotRequired[Count | None]
+    split: NotRequired[str | None]
+    notes: NotRequired[list[str]]
+    source: NotRequired[list[dict[str, Any]]]
+    settings: NotRequired[dict[str, Any]]
 
 
 def dtype_name(vocab_size: int) -> str:
@@ -101,7 +158,7 @@ def evaluation_split(meta: dict) -> str:
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
 
 
-def load_meta(folder) -> dict:
+def load_meta(folder) -> Meta:
     """The contents of `folder`/meta.json.
 
     Raises FileNotFoundError where the folder or the file is missing, ValueError where the file is
@@ -115,39 +172,25 @@ def load_meta(folder) -> dict:
             f"{folder}{f' {lack}' if folder.is_dir() else ': no such dataset folder'}; "
             "make one with: python data/prepare.py NAME --out DIR"
         )
-    try:
-        meta = json_object(path.read_text(encoding="utf-8"), "meta.json")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
-    version = meta.get("format")
-    if isinstance(version, int) and version > FORMAT:
+    advice = "prepare the dataset again"
+    if (version := read_json(path, Format, advice)["format"]) > FORMAT:
         raise ValueError(
             f"{path} has format {version}, this code reads up to {FORMAT}: update the code, "
-            "or prepare the dataset again"
+            f"or {advice}"
         )
-    if wrong := _what_is_wrong(meta):
+    meta = read_json(path, Meta, advice)
+    tokenizer = TOKENIZERS.get(meta["tokenizer"])
+    if tokenizer and meta["vocab_size"] != tokenizer.vocab_size:
         raise ValueError(
-            f"{path} was not written by data/prepare.py ({wrong}); prepare the dataset again"
+            f"{path}: vocab_size is {meta['vocab_size']}, but the {tokenizer.name} tokenizer has "
+            f"{tokenizer.vocab_size} ids; {advice}"
         )
     return meta
 
 
-def _what_is_wrong(meta: dict) -> str | None:
-    needed = ("format", "tokenizer", "vocab_size", "eot", "dtype", "splits")
-    if missing := [key for key in needed if key not in meta]:
-        return f"it lacks {', '.join(missing)}"
-    if meta["dtype"] not in DTYPES:
-        return f"unknown dtype {meta['dtype']!r}, it should be one of {', '.join(DTYPES)}"
-    entries = meta["splits"].values() if isinstance(meta["splits"], dict) else [None]
-    for entry in entries:
-        if not isinstance(entry, dict) or not {"file", "tokens", "sha256"} <= entry.keys():
-            return "every split needs file, tokens and sha256"
-    return None
-
-
 def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
-    """Path of a split's token file, after comparing its size (and, with `verify`, its sha256) with
-    `meta`.
+    """Path of a split's token file, after comparing its size and contents with `meta`; the contents
+    only once, unless with `verify`, for as long as this machine sees that the file has not changed.
 
     Raises FileNotFoundError or ValueError that say what does not fit.
     """
@@ -166,16 +209,43 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
             f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
             f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again"
         )
-    if verify:
-        check_sum(path, entry["sha256"])
+    facts = entry["sha256"], meta["dtype"], meta["vocab_size"]
+    check_once(path, facts, verify, lambda: check_contents(path, meta, entry))
     if "roles" in entry:
         check_roles(path.with_name(entry["roles"]["file"]), entry, verify)
     return path
 
 
-def check_sum(path: Path, sha256: str) -> None:
+def check_once(path: Path, facts: tuple, verify: bool, check: Callable[[], None]) -> None:
+    """Check the contents of a file, with `verify` or where this machine has not done so since it
+    was changed. facts: what it is compared with."""
+    mark = mark_of(path, facts)
+    if verify or not mark.exists():
+        check()
+        with contextlib.suppress(OSError):  # then they are checked again the next time
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+
+def check_contents(path: Path, meta: dict, entry: dict) -> None:
+    """Raise ValueError for a token file that is not the one of its checksum, or has ids that its
+    tokenizer does not, which a model would look up beyond the end of its table."""
+    digest, largest, dtype = hashlib.sha256(), -1, DTYPES[meta["dtype"]]
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+    check_sum(path, digest.hexdigest(), entry["sha256"])
+    if largest >= meta["vocab_size"]:
+        raise ValueError(
+            f"{path} holds the id {largest}, but the {meta['tokenizer']} tokenizer has "
+            f"{meta['vocab_size']} ids; prepare the dataset again"
+        )
+
+
+def check_sum(path: Path, found: str, sha256: str) -> None:
     """Raise ValueError where a file has another checksum."""
-    if (found := sha256_file(path)) != sha256:
+    if found != sha256:
         raise ValueError(
             f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
             f"{sha256[:12]}...): the file is damaged; copy it or prepare it again"
@@ -189,8 +259,18 @@ def check_roles(path: Path, entry: dict, verify: bool) -> None:
             f"{path} is missing or has not one byte for each of {entry['tokens']:,} tokens: copy "
             "it or prepare the dataset again"
         )
-    if verify:
-        check_sum(path, entry["roles"]["sha256"])
+    sha256 = entry["roles"]["sha256"]
+    check_once(path, (sha256,), verify, lambda: check_sum(path, sha256_file(path), sha256))
+
+
+def mark_of(path: Path, facts: tuple) -> Path:
+    """An empty file that tells that this machine has compared a file, as it is now, with these
+    facts."""
+    cache = Path(os.environ.get("AOGPT_CACHE") or Path("~/.cache/aogpt").expanduser())
+    now = path.stat()
+    state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+    known = (socket.gethostname(), *state, *facts)
+    return cache / "checked_tokens" / hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
@@ -215,9 +295,10 @@ class TokenDataset:
     Attributes: `meta` (dict, the folder's meta.json); `tokens` (np.memmap, all ids of the split);
     `num_blocks`.
 
-    `verify` compares the file's sha256 as well as its size. Raises FileNotFoundError or ValueError
-    for a missing, damaged or newer dataset, for a split with fewer tokens than one block, and for
-    another block size than the one that the folder was packed for (protocol sedd).
+    `verify` compares the file's sha256 even if that has been done before. Raises FileNotFoundError
+    or ValueError for a missing, damaged or newer dataset, for a split with fewer tokens than one
+    block, and for another block size than the one that the folder was packed for (protocol
+    sedd).
     """
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):

@@ -16,22 +16,22 @@ moved there when it is complete. The result depends on the source, the options a
 the number of workers.
 """
 
-import signal
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Until main() begins there is nothing to clean up: an interrupt of the imports just ends us,
-    # while Python would show where they were.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # A script's sys.path begins with its own folder: let it begin with the project's, where `data`
     # is a package.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from runtime.startup import begin
+
+    begin()
 
 import collections
 import contextlib
 import os
 import platform
+import signal
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -44,7 +44,7 @@ from data import packing
 from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, GeneratedText, TaskData
 from data.detokenisers import DETOKENISERS
 from data.encoding import Encode, encode_all, encode_batch, encode_records
-from data.folder import clear_leftovers, is_finished, move_into_place, staging
+from data.folder import SPLITS, clear_leftovers, is_finished, move_into_place, staging
 from data.loader import DTYPES, dtype_name
 from data.packing import SplitFile
 from data.sources import Corpus
@@ -374,7 +374,7 @@ def write_splits(
                     files[split] = SplitFile(path, DTYPES[meta["dtype"]], block_size)
                 files[split].write(*tokens)
             _update(bar, corpora, sum(file.tokens for file in files.values()))
-    return {split: files[split].close() for split in ("train", "val", "test") if split in files}
+    return {split: files[split].close() for split in SPLITS if split in files}
 
 
 def _progress_bar(unit: str):

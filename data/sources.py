@@ -15,6 +15,7 @@ import functools
 import gzip
 import io
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,8 @@ PIECE_BYTES = 1 << 20
 # where GPT-2 cuts it.
 MAX_WORD_BYTES = 64 << 20
 COMPRESSIONS = (".gz", ".xz")
+COMPRESSED_BYTES = 1 << 16
+XZ_MEMORY = 256 << 20  # a file can ask for up to 4 GB; what xz -9 writes needs 65 MB
 
 Piece = tuple[str, bool]
 # (stream, its name for messages, the field of a row that holds the text) -> pieces
@@ -159,7 +162,7 @@ def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(raw, unpacked) streams of a file; errors of the compression are ValueErrors that name it."""
-    decompress = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
+    decompress = {".gz": gzip.open, ".xz": open_xz}.get(path.suffix.lower())
     try:
         with open(path, "rb") as raw:
             if decompress is None:
@@ -173,6 +176,42 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         ) from error
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
+
+
+class XzStreams(io.RawIOBase):
+    """The contents of an .xz file. Python's own reader takes a damaged second stream for rubbish
+    after the end, and leaves it out without a word."""
+
+    def __init__(self, raw: BinaryIO):
+        self._raw, self._decoder, self._compressed = raw, None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while True:
+            if not self._compressed and (self._decoder is None or self._decoder.needs_input):
+                self._compressed = self._raw.read(COMPRESSED_BYTES)
+                if not self._compressed:
+                    if self._decoder is None:
+                        return 0
+                    raise EOFError
+            if self._decoder is None:
+                self._compressed = self._compressed.lstrip(b"\0")  # may lie between streams
+                if not self._compressed:
+                    continue
+                self._decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+            data = self._decoder.decompress(self._compressed, max_length=len(buffer))
+            self._compressed = b""
+            if self._decoder.eof:
+                self._compressed, self._decoder = self._decoder.unused_data, None
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+
+def open_xz(raw: BinaryIO) -> BinaryIO:
+    return io.BufferedReader(XzStreams(raw))
 
 
 # ---- readers of files ----------------------------------------------------------------------------
@@ -193,8 +232,9 @@ def read_whole(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
     held, offset = "", 0
     while chunk := stream.read(PIECE_BYTES):
         offset += len(chunk)
+        seen = len(held)  # where there is no place to cut
         held += _decoded(decoder, chunk, name, offset)
-        if cut := safe_cut(held):
+        if cut := safe_cut(held, after=seen - 1):
             yield held[:cut], False
             held = held[cut:]
         elif len(held) > MAX_WORD_BYTES:
@@ -220,9 +260,9 @@ def _decoded(decoder, chunk: bytes, name: str, offset: int, final: bool = False)
         ) from error
 
 
-def safe_cut(text: str, before: int | None = None) -> int:
-    """The last place (at most `before`) where GPT-2's ids of both sides are those of the whole; 0
-    where there is none.
+def safe_cut(text: str, before: int | None = None, after: int = 0) -> int:
+    """The last place (at most `before`, above `after`) where GPT-2's ids of both sides are those of
+    the whole; 0 where there is none.
 
     It is between a character that is no white space and a newline (or else a carriage return, or a
     space). GPT-2 splits text into words first, and no word goes on from a character that is no
@@ -230,12 +270,11 @@ def safe_cut(text: str, before: int | None = None) -> int:
     part, which ends in none, is split the same.
     """
     end = len(text) if before is None else min(before + 1, len(text))
+    start = max(after, 0)
+    backwards = text[start:end][::-1]  # in which the last place is the first that is found
     for space in "\n\r ":
-        place = text.rfind(space, 0, end)
-        while place > 0:
-            if not text[place - 1].isspace():
-                return place
-            place = text.rfind(space, 0, place)
+        if found := re.search(rf"{space}(?=\S)", backwards):
+            return end - 1 - found.start()
     return 0
 
 
@@ -266,8 +305,10 @@ def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
 def read_jsonl_rows(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
     """The place and the values of every row of JSON. Holds one line at a time, unlike
     `runtime.files.read_lines`: the file may be far larger than memory."""
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(iter(lambda: stream.readline(MAX_WORD_BYTES), b""), 1):
         place = f"{name} line {number}"
+        if len(line) == MAX_WORD_BYTES:
+            raise ValueError(f"{place}: the line is longer than {MAX_WORD_BYTES >> 20} MB")
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
 from evaluation.likelihood import ScoringTask
+from runtime.ranges import Positive
+from runtime.schemas import from_values, read_toml
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "published.toml"
 SCALES = {(12, 768): "small", (24, 1024): "medium"}  # by (layers, width)
+
+
+Figures = dict[str, dict[str, list[Positive]]]
+"""By orders and model, one for each data set."""
+
+
+class Published(TypedDict):
+    datasets: list[str]
+    splits: dict[str, str]
+    small: Figures
+    medium: Figures
 
 
 def published_perplexity(task: ScoringTask, size: int, weights: str) -> float | None:
@@ -18,7 +32,7 @@ def published_perplexity(task: ScoringTask, size: int, weights: str) -> float | 
     The layout and size of the weights tell which model it is: nobody has listed the checksums of
     the released ones. weights: as --weights asked; the published figures are of averaged ones."""
     loaded, eval_set = task.loaded, task.eval_set
-    table = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
+    table = from_values(read_toml(PUBLISHED), Published, str(PUBLISHED))
     meta = eval_set.dataset.meta
     data = meta.get("settings", {}).get("dataset")
     same_model = loaded.system and weights == "ema"

@@ -41,6 +41,7 @@ def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
     if file.exists() and (kept := json.loads(file.read_text()))["command"] == command:
         return kept["figures"]
     report = file.with_suffix(".report.json")
+    report.unlink(missing_ok=True)  # of a measure that was cut off
     done = run_alone(*command, "--json", str(report))
     if done.returncode:
         raise ValueError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")

@@ -78,7 +78,7 @@ class Experiment:
         """The configuration of one run. A fixed order is another one for every seed."""
         changes = arm.changes | {"order.seed": seed} | (QUICK if quick else {})
         start = changes.get("train.init_from")
-        if start in self.runs[recipe]:
+        if start in self.others(recipe):
             changes["train.init_from"] = str(self.other_run(recipe, start, quick).run_folder)
         out = OUT / ("quick" if quick else "") / (self.models or self.name) / recipe
         return config_of(self.base, replace(arm, changes=changes), seed, tuned, out)
@@ -99,9 +99,12 @@ class Experiment:
                 found[name] = config_of(base, arm, 0, {}, OUT / "at_scale" / self.name / recipe)
         return found
 
+    def others(self, recipe: str) -> dict[str, Arm]:
+        return self.runs.get(recipe, {})
+
     def other_run(self, recipe: str, name: str, quick: bool = False) -> Config:
         """That of one of `runs`."""
-        arm = self.runs[recipe][name]
+        arm = self.others(recipe)[name]
         return self.config(recipe, arm, OTHER_SEED, middle_of(arm), quick)
 
     def pilot(self, recipe: str, arm: Arm, tuned: dict) -> Config:
@@ -173,7 +176,7 @@ Found = dict[str, dict[str, dict]]
 def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
     """Of all arms, those to tune with among them, and of `runs`."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    others = sum(len(experiment.runs[recipe]) for recipe in recipes)
+    others = sum(len(experiment.others(recipe)) for recipe in recipes)
     return others + sum(len(pilots_of(arm, quick)) + seeds for arm in arms)
 
 
@@ -207,7 +210,7 @@ def train(
     found: Found = {recipe: {} for recipe in recipes}
     with ThreadPoolExecutor(jobs) as pool:
         others = [
-            experiment.other_run(r, name, quick) for r in recipes for name in experiment.runs[r]
+            experiment.other_run(r, name, quick) for r in recipes for name in experiment.others(r)
         ]
         list(pool.map(run, others))
         pilots = [
@@ -263,7 +266,7 @@ def benchmark(experiment: Experiment, quick: bool) -> Found:
 def measured(experiment: Experiment, recipe: str, arm: Arm, config: Config, quick: bool) -> Figures:
     """What the experiment's measures say of a run."""
     folders = {
-        n: experiment.other_run(recipe, n, quick).run_folder for n in experiment.runs[recipe]
+        n: experiment.other_run(recipe, n, quick).run_folder for n in experiment.others(recipe)
     }
     figures: Figures = {}
     for number, measure in enumerate(experiment.measures):

@@ -4,6 +4,7 @@ what to do."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Literal
 
 from runtime.devices import out_of_memory
 from runtime.ranges import Count, Seed
+from runtime.startup import end_at_once, interruptible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +34,13 @@ class ModelOptions:
 
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. A ValueError, an OSError or too little memory is the user's to
-    mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it)."""
+    mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it). An interrupt
+    ends in one line and status 130."""
+    interruptible()
     try:
         status = main() or 0
     except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop_printing()
         status = 141
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         full = out_of_memory(error)
@@ -53,7 +57,17 @@ def run_script(main: Callable[[], int | None]) -> None:
         print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, end_at_once)  # another one
+        print("\ninterrupted", file=sys.stderr)
         status = 130
-    sys.stdout.flush()
+    signal.signal(signal.SIGINT, end_at_once)
+    try:
+        sys.stdout.flush()
+    except OSError:  # BrokenPipeError, as above, or a full disk
+        _stop_printing()
+        status = status or 141
     sys.exit(status)
+
+
+def _stop_printing() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

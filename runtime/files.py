@@ -3,22 +3,35 @@ is wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import secrets
+import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runtime.schemas import MAX_DEPTH, too_deep
+
+LINE_BYTES = 64 << 20  # of rows of JSON and prompts
+
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace."""
+    leave no trace. A file that is replaced leaves its permissions to the new one, and a link goes
+    on to lead to it."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_beside(path)
+    file = open(temporary, "xb")
     try:
-        with open(temporary, "wb") as file:
+        with file:
+            if path.exists():
+                os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -27,6 +40,33 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that no other file of the folder has, and that tells what it was to become."""
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Write a file whose name a user gave. Devices, FIFOs, what this process prints to, and files
+    of several names are written to, as the shell would do; others are replaced at once."""
+    found = path.stat() if path.exists() else None
+    own = found and own_output(found)
+    if found is None or stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not own:
+        write_atomically(path, lambda file: file.write(data))
+        return
+    sys.stdout.flush()
+    with open(os.dup(own) if own else path, "wb") as file:
+        file.write(data)
+
+
+def own_output(found: os.stat_result) -> int | None:
+    """The number of standard output or standard error, if a file is what it goes to."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # it may be closed
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
 
 
 def sync_folder(folder: Path) -> None:
@@ -41,6 +81,8 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hexadecimal digits."""
+    if not path.is_file():  # a FIFO would be waited for
+        raise FileNotFoundError(f"{path} is no regular file")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -78,21 +120,21 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N".
 
     option: with which the user names the file. Raises ValueError where there is no such file or
-    where a line is not UTF-8."""
+    where a line is not UTF-8 or longer than anybody writes."""
     if not path.is_file():
         raise ValueError(f"{option} {path}: there is no such file")
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path} line {line}: this is not UTF-8; save the file as UTF-8"
-        ) from error
-    # str.splitlines would also cut at what JSON strings may hold
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{path} line {number}", line.removesuffix("\r")
+    with open(path, "rb") as file:
+        # Lines of bytes: those of text would also be cut at what JSON strings may hold.
+        for number, data in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
+            place = f"{path} line {number}"
+            if len(data) > LINE_BYTES:
+                raise ValueError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
+            try:
+                line = data.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+            if line.strip():
+                yield place, line.removesuffix("\n").removesuffix("\r")
 
 
 def json_object(line: str, place: str) -> dict:
@@ -103,17 +145,6 @@ def json_object(line: str, place: str) -> dict:
         raise ValueError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
+    if line.count("[") + line.count("{") > MAX_DEPTH and too_deep(row):
+        raise ValueError(f"{place}: brackets are nested too deep")
     return row
-
-
-# ---- where results go ----------------------------------------------------------------------------
-
-
-def check_output(path: Path | None, option: str) -> None:
-    """Raise ValueError before the work begins if a result file could not be written after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option} {path} is a folder; name a file")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")

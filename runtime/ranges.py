@@ -8,7 +8,8 @@
         def __post_init__(self):
             check_values(self)  # "--num-samples is 0; give a number at least 1 and at most 2**31"
 
-The bounds are those of the package annotated_types, which pydantic and hypothesis understand, too.
+The bounds are those of the package annotated_types, which pydantic and hypothesis understand, too:
+schemas.py reads files by the same types.
 """
 
 from __future__ import annotations
@@ -33,6 +34,21 @@ Ratio = Probability  # the same numbers, where nothing is left to chance
 Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a share to drop
+
+# What values of a type are called, and the types of these values: a bool is an int to isinstance.
+KINDS = {
+    int: ("an integer", int),
+    float: ("a number", int | float),
+    bool: ("true or false", bool),
+    str: ("a string", str),
+}
+
+
+class Table:
+    """Base of dataclasses that are tables of a file: what schemas.py makes them of has no key that
+    they do not declare."""
+
+    __pydantic_config__ = {"extra": "forbid"}
 
 
 def flag(name: str) -> str:
@@ -59,13 +75,17 @@ def _declared(table: type) -> dict[str, Any]:
 def check_value(value: Any, hint: Any, name: str) -> None:
     """Raise ValueError if the value is outside of the Literals and bounds that a type declares."""
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is int and not isinstance(value, int):  # from Python: the command line has checked it
-        raise ValueError(f"{name} is {value!r}; give a whole number")
-    if origin in (Union, types.UnionType):  # X | None
+    if hint in KINDS:
+        kind, allowed = KINDS[hint]
+        if not isinstance(value, allowed) or isinstance(value, bool) and hint is not bool:
+            raise ValueError(f"{name} is {value!r}, but it must be {kind}")
+    elif origin in (Union, types.UnionType):  # X | None
         if value is not None:
             for option in (option for option in arguments if option is not type(None)):
                 check_value(value, option, name)
     elif origin is tuple:  # tuple[X, ...]
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} is {value!r}, but it must be a list")
         for item in value:
             check_value(item, arguments[0], name)
     elif origin is Literal:

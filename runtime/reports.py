@@ -50,6 +50,7 @@ def provenance(
         more: whatever else, such as the checkpoint.
     """
     settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings.pop("overwrite", None)  # nothing depends on it
     origin = {
         "command": command(),
         "settings": settings,

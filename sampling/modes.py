@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from model import ModelConfig, Transformer
+from runtime.devices import available_memory
 from runtime.processes import Processes
 from runtime.ranges import LARGEST, Count, Probability, check_values, flag
 from sampling.engine import Generation, generate
@@ -51,6 +52,7 @@ MODE_OPTIONS = {
     "order": ("random", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
+PLAN_BYTES = 40  # of a token of a sample: its id, its place in the plan, its random number
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
@@ -241,6 +243,13 @@ def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -
 
     options: with the mode's defaults.
     """
+    numbers = options.num_samples * len(contexts) * max(map(len, contexts))
+    memory = available_memory(torch.device("cpu"))
+    if memory is not None and numbers * PLAN_BYTES > memory:
+        raise ValueError(
+            f"{options.num_samples:,} samples for each of {len(contexts):,} prompts need "
+            f"{numbers * PLAN_BYTES / 2**30:,.0f} GiB of memory; ask for fewer at once"
+        )
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.tensor([token or 0 for token in context]) for context in contexts]
     given = [torch.tensor([token is not None for token in context]) for context in contexts]

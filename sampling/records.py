@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from data.tokenizers import Tokenizer
-from runtime.files import write_jsonl
 from sampling.engine import Generation
 
 
@@ -55,6 +53,6 @@ def generation_cost(samples: Generation, seconds: float) -> dict:
     }
 
 
-def write_records(path: Path, records: list[dict], cost: dict, settings: dict) -> None:
-    """One line a sample, each with the cost of all and with the settings that made it."""
-    write_jsonl(path, (record | cost | {"settings": settings} for record in records))
+def with_settings(records: list[dict], cost: dict, settings: dict) -> list[dict]:
+    """Each with the cost of all and with the settings that made it, as it is written."""
+    return [record | cost | {"settings": settings} for record in records]

@@ -343,7 +343,7 @@ def test_growth_with_length_is_measured_and_reported(tmp_path, capsys):
     assert "| encoder" in printed and files["plot"].read_bytes().startswith(b"\x89PNG")
     assert of_bench(result)["ours"]["repeats"][1]["seconds_32"][0] == long
     with pytest.raises(ValueError, match="fewer than two"):
-        lengths_bench.bench_lengths(dataclasses.replace(options, lengths=(32, 32)))
+        lengths_bench.bench_lengths(lengths_bench.LengthsOptions(lengths=(32, 32)))
 
 
 def test_memory_of_decoding_is_that_of_processes_of_their_own(tmp_path, capsys):
@@ -362,7 +362,7 @@ def test_memory_of_decoding_is_that_of_processes_of_their_own(tmp_path, capsys):
     figures = of_bench(result)["rotary_2"]["repeats"][0]
     assert figures["peak_4096"][0] == long["peak_bytes"] / 2**20
     with pytest.raises(ValueError, match="two lengths"):
-        memory_bench.bench_memory(dataclasses.replace(options, lengths=(64,)))
+        memory_bench.bench_memory(memory_bench.MemoryOptions(lengths=(64,)))
 
 
 @pytest.mark.parametrize(

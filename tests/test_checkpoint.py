@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import zipfile
 
 import pytest
@@ -180,25 +181,47 @@ def truncate(path, share):
     os.truncate(path, int(path.stat().st_size * share))
 
 
-def change_state(path, **changes):
+def change_state(path, without=None, **changes):
     """Another state.json with a checksum that fits."""
     contents = json.loads((path / "state.json").read_text()) | changes
+    contents.pop(without, None)
     contents["sha256"] = on_disk.digest(contents)
     (path / "state.json").write_text(json.dumps(contents))
 
 
 DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
     "no part": (lambda p: (p / "part.safetensors").unlink(), "part.safetensors is missing"),
-    "empty part": (lambda p: truncate(p / "part.safetensors", 0), "checksum of part"),
+    "empty part": (lambda p: truncate(p / "part.safetensors", 0), "smaller than its tensors"),
     "cut part": (lambda p: truncate(p / "part.safetensors", 0.999), "checksum of part"),
     "a part too many": (lambda p: (p / "x.safetensors").touch(), "x.safetensors is not its own"),
     "flipped byte": (lambda p: flip_byte(p / "part.safetensors", 5000), "checksum of part"),
     "no state": (lambda p: (p / "state.json").unlink(), "lacks state.json"),
-    "empty state": (lambda p: truncate(p / "state.json", 0), "state.json cannot be read"),
-    "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json cannot be read"),
+    "empty state": (lambda p: truncate(p / "state.json", 0), "state.json is damaged"),
+    "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json is damaged"),
     "other state": (lambda p: (p / "state.json").write_text("[1]"), "state.json is damaged"),
     "incomplete": (lambda p: change_state(p, format=on_disk.FORMAT, parts={}), "is not its own"),
     "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
+    "a part of another save": (
+        lambda p: shutil.copy(p.with_name("step_00000001") / "part.safetensors", p),
+        "checksum of part",
+    ),
+    "a FIFO": (
+        lambda p: [(p / "part.safetensors").unlink(), os.mkfifo(p / "part.safetensors")],
+        "",
+    ),
+    "a state that is a FIFO": (
+        lambda p: [(p / "state.json").unlink(), os.mkfifo(p / "state.json")],
+        "lacks state.json",
+    ),
+    "nested": (lambda p: (p / "state.json").write_text("[" * 10**5), "state.json is damaged"),
+    "text for a number": (lambda p: change_state(p, step="2"), "step is '2', but it must be"),
+    "no key": (lambda p: change_state(p, without="best"), "it lacks best"),
+    "a part elsewhere": (lambda p: change_state(p, parts={"../x": ""}), "without a path"),
+    "an absurd shape": (
+        lambda p: change_state(p, tensors={"model.x": ["float32", 2**31, 2**31]}),
+        "smaller than its tensors",
+    ),
+    "no dtype": (lambda p: change_state(p, tensors={"model.x": ["int8", 3]}), "no tensor of"),
     "only the state": (lambda p: [f.unlink() for f in on_disk.parts(p)], "is missing"),
 }
 

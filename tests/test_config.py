@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import train
 from model import AOGPT, ModelConfig
 from orders import OrderConfig, OrderKind
+from runtime.schemas import keys_of
 from training import config as configuration
 from training.config import (
     CheckpointConfig,
@@ -25,6 +26,7 @@ from training.config import (
     WandbConfig,
 )
 
+KEYS = [key for key in keys_of(Config) if not key.startswith("schedule.")]
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
 
 
@@ -95,8 +97,9 @@ def configs(draw):
     heads, steps, micro = draw(size), draw(count), draw(size)
     model = any_table(
         ModelConfig,
-        **{key: count for key in ("vocab_size", "n_layer", "cond_dim")},
-        block_size=st.integers(2, 2**31),
+        **{key: count for key in ("vocab_size", "cond_dim")},
+        n_layer=st.integers(1, 10_000),
+        block_size=st.integers(2, 2**20),
         n_head=st.just(heads),
         n_embd=size.map(lambda width: width * heads),
         attention=st.just("causal"),
@@ -182,6 +185,7 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ("[optim]\nwarmup_step = 1", UNKNOWN.format("optim.warmup_step", "optim.warmup_steps")),
     ("[optim]\nlearning_rte = 1.0", "unknown key 'optim.learning_rte'; did you mean 'optim."),
     ("[model]\nn_heads = 2", UNKNOWN.format("model.n_heads", "model.n_head")),
+    ("[train]\nstep = 2", UNKNOWN.format("train.step", "train.steps")),  # not schedule.step
     ("[train]\nbatchsize = 2", UNKNOWN.format("train.batchsize", "train.batch_size")),
     ("[modle]\nn_layer = 2", UNKNOWN.format("modle", "model")),
     ("[checkpoints]\nkeep = 2", UNKNOWN.format("checkpoints", "checkpoint")),
@@ -190,9 +194,11 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ("lr = 1.0", UNKNOWN.format("lr", "optim.lr")),  # the right name in the wrong place
     ("[model]\nl2r_prob = 0.5", UNKNOWN.format("model.l2r_prob", "order.l2r_prob")),
     ("zzz = 1", "unknown key 'zzz'; the keys are name, out, seed, model, order"),
+    ("name = " + "[" * 10_000, NOT_TOML),
+    ("a" + ".a" * 100 + " = 1", NOT_TOML),
     # a table that is none
-    ("model = 3", "'model' is a table; write [model]"),
-    ("schedule = 3", "schedule must be a list of tables; write [[schedule]]"),
+    ("model = 3", "model is 3, but it must be a table"),
+    ("schedule = 3", "schedule is 3, but it must be a list"),
     # a value out of its range
     ('[optim]\nkind = "adam"', "optim.kind is 'adam'", "'adamw', 'muon'; did you mean 'adamw'?"),
     ("[model]\nvocab_size = 0", "model.vocab_size"),
@@ -239,7 +245,7 @@ def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(lo
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("key", configuration.valid_keys())
+@pytest.mark.parametrize("key", KEYS)
 def test_a_wrong_type_is_an_error_for_every_key(load, key):
     """A list is right where there may be several values only; a string is wrong for numbers, a
     number for strings."""
@@ -289,7 +295,7 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
         "train.compile": True,
     }
     # every key, whatever its kind, can be given on the command line
-    for key in configuration.valid_keys():
+    for key in KEYS:
         table, _, name = key.rpartition(".")
         value = getattr(getattr(base, table) if table else base, name)
         option = "--" + key.replace("_", "-")
@@ -342,7 +348,7 @@ def test_help_shows_every_key_and_exits_0(capsys):
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "Train an AO-GPT" in shown
-    for key in configuration.valid_keys():
+    for key in KEYS:
         assert "--" + key.replace("_", "-") in shown, key
 
 

@@ -4,12 +4,15 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, needs_gpt2, prepared, write_jsonl
+from helpers import ROOT, flip_byte, needs_gpt2, prepared, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +28,7 @@ from data.loader import (
     read_tokens,
 )
 from data.tokenizers import TOKENIZERS, BytesTokenizer, get_tokenizer
+from runtime.files import sha256_file
 
 every_tokenizer = pytest.mark.parametrize(
     "tokenizer", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
@@ -124,12 +128,12 @@ def test_the_small_vocabulary_is_what_is_learned_from_the_stories(tmp_path):
     pytest.importorskip("tokenizers")
     out = tmp_path / "again.tiktoken"
     source = ROOT / "data" / "stories.jsonl.xz"
-    learn(Learn((source,), out))
+    learn(Learn(source=(source,), out=out))
     assert out.read_bytes() == (ROOT / "data" / "english.tiktoken").read_bytes()
     with pytest.raises(ValueError, match="give more text or a lower --size"):
         few = tmp_path / "few.txt"
         few.write_text("a few words")
-        learn(Learn((few,), out, size=1000))
+        learn(Learn(source=(few,), out=out, size=1000, overwrite=True))
     tokenizer = get_tokenizer("english")
     assert tokenizer.vocab_size == 2048 and len(tokenizer.encode(" the horse")) == 2
 
@@ -137,6 +141,53 @@ def test_the_small_vocabulary_is_what_is_learned_from_the_stories(tmp_path):
 def test_unknown_tokenizer_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'gpt2'"):
         get_tokenizer("gtp2")
+
+
+# ---- token files that have changed ---------------------------------------------------------------
+
+
+def test_a_changed_token_file_is_noticed_and_an_unchanged_one_read_once(
+    data, tmp_path, monkeypatch
+):
+    folder, checked = shutil.copytree(data, tmp_path / "d"), []
+    check = loader.check_contents
+    monkeypatch.setattr(loader, "check_contents", lambda *a: checked.append(a) or check(*a))
+    for _ in range(2):
+        TokenDataset(folder, "train", 16)
+    assert len(checked) == 1
+    TokenDataset(folder, "train", 16, verify=True)
+    assert len(checked) == 2
+    rng, file = random.Random(3), folder / "train.bin"
+    original = file.read_bytes()
+    for _ in range(40):
+        file.write_bytes(original)
+        flip_byte(file, rng.randrange(len(original)), rng.randrange(1, 256))
+        os.utime(file, ns=(0, 0))  # not even the time tells
+        with pytest.raises(ValueError, match="train.bin does not match its checksum"):
+            TokenDataset(folder, "train", 16)
+
+
+@pytest.mark.parametrize("vocab_size, words", [(257, "holds the id 300"), (400, "vocab_size is")])
+def test_ids_that_the_tokenizer_does_not_have_are_refused(tmp_path, vocab_size, words):
+    """Even where checksum and vocabulary say that all is well."""
+    ids = np.full(100, 300, "<u2")
+    (tmp_path / "train.bin").write_bytes(ids.tobytes())
+    entry = {"file": "train.bin", "tokens": 100, "sha256": sha256_file(tmp_path / "train.bin")}
+    meta = {"format": 1, "tokenizer": "bytes", "vocab_size": vocab_size, "eot": 256}
+    meta |= {"dtype": "uint16", "splits": {"train": entry}}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=words):
+        TokenDataset(tmp_path, "train", 16)
+
+
+@pytest.mark.parametrize("change", [{"file": "../secret.bin"}, {"tokens": -1}, {"tokens": True}])
+def test_an_entry_that_leaves_the_folder_or_has_no_size_is_refused(data, tmp_path, change):
+    folder = shutil.copytree(data, tmp_path / "d")
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["train"] |= change
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"meta\.json: splits.train.(file|tokens) is"):
+        TokenDataset(folder, "train", 16)
 
 
 # ---- cutting long files --------------------------------------------------------------------------
@@ -155,6 +206,14 @@ def test_a_safe_cut_leaves_gpt2s_ids_alone(text, before):
     encode = get_tokenizer("gpt2").encode
     assert 0 <= cut <= before
     assert encode(text[:cut]) + encode(text[cut:]) == encode(text)
+
+
+def test_long_runs_of_spaces_take_no_time_that_grows_with_their_square(tmp_path):
+    """20 MB of spaces were 200 million steps; as many characters without any are no text."""
+    path = tmp_path / "spaces.txt"
+    path.write_bytes(b"a" + b" " * 20_000_000 + b"b")
+    pieces = list(sources.LocalFiles([path], sources.TEXT_FILES, "text").pieces())
+    assert [len(text) for text, _ in pieces] == [1, 20_000_001]
 
 
 @needs_gpt2
@@ -312,9 +371,8 @@ def test_missing_and_damaged_files(tmp_path):
     changed = bytearray(path.read_bytes())
     changed[7] ^= 1
     path.write_bytes(changed)
-    TokenDataset(folder, "train", 4)
     with pytest.raises(ValueError, match="does not match its checksum"):
-        TokenDataset(folder, "train", 4, verify=True)
+        TokenDataset(folder, "train", 4)
     path.write_bytes(changed[:-2])
     with pytest.raises(ValueError, match="98 bytes.*50 tokens of uint16 need 100"):
         TokenDataset(folder, "train", 4)
@@ -335,8 +393,8 @@ def test_missing_and_damaged_files(tmp_path):
         (0, "train", 4, {}, "0 tokens"),
         (50, "train", 0, {}, "at least 1"),
         (50, "train", 1, {"format": 3}, "format 3.*update the code"),
-        (50, "train", 1, {"dtype": "float8"}, "unknown dtype 'float8'"),
-        (50, "train", 1, {"splits": {"train": {}}}, "every split needs"),
+        (50, "train", 1, {"dtype": "float8"}, "dtype is 'float8'"),
+        (50, "train", 1, {"splits": {"train": {}}}, "lacks splits.train.file"),
         (
             64,
             "train",

@@ -23,6 +23,7 @@ from helpers import (
     ROOT,
     assert_user_error,
     documents,
+    flip_byte,
     needs_gpt2,
     prepared,
     run_script,
@@ -760,6 +761,32 @@ def test_overwrite_keeps_what_was_there(tmp_path):
     prepared("text", tmp_path / "empty", source)
 
 
+def test_no_stream_of_an_xz_file_is_left_out(tmp_path):
+    text = [f"part {i}\n".encode() * 1000 for i in range(4)]
+    streams = [lzma.compress(part) for part in text]
+    path = tmp_path / "a.txt.xz"
+    path.write_bytes(streams[0] + streams[1] + bytes(8) + streams[2] + streams[3])
+    folder = prepared("text", tmp_path / "o", path, split="train")
+    assert documents(folder, "train") == [b"".join(text).decode()]
+    for at in range(6):  # the header of the second stream
+        path.write_bytes(b"".join(streams))
+        flip_byte(path, len(streams[0]) + at)
+        with pytest.raises(ValueError, match="a.txt.xz: damaged"):
+            prepared("text", tmp_path / "new" / "folder" / "p", path, split="train")
+    path.write_bytes(b"".join(streams)[:-9])
+    with pytest.raises(ValueError, match="ends too early"):
+        prepared("text", tmp_path / "new" / "folder" / "p", path, split="train")
+    assert names(tmp_path) == ["a.txt.xz", "o"], "nothing is left of folders that were made for it"
+
+
+def test_overwrite_removes_no_token_file_of_others(tmp_path):
+    folder = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"]))
+    (folder / "mine.bin").write_bytes(b"keep")
+    with pytest.raises(ValueError, match="mine.bin.*choose another --out"):
+        prepared("text", folder, tmp_path / "a.jsonl", overwrite=True)
+    assert (folder / "mine.bin").read_bytes() == b"keep"
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path, own):
     folder = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"]))
@@ -849,7 +876,7 @@ tqdm = Progress
 @pytest.mark.parametrize(
     ("module", "code", "status", "message"),
     [
-        ("tyro", INTERRUPT, -signal.SIGINT, ""),
+        ("tyro", INTERRUPT, 130, "interrupted"),
         ("tqdm", INTERRUPT, 130, "interrupted"),
         ("tqdm", DESTRUCTOR, 130, "interrupted"),
     ],

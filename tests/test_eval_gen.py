@@ -132,7 +132,9 @@ def report(script, tmp_path):
     """Run eval_gen.py; what it wrote to --json."""
 
     def call(*arguments):
-        status, _, err = script(eval_gen, *arguments, "--json", tmp_path / "result.json")
+        status, _, err = script(
+            eval_gen, *arguments, "--json", tmp_path / "result.json", "--overwrite"
+        )
         assert status == 0, err
         return json.loads((tmp_path / "result.json").read_text())
 
@@ -571,7 +573,7 @@ def test_tokens_of_no_known_tokenizer_are_refused(script, write, bigram, monkeyp
     "arguments, message",
     [
         ([], "name a run to sample from"),
-        (["RUN", "RUN"], "a run is named twice"),
+        (["RUN", "RUN"], "named twice"),
         (["RUN", "--settings", "0.9"], "--settings 0.9: give temperature and top-p"),
         (["RUN", "--settings", "-1,1"], "--settings -1,1: temperature is -1.0"),
         (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: top_p is 1.5"),
@@ -587,7 +589,7 @@ def test_tokens_of_no_known_tokenizer_are_refused(script, write, bigram, monkeyp
         (["RUN", "--length", LENGTH + 1], f"was built for up to {LENGTH} tokens"),
         (["RUN", "--seed", -1], "--seed is -1"),
         (["RUN", "--json", "nowhere/x.json"], "there is no folder nowhere"),
-        (["RUN", "--json", "x", "--plot", "x"], "name the same file twice"),
+        (["RUN", "--json", "x", "--plot", "x"], "--json and --plot name the same file"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (["PLAIN"], "PLAIN: --mode mdm needs a model that is told its target position"),
         (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),

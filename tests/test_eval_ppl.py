@@ -15,7 +15,7 @@ from reference import direct_nll, order_through
 
 import eval_ppl
 import train
-from checkpoints import store
+from checkpoints import on_disk, store
 from checkpoints.load import load_model
 from convert import convert
 from data.loader import TokenDataset, read_tokens
@@ -35,7 +35,15 @@ def evaluate(script, run, data, tmp_path):
 
     def call(options="", *more, path=run, datasets=(data,)):
         report = tmp_path / "ppl.json"
-        arguments = ["--datasets", *datasets, "--json", report, *options.split(), *more]
+        arguments = [
+            "--datasets",
+            *datasets,
+            "--overwrite",
+            "--json",
+            report,
+            *options.split(),
+            *more,
+        ]
         status, out, err = script(eval_ppl, path, *arguments)
         assert status == 0, err
         return read_json(report) | {"terminal": out}
@@ -135,7 +143,17 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
         (encoder, "--max-sequences 21 --num-orders 3"),
     ):
         two = tmp_path / "two.json"
-        torchrun(2, "eval_ppl.py", path, "--datasets", data, *options.split(), "--json", two)
+        torchrun(
+            2,
+            "eval_ppl.py",
+            path,
+            "--datasets",
+            data,
+            *options.split(),
+            "--json",
+            two,
+            "--overwrite",
+        )
         reports = [read_json(two)]
         reports += [evaluate(f"{options} --batch-size {size}", path=path) for size in (1, 7)]
         assert reports[0]["processes"] == 2
@@ -211,8 +229,9 @@ def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(
     """An export that says so, as one of GPT-2 does."""
     export, saved = tmp_path / "export", tmp_path / "t.npz"
     convert(str(plain), export)
-    settings = json.loads((export / "config.json").read_text())
-    (export / "config.json").write_text(json.dumps(settings | {"scored_from": 1}))
+    settings = json.loads((export / "config.json").read_text()) | {"scored_from": 1}
+    settings["sha256"] = on_disk.digest(settings)
+    (export / "config.json").write_text(json.dumps(settings))
     (result,) = evaluate("--max-sequences 5 --per-token", saved, path=export)["results"]
     expected = direct(plain, data, "l2r", 1, 0, 5)[:, 0]
     assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
@@ -345,7 +364,13 @@ def published(
     eval_set = SimpleNamespace(dataset=dataset, split=split, count=3)
     own_bound = orders == "score_entropy"
     task = SimpleNamespace(
-        eval_set=eval_set, loaded=loaded, name=orders, score_entropy=own_bound, group=1
+        eval_set=eval_set,
+        loaded=loaded,
+        name=orders,
+        score_entropy=own_bound,
+        group=1,
+        rule=None,
+        importance_weighted=False,
     )
     return published_perplexity(task, ensemble, weights)
 
@@ -542,6 +567,7 @@ def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error
         "holds gpt2 tokens, but the model was trained on bytes tokens",
         "--tokenizer bytes",
         tokenizer="gpt2",
+        vocab_size=50257,
     )
     assert_refused(
         "packed into blocks of 32 tokens (protocol sedd), not of 16",

@@ -500,7 +500,7 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
         ("AO-GPT", {"dtype": "float16"}, "dtype is 'float16'"),
         ("AO-GPT", {"steps": 4}, "--steps has no meaning with --mode l2r"),
         ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a number at least 1"),
-        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto'; give a whole number"),
+        ("AO-GPT", {"batch_size": "auto"}, "batch_size is 'auto', but it must be an integer"),
         ("AO-GPT", {"seed": -1}, "seed is -1"),
         (
             "AO-GPT",
@@ -704,6 +704,43 @@ def test_mistakes_at_the_command_line_are_errors_without_a_traceback(
     status, _, err = script(eval_tasks, *arguments.split(), "--device", "cpu")
     assert status == 2 and "Traceback" not in err
     assert message in " ".join(err.split()), err
+
+
+MISTAKES = {  # what is done to the text of a task, or of its rows
+    "broken YAML": lambda text, rows: (text + "\n  - [x: {", rows),
+    "a list": lambda text, rows: ("- 1\n", rows),
+    "an unknown key": lambda text, rows: (text + "colour: red\n", rows),
+    "a missing split": lambda text, rows: (
+        text.replace("test_split: test", "test_split: no"),
+        rows,
+    ),
+    "an unknown metric": lambda text, rows: (text.replace("acc", "accc"), rows),
+    "an unknown output type": lambda text, rows: (text.replace("multiple_choice", "many"), rows),
+    "a template that is none": lambda text, rows: (text.replace("{{text}}", "{{text"), rows),
+    "an unknown field": lambda text, rows: (text.replace("{{choices}}", "{{chioces[0]}}"), rows),
+    "a missing function": lambda text, rows: (text + "process_docs: !function no.where\n", rows),
+    "a file that is not there": lambda text, rows: (text.replace("rows.jsonl", "no.jsonl"), rows),
+    "rows that are no JSON": lambda text, rows: (text, rows + "\n{"),
+    "a row without the answer": lambda text, rows: (text, rows.replace('"gold"', '"glod"', 1)),
+    "no rows": lambda text, rows: (text, ""),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_task_files_are_one_line(script, run, tasks, mistake):
+    file = tasks / "choose.yaml"
+    text, rows = MISTAKES[mistake](file.read_text(), (tasks / "rows.jsonl").read_text())
+    file.write_text(text)
+    (tasks / "rows.jsonl").write_text(rows)
+    status, _, err = script(eval_tasks, run, "--tasks", file, "--device", "cpu")
+    # The harness may log more before it: `script` fails where an exception escapes.
+    assert status == 2 and err.strip().splitlines()[-1].startswith("error: "), err
+
+
+def test_only_bundled_tasks_are_loaded_where_that_is_asked_for(script, run, tasks):
+    for given in (["--tasks", tasks / "choose.yaml"], ["--tasks", "a", "--include-path", tasks]):
+        status, _, err = script(eval_tasks, run, *given, "--bundled-only")
+        assert status == 2 and "--bundled-only takes no files of tasks" in err
 
 
 @pytest.mark.slow

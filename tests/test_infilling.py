@@ -103,7 +103,7 @@ def said(tmp_path):
 
 def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, script, tmp_path):
     report = tmp_path / "infill.json"
-    options = ("--data", said, "--shortest", 2, "--longest", 12, "--json", report)
+    options = ("--data", said, "--shortest", 2, "--longest", 12, "--overwrite", "--json", report)
     status, out, err = infill(script, run, plain, encoder, *options)
     assert status == 0, err
     rows = json.loads(report.read_text())["rows"]

@@ -213,7 +213,7 @@ def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_pat
 @pytest.mark.parametrize("count", [1, 12])
 def test_one_run_and_many_can_be_drawn(run, tmp_path, count):
     folders = [write_lines(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(count)]
-    plots.plot_runs(folders, tmp_path / "out.png", over="steps")
+    (tmp_path / "out.png").write_bytes(plots.plot_runs(folders, tmp_path / "out.png", over="steps"))
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
 
 

@@ -9,18 +9,19 @@ import dataclasses
 import json
 import math
 import os
+import random
 import shutil
 
 import pytest
 import safetensors.torch
 import torch
-from helpers import assert_user_error, limited_file_size, make_data, run_script
+from helpers import assert_user_error, flip_byte, limited_file_size, make_data, run_script
 from reference import random_orders, random_tokens
 
 import eval_ppl
 import sample
 from checkpoints import load as checkpoint
-from checkpoints import store
+from checkpoints import on_disk, store
 from checkpoints.errors import CheckpointError
 from convert import convert
 from model import AOGPT, ModelConfig
@@ -591,11 +592,38 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
         "named as in RADD",
         "config.json",
     )
-    refused(write_folder(tmp_path / "list", [1], state), "config.json holds a list")
+    refused(
+        write_folder(tmp_path / "list", [1], state), "config.json: it is [1], but must be a table"
+    )
     (tmp_path / "list" / "config.json").write_text("{not json")
-    refused(tmp_path / "list", "config.json is not JSON")
+    refused(tmp_path / "list", "config.json: this is not JSON")
     (tmp_path / "list" / "config.json").unlink()
     refused(tmp_path / "list", "no config.json")
+
+
+@pytest.mark.parametrize("kind", ["released", "export"])
+def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_nothing(
+    tmp_path, kind
+):
+    """A .pt of others has the checksums of its zip file, which leave out what fills its gaps."""
+    path = tmp_path / "released.pt"
+    torch.save(container("AO-GPT")[0], path)
+    if kind == "export":
+        convert(str(path), tmp_path / "export")
+        path = tmp_path / "export" / "model.safetensors"
+    expected, original = checkpoint.load_model(path), path.read_bytes()
+    rng, noticed = random.Random(7), 0
+    for _ in range(40):
+        path.write_bytes(original)
+        flip_byte(path, rng.randrange(len(original)), rng.randrange(1, 256))
+        try:
+            found = checkpoint.load_model(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+            noticed += 1
+        else:
+            same_weights(found, expected)
+    assert noticed == 40 if kind == "export" else noticed > 20
 
 
 @pytest.mark.parametrize("size", [5, 60, 0.5, -1])
@@ -650,6 +678,30 @@ WRONG = {
     "integers": (
         lambda c: c["model"].update({"lm_head.bias": torch.zeros(VOCAB, dtype=torch.long)}),
         ["lm_head.bias holds torch.int64"],
+    ),
+    "complex numbers": (
+        lambda c: c["model"].update({"lm_head.bias": torch.zeros(VOCAB, dtype=torch.complex64)}),
+        ["lm_head.bias holds torch.complex64"],
+    ),
+    "a sparse tensor": (
+        lambda c: c["model"].update({"lm_head.bias": torch.zeros(VOCAB).to_sparse()}),
+        ["lm_head.bias holds torch.float32 (torch.sparse_coo)"],
+    ),
+    "a view of one number": (
+        lambda c: c["model"].update({"lm_head.bias": torch.zeros(1).expand(VOCAB)}),
+        ["lm_head.bias is", "more than the file holds"],
+    ),
+    "NaN": (
+        lambda c: c["ema_model"]["shadow_params"][-1].fill_(math.nan),
+        ["numbers that are not finite"],
+    ),
+    "more layers than there can be": (
+        lambda c: c["model_args"].update(n_layer=10_000),
+        ["tensors for a model of 10000 layers"],
+    ),
+    "layers without end": (
+        lambda c: c["model_args"].update(n_layer=10**7),
+        ["n_layer is 10000000"],
     ),
     "no tensor": (lambda c: c["model"].update({"lm_head.bias": [0.0]}), ["lm_head.bias is list"]),
     "an average that lacks a tensor": (
@@ -819,7 +871,7 @@ def test_convert_as_a_process_and_the_scripts_on_the_export(run, tmp_path, monke
         ]
         for module, arguments in scripts.items():
             monkeypatch.setattr(
-                "sys.argv", [module.__name__, str(path), *map(str, arguments), "--device", "cpu"]
+                "sys.argv", [module.__name__, str(path), *map(str, arguments), "--overwrite"]
             )
             with pytest.raises(SystemExit) as stop:
                 run_main(module.main)
@@ -842,14 +894,22 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
     convert(str(folder), tmp_path / "raw", "raw")
     assert checkpoint.load(tmp_path / "raw").weights == "raw"
     settings = json.loads((tmp_path / "raw" / "config.json").read_text())
-    for key, word in (("model", "lacks 'model'"), ("tokenizer", "lacks 'tokenizer'")):
-        text = json.dumps({name: value for name, value in settings.items() if name != key})
+
+    def write(settings):
+        text = json.dumps(settings | {"sha256": on_disk.digest(settings)})
         (tmp_path / "raw" / "config.json").write_text(text)
-        refused(tmp_path / "raw", word)
-    (tmp_path / "raw" / "config.json").write_text(
-        json.dumps(settings | {"model": settings["model"] | {"x": 1}})
-    )
-    refused(tmp_path / "raw", "'x'")
+
+    for key in ("model", "tokenizer", "files"):
+        write({name: value for name, value in settings.items() if name != key})
+        refused(tmp_path / "raw", "lacks", key)
+    write(settings | {"files": {"model.safetensors": "0" * 64}})
+    refused(tmp_path / "raw", "model.safetensors is damaged (checksum)")
+    write(settings | {"model": settings["model"] | {"n_layer": 10_000}})
+    refused(tmp_path / "raw", "for a model of 10000 layers")
+    write(settings | {"step": "3"})
+    refused(tmp_path / "raw", "config.json: step is '3', but it must be an integer")
+    write(settings | {"model": settings["model"] | {"x": 1}})
+    refused(tmp_path / "raw", "unknown key 'model.x'")
 
 
 def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights(run, tmp_path):

@@ -29,7 +29,9 @@ def draw(script, run, tmp_path):
     """Sample from the run: the JSON objects of the samples."""
 
     def call(*arguments, path=run):
-        status, _, err = script(sample, path, "--jsonl", tmp_path / "samples.jsonl", *arguments)
+        status, _, err = script(
+            sample, path, "--overwrite", "--jsonl", tmp_path / "samples.jsonl", *arguments
+        )
         assert status == 0, err
         return read_lines(tmp_path / "samples.jsonl")
 
@@ -510,7 +512,7 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
 
 def test_a_file_of_prompts_is_not_overwritten_and_takes_no_length_for_infills(refused, prompts):
     path = prompts(ROWS)
-    assert "the same file twice" in refused("--prompts", path, "--jsonl", path)
+    assert "is a file that is read" in refused("--prompts", path, "--jsonl", path)
     assert read_lines(path) == ROWS
     said = refused("--prompts", path, "--length", 12)
     assert "prompts.jsonl line 2: an infill is as long as its text and its masks" in said

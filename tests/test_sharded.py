@@ -215,7 +215,7 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", slow)
     monkeypatch.setattr(train, "train_step", spoilt)
-    with pytest.raises(ValueError, match="not finite 1 steps in a row, up to step 3"):
+    with pytest.raises(ValueError, match="1 steps in a row is not finite at step 3"):
         train.train(config, procs)
     assert names(config.run_folder / "checkpoints") == ["step_00000002"]
 

@@ -923,7 +923,7 @@ def test_mask_token_may_not_be_a_token_of_the_data():
         objective=ObjectiveConfig("lambda_dce"),
     )
     data = SimpleNamespace(meta={"vocab_size": 257}, of_records=False)
-    procs = SimpleNamespace(world_size=1)
+    procs = SimpleNamespace(world_size=1, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="mask_token is 256, a token of the data.*257"):
         train.check_fits(config, data, procs)
     right = dataclasses.replace(config, model=ModelConfig(**ENCODER_TABLE))

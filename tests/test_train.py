@@ -41,7 +41,8 @@ from helpers import (
 from reference import make_system, random_orders, random_tokens
 
 import train
-from checkpoints import store
+from checkpoints import on_disk, store
+from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
 from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
@@ -417,8 +418,8 @@ def test_other_data_are_said_in_the_log_and_another_tokenizer_is_an_error(
     train.train(config, ALONE)
     assert f"the training data in {other}" in capsys.readouterr().out
     meta = json.loads((other / "meta.json").read_text())
-    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "gpt2"}))
-    with pytest.raises(ValueError, match="was trained on bytes tokens, but .* holds gpt2 tokens"):
+    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "words"}))
+    with pytest.raises(ValueError, match="was trained on bytes tokens, but .* holds words tokens"):
         train.train(change(config, train__steps=42), ALONE)
 
 
@@ -714,7 +715,9 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
     config = tiny_config(data, tmp_path, steps=30, optim__lr=1e30, optim__warmup_steps=0)
     config = change(config, checkpoint__interval=1, train__max_skipped_steps=4)
     status, _, err = script(train, write_config(config))
-    assert status == 2 and "not finite 4 steps in a row" in err and "--optim.lr" in err
+    assert (
+        status == 2 and "gradient of 4 steps in a row is not finite" in err and "--optim.lr" in err
+    )
     good = re.search(r"the last good checkpoint is (\S+)\. Lower", err)[1]
     weights = read_checkpoint(Path(good))["tensors"]
     assert all(bool(p.isfinite().all()) for p in weights.values())
@@ -765,6 +768,59 @@ def test_when_all_checkpoints_are_broken_the_run_does_not_start_anew_over_them(r
     with pytest.raises(ValueError, match=message):
         train.train(config, ALONE)
     assert files(config.run_folder) == before
+
+
+def rewrite(path, change):
+    """Write a checkpoint again after change(tensors), with checksums that fit."""
+    values = on_disk.read_values(path)
+    tensors = on_disk.read_all(path, values)
+    change(tensors)
+    part(path).unlink()
+    on_disk.write_tensors(path, tensors)
+    temporary = path.rename(path.with_name("changed"))
+    on_disk.complete(temporary, path, values, tensors)
+
+
+MOMENT = "optimizer.blocks.0.mlp.fc.weight.exp_avg"
+WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
+    "a moment of another shape": (lambda t: t.update({MOMENT: torch.zeros(3)}), f"{MOMENT} is"),
+    "a moment of another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
+    "a moment missing": (lambda t: t.pop(MOMENT), f"lacks {MOMENT}"),
+    "a moment of nothing": (lambda t: t.update({f"{MOMENT}_sqq": torch.zeros(1)}), "no place"),
+    "moments of no weight": (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "no place"),
+    "another average": (lambda t: t.update({"ema0.5.start": torch.zeros(32)}), "no place"),
+    "NaN in a moment": (lambda t: t[MOMENT].fill_(math.nan), f"{MOMENT} is not finite"),
+    "NaN in a weight": (lambda t: t["model.start"].fill_(math.inf), "start is not finite"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG_STATES)
+def test_a_state_that_is_not_the_runs_is_named_and_nothing_goes_on_from_it(
+    reference, tmp_path, how
+):
+    config = copy_of(reference, tmp_path, train__steps=50)
+    change_tensors, words = WRONG_STATES[how]
+    rewrite(store.find(config.run_folder)[-1], change_tensors)
+    before = files(config.run_folder)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        train.train(config, ALONE)
+    assert files(config.run_folder) == before
+
+
+def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
+    """Gradients can be finite and their squares not: the loss shows nothing."""
+    config = tiny_config(data, tmp_path, checkpoint__interval=2, eval__interval=0)
+
+    def huge_moments(state, *arguments):
+        update(state, *arguments)
+        if state.progress.step == 5:
+            next(iter(state.optimizer.state.values()))["exp_avg_sq"].fill_(math.inf)
+
+    update = train.update
+    monkeypatch.setattr(train, "update", huge_moments)
+    with pytest.raises(ValueError, match="exp_avg_sq is not finite at step 6; the last good .*004"):
+        train.train(config, ALONE)
+    assert [store.step_of(path) for path in store.find(config.run_folder)] == [2, 4]
 
 
 # ---- what a user can get wrong -------------------------------------------------------------------

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import tomli_w
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
@@ -33,11 +32,13 @@ from runtime.ranges import (
     Probability,
     Ratio,
     Seed,
+    Table,
     check_values,
 )
+from runtime.schemas import from_values, read_toml
 
 
-class _Section:
+class _Section(Table):
     """A table of the config that checks its own values under its own name: [eval] is EvalConfig."""
 
     def __post_init__(self):
@@ -50,7 +51,8 @@ class DataConfig(_Section):
     folder: str = "data/openwebtext"
     """Folder that data/prepare.py wrote."""
     verify: bool = False
-    """Check the sha256 of the token files before training."""
+    """Check the token files before training even if this machine has checked them before, and they
+    have not changed since."""
     random_length_prob: Probability = 0.0
     """Share of the steps whose whole batch is cut to a random length, so that the model also learns
     sequences shorter than block_size (LLaDA: 0.01). Uniform in 1 to block_size, rounded up to an
@@ -142,7 +144,7 @@ class EvalConfig(_Section):
     """Steps between evaluations on the validation split; 0 switches them off."""
     sequences: Count = 256
     """Sequences scored."""
-    draws: Count = 1
+    draws: Annotated[int, Interval(ge=1, le=1000)] = 1
     """Random orders (of an encoder sets of masked positions) under which each is scored. From 2 on,
     metrics.jsonl has the error of their mean."""
 
@@ -162,7 +164,7 @@ class WandbConfig(_Section):
 
 
 @dataclass(frozen=True)
-class StageConfig:
+class StageConfig(Table):
     """One stage of an order schedule (A3's curriculum): from `step` on, these orders and groups."""
 
     step: NonNegative = 0
@@ -176,7 +178,7 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Table):
     """Everything that decides what a run computes, and where it is kept."""
 
     name: str = "aogpt"
@@ -291,14 +293,12 @@ class Config:
 
 # ---- reading -------------------------------------------------------------------------------------
 
-KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-
 
 def load_toml(path: str | Path) -> Config:
     """Read a config file; keys it leaves out take their defaults. Raises ValueError."""
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_bytes().decode("utf-8"))
+        values = read_toml(path)
     except FileNotFoundError:
         found = [p.name for p in path.parent.glob("*.toml")]
         nearest = difflib.get_close_matches(path.name, sorted(found), n=1)
@@ -308,81 +308,12 @@ def load_toml(path: str | Path) -> Config:
         raise ValueError(
             f"{path} is a folder; give the .toml file, e.g. {path / 'config.toml'}"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a TOML file: {error}") from None
     return from_dict(values, str(path))
 
 
 def from_dict(values: dict, source: str) -> Config:
     """Build a Config from nested plain values; `source` is what error messages call it."""
-    try:
-        return _build(Config, values)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
-def _build(table: type, values: dict, prefix: str = ""):
-    """A dataclass of this file from plain values. prefix: of its keys, such as "optim."."""
-    hints = get_type_hints(table)
-    arguments = {}
-    for key, value in values.items():
-        name = prefix + key
-        if key not in hints:
-            raise ValueError(f"unknown key {name!r}{_nearest(key, prefix)}")
-        if name == "schedule":
-            arguments[key] = _build_schedule(value)
-        elif not dataclasses.is_dataclass(hints[key]):
-            arguments[key] = _typed(value, hints[key], name)
-        elif isinstance(value, dict):
-            arguments[key] = _build(hints[key], value, f"{name}.")
-        else:
-            raise ValueError(f"{name!r} is a table; write [{name}] and its keys below it")
-    return table(**arguments)
-
-
-def _build_schedule(stages) -> tuple[StageConfig, ...]:
-    if not isinstance(stages, list | tuple) or not all(isinstance(s, dict) for s in stages):
-        raise ValueError(
-            "schedule must be a list of tables; write [[schedule]] and its keys below it"
-        )
-    return tuple(_build(StageConfig, stage, "schedule.") for stage in stages)
-
-
-def _typed(value, hint, name: str):
-    """The value, which must have the type of its key; where a number may have a fraction, an
-    integer stands for one. Which numbers and which of several words are right, the dataclass
-    checks."""
-    if get_origin(hint) is Literal:
-        return value
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{name} is {value!r}, but it must be a list, such as [0.9, 0.99]")
-        return tuple(_typed(item, get_args(hint)[0], name) for item in value)
-    allowed = get_args(hint) or (hint,)  # int | None has two
-    if type(value) is int and float in allowed:
-        return float(value)
-    if type(value) not in allowed:  # exactly: a bool is an int to isinstance
-        raise ValueError(f"{name} is {value!r}, but it must be {KINDS[allowed[0]]}")
-    return value
-
-
-def valid_keys() -> list[str]:
-    """Every dotted key of a config file, those of [[schedule]] left out."""
-    return [key for key in _flat(to_dict(Config())) if key != "schedule"]
-
-
-def _nearest(key: str, prefix: str) -> str:
-    """What to write instead of an unknown key: the key of this name in another table, else the
-    most alike in this table, else the most alike of all, else a list of what there is."""
-    keys = valid_keys() + [f"schedule.{f.name}" for f in dataclasses.fields(StageConfig)]
-    if prefix:
-        here = [name for name in keys if name.startswith(prefix)]
-    else:
-        here = list(dict.fromkeys(name.split(".")[0] for name in keys))
-    near = [name for name in keys if name.split(".")[-1] == key]
-    near = near or difflib.get_close_matches(prefix + key, here, n=1)
-    near = near or difflib.get_close_matches(key, keys, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"
+    return from_values(values, Config, source)
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:

@@ -54,7 +54,7 @@ from annotated_types import Interval
 
 from model import AOGPT, Block, Transformer, head_chunk
 from runtime.devices import GPU, GPUS
-from runtime.files import check_output, write_json
+from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
 from training import config as configuration
@@ -409,7 +409,7 @@ def sent_bytes(config: Config, model: Transformer, world_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class PlanArguments:
+class PlanArguments(OutputOptions):
     plan: bool = True
     """Print memory, time and traffic of the run and train nothing."""
     world_size: Count = 1
@@ -434,7 +434,7 @@ def print_plan(arguments: list[str], description: str) -> int:
     options = {"prog": "train.py CONFIG.toml", "description": what, "return_unknown_args": True}
     a, rest = tyro.cli(PlanArguments, args=arguments, **options)
     check_values(a)
-    check_output(a.plan_json, "--plan-json")
+    outputs = Outputs({"--plan-json": a.plan_json}, rest[:1], a.overwrite)
     config = configuration.from_command_line(rest, description)
     plan = plan_run(config, a.world_size, find_gpu(a.gpu, a.gpu_memory_gib), a.mfu)
     print(plan_text(plan))
@@ -442,7 +442,8 @@ def print_plan(arguments: list[str], description: str) -> int:
         plan_numbers = dataclasses.asdict(plan) | {"fits": plan.fits}
         report = {"config": plan_numbers.pop("config"), "plan": plan_numbers}
         dtype, no_device = getattr(torch, plan.dtype), torch.device("meta")
-        write_json(a.plan_json, report | provenance(a, dtype, no_device))
+        with outputs:
+            outputs.write_json(a.plan_json, report | provenance(a, dtype, no_device))
     return 0
 
 

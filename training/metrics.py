@@ -33,15 +33,19 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tqdm import tqdm
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.loader import batch_lengths
 from model import Transformer
 from runtime.devices import peak_flops, pick_dtype
-from runtime.files import json_object, read_lines, to_json, write_jsonl, write_text
+from runtime.files import read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
+from runtime.ranges import NonNegative
+from runtime.schemas import FileError, from_json
 from training.config import Config
 from training.validation import Losses
 
@@ -186,13 +190,23 @@ def peak_memory(device: torch.device) -> int | None:
 # ---- metrics.jsonl -------------------------------------------------------------------------------
 
 
+Value = int | float | list[int | float | None] | Literal["unknown"] | None
+
+
+class Line(TypedDict, extra_items=Value):
+    """A line of metrics.jsonl: numbers, null where they are not finite, but for an unknown mfu and
+    the lists of val_curve_KIND."""
+
+    step: NonNegative
+
+
 def read_metrics(path: Path) -> list[dict]:
     """The lines of metrics.jsonl, without any that a kill or a full disk cut short."""
     lines = []
-    for place, text in read_lines(path, "metrics") if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            lines.append(json_object(text, place))
-    return [line for line in lines if isinstance(line.get("step"), int)]
+    for place, text in read_lines(path, "metrics") if path.is_file() else ():
+        with contextlib.suppress(FileError):
+            lines.append(from_json(text, Line, place))
+    return lines
 
 
 def drop_later_lines(path: Path, step: int) -> None:

@@ -131,6 +131,19 @@ def named_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tens
     }
 
 
+def empty_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """What `named_state` gives after a first step, all of it 0; every tensor is cut among the
+    processes as its parameter is."""
+    names, empty = {p: name for name, p in model.named_parameters()}, {}
+    for each in optimizers(optimizer):
+        for p in (p for group in each.param_groups for p in group["params"]):
+            keys = ("momentum_buffer",) if isinstance(each, Muon) else ("exp_avg", "exp_avg_sq")
+            empty[names[p]] = {key: torch.zeros_like(p, requires_grad=False) for key in keys}
+            if not isinstance(each, Muon):
+                empty[names[p]]["step"] = torch.zeros(())
+    return empty
+
+
 def restore_state(model: Transformer, optimizer, state: dict[str, dict[str, torch.Tensor]]) -> None:
     """Let an optimizer go on with what `named_state` gave, on the parameters' device."""
     owner = {}  # of a parameter: the optimizer that moves it

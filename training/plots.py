@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from runtime.files import write_atomically
+from runtime.outputs import OutputOptions, Outputs
 from runtime.reports import new_figure, png
 from training.metrics import read_metrics
 
@@ -38,6 +39,8 @@ TITLES = {
     "curve": "last evaluation, {} (dashed: left to right)",
 }
 
+
+DEFAULT_PLOT = Path("out/compare.png")
 
 # ---- one run -------------------------------------------------------------------------------------
 
@@ -72,12 +75,12 @@ def plot_losses(folder: Path) -> None:
 # ---- many runs -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PlotArguments:
+@dataclass(frozen=True, kw_only=True)
+class PlotArguments(OutputOptions):
     plot: tuple[Path, ...]
     """Run folders to draw against each other."""
-    plot_out: Path = Path("out/compare.png")
-    """The PNG to write."""
+    plot_out: Path | None = None
+    """The PNG to write; by default out/compare.png, whatever it holds."""
     plot_x: Literal["tokens", "steps"] = "tokens"
     """What stands on the x axis."""
 
@@ -90,14 +93,18 @@ def plot_command(arguments: list[str]) -> int:
     a = tyro.cli(PlotArguments, args=arguments, prog="train.py", description=what)
     if not a.plot:
         raise ValueError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
-    plot_runs(list(a.plot), a.plot_out, a.plot_x)
-    print(f"wrote {a.plot_out}")
+    file = a.plot_out or DEFAULT_PLOT
+    file.parent.mkdir(parents=True, exist_ok=True)
+    outputs = Outputs({"--plot-out": a.plot_out}, a.plot, a.overwrite)
+    with outputs:
+        outputs.write(file, plot_runs(list(a.plot), file, a.plot_x))
+    print(f"wrote {file}")
     return 0
 
 
-def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
-    """Draw runs against each other into one PNG: those of PANELS that at least one of them has
-    numbers for.
+def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> bytes:
+    """Runs drawn against each other in one PNG, to be written to `file`: those of PANELS that at
+    least one of them has numbers for.
 
     Args:
         folders: run folders. Raises ValueError for one without metrics.
@@ -124,8 +131,7 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> None:
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     draw_legend(figure, list(runs), colors)
-    image = png(figure, dpi=130)
-    write_atomically(file, lambda f: f.write(image))
+    return png(figure, dpi=130)
 
 
 def lines_to_draw(folder: Path) -> list[dict]:

@@ -19,9 +19,9 @@ from model import AOGPT, Transformer
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
-from training.averages import EMA
+from training.averages import EMA, local
 from training.config import Config
-from training.optimizers import MuonAdamW, make_optimizer, named_state, restore_state
+from training.optimizers import MuonAdamW, empty_state, make_optimizer, named_state, restore_state
 from training.warm_start import warm_start
 
 
@@ -29,7 +29,7 @@ from training.warm_start import warm_start
 class Progress:
     """Where the run stands; the rest that changes is in model, average and optimizer.
 
-    A checkpoint holds every field under its name (checkpoints.on_disk.KEYS lists them, too)."""
+    A checkpoint holds every field under its name (checkpoints.on_disk.State lists them, too)."""
 
     step: int = 0
     best: dict | None = None
@@ -122,7 +122,8 @@ def check_same_run(
             f"{config.run_folder} was trained on {tokenizer} tokens, but {config.data.folder} holds"
             f" {now} tokens; use the data it was trained on, or start another run with --name"
         )
-    if values["data"]["splits"]["train"]["sha256"] != data_meta["splits"]["train"]["sha256"]:
+    before = values["data"].get("splits", {}).get("train", {}).get("sha256")
+    if before != data_meta["splits"]["train"]["sha256"]:
         print0(f"changed since {path}: the training data in {config.data.folder}")
 
 
@@ -144,7 +145,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def plain_values(state: State, best: dict | None, config: Config, data_meta: dict) -> dict:
-    """Everything else: values of JSON. The names are those of checkpoints.on_disk.KEYS."""
+    """Everything else: values of JSON. The names are those of checkpoints.on_disk.State."""
     values = asdict(state.progress)
     values["best"] = best  # which progress has only once this checkpoint is written
     ema = state.averages[0]
@@ -158,10 +159,17 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
 @torch.no_grad()
 def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint, whatever processes wrote it and there are now."""
-    # An optimizer keeps nothing before its first step: it gets tensors that can be filled first.
-    optimizer_state = empty_optimizer_state(state.model, values["tensors"])
-    restore_state(state.model, state.optimizer, optimizer_state)
-    on_disk.read_tensors(path, values, named_tensors(state))
+    # An optimizer keeps nothing before its first step: it gets tensors that can be filled first,
+    # for the parameters that had a gradient.
+    moved = {n.removeprefix("optimizer.").rpartition(".")[0] for n in values["tensors"]}
+    empty = empty_state(state.model, state.optimizer)
+    restore_state(state.model, state.optimizer, {n: v for n, v in empty.items() if n in moved})
+    tensors = named_tensors(state)
+    if odd := sorted(values["tensors"].keys() - tensors.keys()):
+        raise CheckpointError(f"{path} holds {odd[0]}, for which the run has no place")
+    on_disk.read_tensors(path, values, tensors)
+    if name := not_finite(tensors):
+        raise CheckpointError(f"{path}: {name} is not finite; remove it to go on from another")
 
     for ema in state.averages:
         ema.updates.fill_(values["ema"]["updates"])
@@ -169,24 +177,10 @@ def restore(state: State, path: Path, values: dict) -> None:
         setattr(state.progress, field.name, values[field.name])
 
 
-def empty_optimizer_state(
-    model: Transformer, entries: dict[str, list]
-) -> dict[str, dict[str, Tensor]]:
-    """Zeros for the optimizer's tensors of a checkpoint, by the name of the parameter and the key.
-
-    entries: [dtype, *shape] of all tensors of the checkpoint, by name."""
-    parameters, empty = dict(model.named_parameters()), {}
-    for entry, (dtype_name, *shape) in entries.items():
-        if not entry.startswith("optimizer."):
-            continue
-        name, _, key = entry.removeprefix("optimizer.").rpartition(".")
-        parameter, dtype = parameters[name], getattr(torch, dtype_name)
-        if list(parameter.shape) == shape:
-            zeros = torch.zeros_like(parameter, dtype=dtype)  # cut among processes as that is
-        else:  # a number, such as the step
-            zeros = torch.zeros(shape, dtype=dtype)
-        empty.setdefault(name, {})[key] = zeros
-    return empty
+def not_finite(tensors: dict[str, Tensor]) -> str | None:
+    """The name of a tensor whose part on this process has a number that is not finite."""
+    finite = [on_disk.is_finite(local(tensor)) for tensor in tensors.values()]
+    return next((name for name, ok in zip(tensors, finite, strict=True) if not ok), None)
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -213,9 +207,14 @@ class Saver:
         whether this one was written. All processes must call.
 
         best: of which checkpoint the file `best` is to hold the name, as in Progress.best, which
-        is set only once that checkpoint exists: a best one that was lost is not the best."""
+        is set only once that checkpoint exists: a best one that was lost is not the best.
+
+        Raises ValueError, on every process, for a state that is not finite, which nobody could go
+        on from."""
         config = self.config
         tensors = named_tensors(state)
+        if name := next(filter(None, self.procs.gather(not_finite(tensors))), None):
+            raise ValueError(not_finite_message(config, state.progress.step, name))
         values = plain_values(state, best, config, self.data_meta)
         path = store.path_of(config.run_folder, state.progress.step)
         self.unfinished = state, best, path
@@ -263,3 +262,13 @@ class Saver:
             if older:
                 last = f"the last good checkpoint is {older[-1]}"
             self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
+
+
+def not_finite_message(config: Config, step: int, what: str) -> str:
+    """Why a run ends whose numbers are no longer finite."""
+    good = store.find(config.run_folder, up_to=step)
+    where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
+    return (
+        f"{what} is not finite at step {step}; {where}. Lower --optim.lr, or set "
+        "--optim.grad-clip, and start again"
+    )

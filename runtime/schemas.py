@@ -1,0 +1,242 @@
+"""Files of settings from outside: read within bounds, and checked against a declared type.
+
+    @schema
+    class Split(TypedDict):
+        file: FileName
+        tokens: NonNegative
+
+    split = read_json(path, Split, "prepare the dataset again")
+
+Types and ranges are those of `runtime.ranges`, the ones that options have; pydantic, which knows
+them too, does the checking. Whatever is wrong with a file is one line that names the file, the key
+and what to do; nothing else than a ValueError or an OSError leaves these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Predicate
+
+from runtime.ranges import check_value
+
+MAX_BYTES = 64 << 20  # of a file of settings: state.json has a tenth of a kilobyte for each tensor
+MAX_DEPTH = 50  # of tables within tables
+
+T = TypeVar("T")
+
+
+class FileError(ValueError):
+    """A file that cannot be used; the message names it and says why and what to do."""
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name stays in its folder."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+FileName = Annotated[str, Predicate(is_file_name)]
+
+
+def schema(table: type[T]) -> type[T]:
+    """Let a TypedDict keep the keys that it does not declare, for files of later versions."""
+    table.__pydantic_config__ = {"extra": "allow"}
+    return table
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_json(path: Path, shape: type[T], advice: str) -> T:
+    """The contents of a JSON file of this type. advice: what to do where they are not."""
+    with damaged(path, advice):
+        return from_json(read_bounded(path), shape, str(path), advice)
+
+
+def read_toml(path: Path) -> dict:
+    """The values of a TOML file, for `from_values`."""
+    try:
+        values = tomllib.loads(read_bounded(path).decode("utf-8"))
+    except FileError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: a number of absurd length, too
+        raise FileError(f"{path} is not a TOML file: {error}") from None
+    if too_deep(values):
+        raise FileError(f"{path} is not a TOML file that anybody wrote: it is nested too deep")
+    return values
+
+
+def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
+    """The bytes of a file of settings, which is a regular one and not larger than that."""
+    # Without O_NONBLOCK, a FIFO would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder; name a file")
+            raise FileError(f"{path} is no regular file; copy what it holds to one")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise FileError(f"{path} has more than {most >> 20} MB: it is no file of settings")
+    return data
+
+
+@contextlib.contextmanager
+def damaged(path: Path | str, advice: str) -> Iterator[None]:
+    """Turn what escapes while a file is read into one line that says so.
+
+    Errors that name the file already, of the disk and of memory pass."""
+    try:
+        yield
+    except (FileError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise FileError(f"{path} is damaged: {reason}; {advice}") from error
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and tables lie within one another deeper than anybody writes them. What is not
+    too deep can be walked by functions that call themselves."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        within = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [v for values in within for v in values if isinstance(v, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+# ---- checking ------------------------------------------------------------------------------------
+
+
+def from_values(values: Any, shape: type[T], source: str, advice: str = "") -> T:
+    """Plain values as what a type declares; a dataclass is made, and refuses keys it does not have.
+
+    source: what messages call the file. Raises FileError."""
+    # As JSON, in which lists may become tuples, and tables dataclasses, but nothing else becomes
+    # what it is not. A date, which JSON does not have, becomes what nothing asks for.
+    with damaged(source, advice):
+        text = json.dumps(values, default=lambda value: [str(value)])
+    return from_json(text, shape, source, advice)
+
+
+def from_json(text: str | bytes, shape: type[T], source: str, advice: str = "") -> T:
+    """`from_values` of JSON."""
+    from pydantic import ValidationError  # a tenth of a second that no script should always wait
+
+    try:
+        return _validator(shape).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        end = f"; {advice}" if advice else ""
+        raise FileError(f"{source}: {_in_words(first, shape)}{end}") from None
+
+
+@functools.cache
+def _validator(shape: type):
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(shape)
+
+
+def _in_words(error: dict, shape: type) -> str:
+    """What is wrong with which key, in the words that options have for it."""
+    path = [part for part in error["loc"] if isinstance(part, str)]
+    name, kind, value = ".".join(path), error["type"], error["input"]
+    match kind:
+        case "json_invalid":
+            return f"this is not JSON ({error['ctx']['error']})"
+        case "value_error":  # of a dataclass's own checks
+            return str(error["ctx"]["error"])
+        case "missing":
+            near = difflib.get_close_matches(path[-1], value, n=1)
+            return f"it lacks {name}" + (f"; is {near[0]!r} meant for it?" if near else "")
+        case "unexpected_keyword_argument":
+            return f"unknown key {name!r}{nearest_key(path, shape)}"
+        case "dataclass_type" | "dict_type" | "dataclass_exact_type":
+            what = f"{name} is {short(value)}, but it" if name else f"it is {short(value)}, but"
+            of_list = error["loc"] and isinstance(error["loc"][-1], int)
+            listed = f": write [[{name}]]" if of_list else ""
+            return f"{what} must be a table of keys{listed}"
+    hint = _hint_at(error["loc"], shape)
+    if kind in ("tuple_type", "list_type") and dataclasses.is_dataclass(get_args(_base(hint))[0]):
+        return f"{name} is {short(value)}, but it must be a list of tables: write [[{name}]]"
+    if _base(hint) is float and type(value) is int:
+        value = float(value)
+    try:
+        check_value(value, hint, name)
+    except ValueError as advice:
+        return str(advice)
+    if kind == "predicate_failed":
+        return f"{name} is {short(value)}; give a name without a path"
+    return f"{name} is {short(value)}, but it {error['msg'].removeprefix('Input ')}"
+
+
+def short(value: Any, most: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _hint_at(path: tuple, shape: Any) -> Any:
+    """The type that is declared at a place: keys of tables, numbers in lists."""
+    for part in path:
+        base, arguments = _base(shape), get_args(_base(shape))
+        if isinstance(part, int):
+            shape = arguments[0]
+        elif get_origin(base) is dict:
+            shape = arguments[1]
+        else:
+            shape = get_type_hints(base, include_extras=True).get(part, Any)
+    return shape
+
+
+def _base(hint: Any) -> Any:
+    """A type without what is said about it: no bounds, not that it may be left out or None."""
+    options = [option for option in get_args(hint) if option is not NoneType]
+    wrapped = get_origin(hint) in (Annotated, NotRequired) or (
+        get_origin(hint) in (Union, UnionType) and len(options) == 1
+    )
+    return _base(options[0]) if wrapped else hint
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+def keys_of(table: type, prefix: str = "") -> list[str]:
+    """Every dotted key of nested dataclasses."""
+    keys = []
+    for field, hint in get_type_hints(table).items():
+        inner = _base(hint)
+        inner = get_args(inner)[0] if get_origin(inner) is tuple else inner
+        if dataclasses.is_dataclass(inner):
+            keys += keys_of(inner, f"{prefix}{field}.")
+        else:
+            keys.append(prefix + field)
+    return keys
+
+
+def nearest_key(path: list[str], table: type) -> str:
+    """What to write instead of an unknown key: one that is almost the same in this table, else the
+    key of this name in another, else the most alike in this table, else the most alike of all, else
+    a list of what there is."""
+    *tables, key = path
+    keys, prefix = keys_of(table), "".join(f"{name}." for name in tables)
+    here = [name.removeprefix(prefix) for name in keys if name.startswith(prefix)]
+    here = list(dict.fromkeys(prefix + name.split(".")[0] for name in here))
+    near = [name for name in here if difflib.get_close_matches(key, [name.split(".")[-1]], 1, 0.8)]
+    near = near or [name for name in keys if name.split(".")[-1] == key]
+    near = near or difflib.get_close_matches(prefix + key, here, 1)
+    near = near or difflib.get_close_matches(key, keys, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"

@@ -1,0 +1,547 @@
+"""make fuzz: malformed files and options, crashes, full disks and signals, and what became of them.
+
+    PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seed 0] [--minutes 60] [--out FILE.md]
+
+Every case begins with a fresh copy of the same small folder: a dataset, a run, an export, weights
+of a released layout, prompts, samples. Something in it is changed, or something happens while a
+script runs, and the script is watched: it may refuse with one line (status 2) or do its work, but
+
+    traceback  it must not show one
+    crash      or die of a signal that nobody sent
+    silent     or take damaged weights or tokens for whole ones
+    foreign    or change a file that is not its result
+    lost       or, disturbed and started again, end elsewhere than an undisturbed run
+    slow       or take more than 30 seconds
+    memory     or more than 2 GB
+
+Hypothesis draws the cases from the seed. A script runs in a child of this process, which has
+imported everything already.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis
+import matplotlib.pyplot  # so that no child has to import it
+import torch
+import torch.distributed.checkpoint
+import tyro
+from helpers import ALONE, ROOT, make_data, metrics, newest, tiny_config, write_config
+from hypothesis import strategies as st
+
+import convert
+import eval_gen
+import eval_ppl
+import sample
+import train
+from checkpoints import on_disk
+from checkpoints.load import load
+from runtime.command_line import run_script
+from runtime.ranges import Count, NonNegative, check_values
+from runtime.reports import markdown_table, versions
+
+SECONDS, BYTES = 30, 2 * 2**30
+STEPS, CHECKPOINTS = 6, "run/checkpoints"
+
+
+@dataclass
+class Arguments:
+    cases: Count = 2000
+    seed: NonNegative = 0
+    minutes: Count = 60
+    """After them no further case begins."""
+    out: Path | None = None
+    """Write the table as Markdown."""
+    show: bool = False
+    """Print every case, and the last line that the script said."""
+
+
+# ---- the scripts, and the files they read --------------------------------------------------------
+
+SAMPLE = "--num-samples 2 --steps 3 --jsonl out.jsonl --device cpu"
+COMMANDS = {  # name: script, arguments within the folder, what it leaves
+    "sample": (sample.main, f"run {SAMPLE}", "out.jsonl"),
+    "sample best": (sample.main, f"run/best {SAMPLE}", "out.jsonl"),
+    "sample export": (sample.main, f"export {SAMPLE}", "out.jsonl"),
+    "sample prompts": (sample.main, f"run --prompts prompts.jsonl {SAMPLE}", "out.jsonl"),
+    "convert": (lambda: tyro.cli(convert.convert), "run new", "new"),
+    "convert export": (lambda: tyro.cli(convert.convert), "export new", "new"),
+    "convert release": (lambda: tyro.cli(convert.convert), "released.pt new", "new"),
+    "resume": (train.main, f"run.toml --train.steps {STEPS + 3}", CHECKPOINTS),
+    "plot": (train.main, "--plot run --plot-out out.png", "out.png"),
+    "perplexity": (
+        eval_ppl.main,
+        "run --datasets data --max-sequences 2 --num-orders 1 --json out.json --device cpu",
+        "out.json",
+    ),
+    "judge": (eval_gen.main, "--samples samples.jsonl --judge run --json out.json", "out.json"),
+}
+NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
+OF_RUN = ("sample", "resume", "convert", "perplexity")
+READERS = {
+    f"{NEWEST}/state.json": OF_RUN,
+    f"{NEWEST}/part.safetensors": OF_RUN,
+    "run/best": ("sample best", "resume"),
+    "run/metrics.jsonl": ("plot", "resume"),
+    "run/lock": ("resume",),
+    "run.toml": ("resume",),
+    "export/config.json": ("sample export", "convert export"),
+    "export/model.safetensors": ("sample export", "convert export"),
+    "released.pt": ("convert release",),
+    "data/meta.json": ("resume", "perplexity"),
+    "data/train.bin": ("resume",),
+    "data/val.bin": ("perplexity", "resume"),
+    "prompts.jsonl": ("sample prompts",),
+    "samples.jsonl": ("judge",),
+}
+# What has checksums: changed bytes are noticed, or change nothing in the result.
+PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
+OUTPUTS = {
+    "sample": ("--jsonl", "--html"),
+    "perplexity": ("--json", "--per-token"),
+    "judge": ("--json", "--markdown", "--plot", "--save-samples"),
+    "plot": ("--plot-out",),
+}
+OPTIONS = {
+    "sample": "num-samples steps length temperature top-p top-k batch-size seed mode block-size "
+    "dtype weights device prompt infill group-size",
+    "perplexity": "orders ensemble group num-orders target-se max-sequences batch-size split",
+    "judge": "settings steps num-samples batch-size length words-of judge",
+    "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer model.n-embd "
+    "eval.sequences eval.draws order.kind data.folder train.device checkpoint.keep seed "
+    "optim.warmup-steps data.random-length-prob",
+}
+ODD = [0, -1, 1, 3, 2**31, 2**63, 10**30, 0.5, 1e308, 1e-320, float("nan"), float("inf"), True]
+ODD += [None, "", "x", "../x", "/etc/passwd", "\0", "\ud800", "é" * 9999, [], {}, [[]], [1, "a"]]
+ODD += [{"a": 1}, [0] * 999]
+WORDS = [word for word in map(str, ODD) if "\0" not in word and "\ud800" not in word and word]
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    file: str
+    """The file that is changed, or that an output is to replace."""
+    command: str
+    how: str
+    """The kind of change, or the option, or what happens."""
+    numbers: int
+    """Seed of what else is drawn."""
+
+
+BYTEWISE = ("flip", "cut", "zeros", "insert", "empty", "fifo", "folder", "zero device", "noise")
+TREEWISE = ("value", "drop", "rename", "deep", "crafted value", "crafted drop")
+DISTURBANCES = ("die before an operation", "full disk", "kill", "interrupt", "terminate")
+
+
+@st.composite
+def cases(draw):
+    """Mostly changed files; any seed draws the rest of a case."""
+    kind = draw(st.sampled_from(["file"] * 5 + ["option"] * 2 + ["output"] * 2 + ["disturbed"]))
+    file, command, how = "", "resume", ""
+    if kind == "file":
+        file = draw(st.sampled_from(sorted(READERS)))
+        command = draw(st.sampled_from(READERS[file]))
+        how = draw(st.sampled_from(BYTEWISE + TREEWISE * file.endswith(("json", "jsonl", "toml"))))
+    elif kind == "option":
+        command = draw(st.sampled_from(sorted(OPTIONS)))
+        how = draw(st.sampled_from(OPTIONS[command].split()))
+    elif kind == "output":
+        command = draw(st.sampled_from(sorted(OUTPUTS)))
+        how = draw(st.sampled_from(OUTPUTS[command]))
+        others = ["notes.md", "link", "/dev/null", ".out.tmp"]
+        file = draw(st.sampled_from(sorted(READERS) + others))
+    else:
+        how = draw(st.sampled_from(DISTURBANCES))
+    return Case(kind, file, command, how, draw(st.integers(0, 2**32 - 1)))
+
+
+def change_file(path, how, rng):
+    """Change a file as a damaged disk, a careless editor or an enemy would."""
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data)) if data else 0
+    match how:
+        case "flip":
+            for _ in range(rng.choice((1, 1, 1, 5))):
+                data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+        case "cut":
+            del data[at:]
+        case "zeros":
+            data[at : at + 64] = bytes(64)
+        case "insert":
+            data[at:at] = rng.randbytes(rng.choice((1, 8, 4096)))
+        case "empty":
+            data.clear()
+        case "noise":
+            data = rng.randbytes(len(data))
+        case "fifo" | "folder" | "zero device":
+            path.unlink()
+            make = {"fifo": os.mkfifo, "folder": os.mkdir}.get(how)
+            make(path) if make else path.symlink_to("/dev/zero")
+            return
+        case _:
+            data = changed_tree(path, data.decode(), how, rng).encode(errors="surrogatepass")
+    path.write_bytes(data)
+
+
+def changed_tree(path, text, how, rng):
+    """The text of a file of settings with one value, key or level changed."""
+    if path.suffix == ".toml":
+        lines = text.splitlines()
+        places = [i for i, line in enumerate(lines) if " = " in line]
+        place = rng.choice(places)
+        key, _, _ = lines[place].partition(" = ")
+        new = {"drop": "", "rename": f"{key}x = 1", "deep": f"{key} = " + "[" * 9999}
+        lines[place] = new.get(how, f"{key} = {json.dumps(rng.choice(ODD))}")
+        return "\n".join(lines)
+    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+    place = rng.randrange(len(lines))
+    values = json.loads(lines[place])
+    spots = [(values, key) for key in values]
+    for table, key in spots:  # grows as it is gone through
+        if isinstance(table[key], dict):
+            spots += [(table[key], inner) for inner in table[key]]
+    table, key = rng.choice(spots)
+    if how == "deep":
+        table[key] = 0
+        deep = "[" * 9999 + "]" * 9999
+        lines[place] = json.dumps(values).replace(": 0", f": {deep}", 1)
+        return "\n".join(lines)
+    value = table.pop(key)
+    if how == "rename":
+        table[f"{key}s"] = value
+    elif how.endswith("value"):
+        table[key] = rng.choice(ODD)
+    if how.startswith("crafted") and "sha256" in values:
+        values["sha256"] = on_disk.digest(values)
+    lines[place] = json.dumps(values)
+    return "\n".join(lines)
+
+
+# ---- running a script ----------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    status: int
+    said: str
+    seconds: float
+    memory: int
+
+
+def run(main, arguments, folder, prepare=None, disturb=None):
+    """Run a script's main in a child of this process. prepare: called in the child before.
+    disturb: (seconds, signal) that it is sent."""
+    said, started = folder.with_suffix(".said"), time.monotonic()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.chdir(folder)
+            output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for descriptor in (1, 2):
+                os.dup2(output, descriptor)
+            sys.stdout, sys.stderr = (open(fd, "w", buffering=1) for fd in (1, 2))
+            sys.argv = ["script.py", *arguments]
+            if prepare:
+                prepare()
+            try:
+                run_script(main)
+            except SystemExit as stop:
+                os._exit(stop.code if isinstance(stop.code, int) else 1)
+            except BaseException:
+                traceback.print_exc()
+        os._exit(1)
+    while True:
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        seconds = time.monotonic() - started
+        if ended:
+            break
+        if disturb and seconds > disturb[0]:
+            os.kill(child, disturb[1])
+            disturb = None
+        if seconds > SECONDS + 1:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+    text = said.read_text(errors="replace")
+    return Ended(os.waitstatus_to_exitcode(status), text, seconds, usage.ru_maxrss * 1024)
+
+
+def fail_at(count, fail):
+    """Let the count-th file operation fail."""
+    left = [count]
+
+    def wrap(function):
+        def call(*arguments, **keywords):
+            left[0] -= 1
+            if left[0] == 0:
+                fail()
+            return function(*arguments, **keywords)
+
+        return call
+
+    for name in ("fsync", "replace", "rename", "mkdir", "unlink"):
+        setattr(os, name, wrap(getattr(os, name)))
+
+
+def disk_is_full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---- the campaign --------------------------------------------------------------------------------
+
+
+class Campaign:
+    """The folder that cases begin with, and what has been seen so far."""
+
+    def __init__(self, folder, deadline, show):
+        self.base, self.deadline, self.show = folder / "base", deadline, show
+        self.seen, self.failures = Counter(), []
+        self.base.mkdir()
+        make_data(self.base)
+        os.chdir(self.base)
+        self.config = tiny_config("data", "", steps=STEPS, checkpoint__interval=3)
+        train.train(self.config, ALONE)
+        write_config(self.config)
+        convert.convert("run", Path("export"))
+        self._write_release()
+        Path("prompts.jsonl").write_text('{"prompt": "the "}\n{"infill": "of[MASK:3] step"}\n')
+        Path("samples.jsonl").write_text('{"text": "any order"}\n{"text": "the model", "n": 1}\n')
+        Path("notes.md").write_text("mine")
+        Path(".out.tmp").write_text("mine")
+        Path("link").symlink_to("notes.md")
+        Path("run/lock").write_text("{}")
+        os.chdir(ROOT)
+        self.results = {name: self.result_of(self.base, name) for name in COMMANDS}
+
+    def _write_release(self):
+        """The run's weights as a release of AO-GPT has them."""
+        from checkpoints.released import gpt_names
+
+        model = load("run").model
+        ours = dict(model.named_parameters())
+        names = gpt_names("AO-GPT", model.config.n_layer).items()
+        state = {theirs: ours[name].detach().clone() for theirs, name in names if name in ours}
+        state["transformer.wnonee.weight"] = state["transformer.wnonee.weight"][None]
+        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+        settings = {name: getattr(model.config, name) for name in sizes}
+        torch.save({"model": state, "model_args": settings, "iter_num": 3}, "released.pt")
+
+    def result_of(self, base, name):
+        """What a command leaves in an undisturbed folder."""
+        with self.copy(base) as folder:
+            main, arguments, _ = COMMANDS[name]
+            ended = run(main, arguments.split(), folder)
+            assert ended.status == 0, (name, ended.said)
+            return self.result(folder, name)
+
+    @contextlib.contextmanager
+    def copy(self, base):
+        folder = self.base.with_name("work")
+        shutil.copytree(base, folder, symlinks=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+    def result(self, folder, name):
+        """The part of a command's result that follows from what it reads alone."""
+        path = folder / COMMANDS[name][2]
+        if name.startswith("sample"):
+            return [json.loads(line)["tokens"] for line in path.read_text().splitlines()]
+        if name.startswith("convert"):
+            return hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+        if name == "resume":
+            return sorted(file.name for file in path.glob("step*")), last_weights(folder)
+        if name == "perplexity":
+            return [row["nll"] for row in json.loads(path.read_text())["results"]]
+        return path.exists()
+
+    def case(self, case):
+        """Run a case and count what became of it."""
+        if time.monotonic() > self.deadline:
+            return
+        with self.copy(self.base) as folder:
+            try:
+                verdict, ended = getattr(self, case.kind)(case, folder, random.Random(case.numbers))
+            finally:
+                Path(folder.with_suffix(".said")).unlink(missing_ok=True)
+        if verdict == "ok":
+            text = ended.said
+            if "Traceback" in text:
+                verdict = "traceback"
+            elif ended.status not in (0, 2):
+                verdict = "crash"
+            elif ended.seconds > SECONDS:
+                verdict = "slow"
+            elif ended.memory > BYTES:
+                verdict = "memory"
+        what = "bad" if verdict != "ok" else "refused" if ended.status else "done"
+        self.seen[case.kind, what] += 1
+        if self.show:
+            last = (ended.said.strip().splitlines() or [""])[-1][:300]
+            print(f"{what}, {ended.seconds:.1f} s: {case}\n    {last}", flush=True)
+        if verdict != "ok":
+            self.failures.append((verdict, case))
+            print(f"{verdict}: {case}\n{ended.said[-1500:]}", flush=True)
+
+    def file(self, case, folder, rng):
+        path = folder / case.file
+        change_file(path, case.how, rng)
+        main, arguments, _ = COMMANDS[case.command]
+        before = tree(folder)
+        ended = run(main, arguments.split(), folder)
+        own = ("run/",) if case.command == "resume" else ("new", "out.")
+        if changed(before, tree(folder), own):
+            return "foreign", ended
+        noticed = ended.status == 2 or "warning" in ended.said
+        if not noticed and case.file.endswith(PROTECTED) and not case.how.startswith("crafted"):
+            if self.result(folder, case.command) != self.results[case.command]:
+                return "silent", ended
+        return "ok", ended
+
+    def option(self, case, folder, rng):
+        main, arguments, _ = COMMANDS[case.command]
+        before = tree(folder)
+        value = rng.choice(WORDS)
+        ended = run(main, [*arguments.split(), f"--{case.how}", value], folder)
+        own = ("run/",) if case.command == "resume" else ("new", "out.")
+        return "foreign" if changed(before, tree(folder), own) else "ok", ended
+
+    def output(self, case, folder, rng):
+        main, arguments, _ = COMMANDS[case.command]
+        path = Path(case.file) if case.file.startswith("/") else folder / case.file
+        overwrite = ["--overwrite"] * rng.randrange(2)
+        before, device = tree(folder), os.stat("/dev/null").st_rdev
+        ended = run(main, [*arguments.split(), case.how, str(path), *overwrite], folder)
+        replaceable = ["notes.md", ".out.tmp"] + [case.file] * (case.file not in arguments)
+        # What is read, or may be replaced only when that is asked for, is still there.
+        beside = str(Path(case.file).with_suffix(".md"))  # the table beside --json
+        new = ("out.", *([beside] if beside not in before else []))
+        own = (*new, *(replaceable if overwrite else ()))
+        if changed(before, tree(folder), own) or os.stat("/dev/null").st_rdev != device:
+            return "foreign", ended
+        return "ok", ended
+
+    def disturbed(self, case, folder, rng):
+        """Start the run anew, disturb it, and let it go on."""
+        shutil.rmtree(folder / "run")
+        prepare = disturb = None
+        number, moment = rng.randrange(1, 60), (rng.uniform(0, 1.0), signal.SIGKILL)
+        if case.how == "die before an operation":
+            prepare = lambda: fail_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: E731
+        elif case.how == "full disk":
+            prepare = lambda: fail_at(number, disk_is_full)  # noqa: E731
+        else:
+            names = {"kill": "SIGKILL", "interrupt": "SIGINT", "terminate": "SIGTERM"}
+            disturb = moment[0], getattr(signal, names[case.how])
+        first = run(train.main, ["run.toml"], folder, prepare, disturb)
+        if "Traceback" in first.said or first.status not in (0, 2, 130, -9, -15):
+            return "traceback", first
+        again = run(train.main, ["run.toml"], folder)
+        if again.status == 0:
+            os.chdir(folder)
+            found = newest(self.config), metrics(self.config)
+            os.chdir(self.base)
+            expected = newest(self.config), metrics(self.config)
+            os.chdir(ROOT)
+            if not same(found, expected):
+                return "lost", again
+        return ("ok" if again.status == 0 else "lost"), again
+
+
+def same(a, b):
+    from helpers import assert_same
+
+    try:
+        assert_same(a[0], b[0])
+    except AssertionError:
+        return False
+    return a[1] == b[1]
+
+
+def last_weights(folder):
+    paths = sorted((folder / CHECKPOINTS).glob("step_*/part.safetensors"))
+    return hashlib.sha256(paths[-1].read_bytes()).hexdigest()
+
+
+def tree(folder):
+    """What lies in a folder: the contents of files, what else there is by its kind."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        regular = path.is_file() and not path.is_symlink()
+        found[name] = path.read_bytes() if regular else path.lstat().st_mode
+    return found
+
+
+def changed(before, after, own):
+    """Names of files that differ and are none of a script's own; links are followed by none."""
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    return [name for name in names if not name.startswith(own)]
+
+
+def report(campaign, arguments):
+    """The table, as Markdown."""
+    kinds = sorted({kind for kind, _ in campaign.seen})
+    rows = [
+        [kind, *(str(campaign.seen[kind, what]) for what in ("done", "refused", "bad"))]
+        for kind in kinds
+    ]
+    verdicts = Counter(verdict for verdict, _ in campaign.failures)
+    lines = ["# Malformed files, odd options, outputs and disturbances", ""]
+    lines += [f"    python tests/fuzz.py --cases {arguments.cases} --seed {arguments.seed}", ""]
+    lines += [f"{sum(campaign.seen.values())} cases; {versions()}", ""]
+    lines += [*markdown_table(["what", "done", "refused", "bad"], rows), ""]
+    lines += [f"bad: {dict(verdicts) or 'none'}", ""]
+    return lines + [f"- {verdict}: {case}" for verdict, case in campaign.failures]
+
+
+def main():
+    arguments = tyro.cli(Arguments, description=__doc__)
+    check_values(arguments)
+    torch.set_num_threads(1)
+    matplotlib.pyplot.figure().savefig(os.devnull, format="png")  # loads the fonts
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["AOGPT_CACHE"] = f"{folder}/cache"
+        started = time.monotonic()
+        campaign = Campaign(Path(folder), started + 60 * arguments.minutes, arguments.show)
+
+        @hypothesis.seed(arguments.seed)
+        @hypothesis.settings(
+            max_examples=arguments.cases,
+            database=None,
+            deadline=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(cases())
+        def all_cases(case):
+            campaign.case(case)
+
+        all_cases()
+        lines = report(campaign, arguments)
+    print(*lines, sep="\n")
+    print(f"{time.monotonic() - started:.0f} s")
+    if arguments.out:
+        arguments.out.write_text("\n".join(lines) + "\n")
+    return int(bool(campaign.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A run folder belongs to one job, and to nobody once that job is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import ALONE, ROOT, tiny_config
+
+import train
+from runtime import lock
+from runtime.lock import locked
+
+HOLD = "import time; from pathlib import Path; from runtime.lock import locked\n"
+HOLD += "with locked(Path({!r})): print('held', flush=True); time.sleep(600)"
+
+
+def test_a_second_training_is_refused_and_the_next_one_is_not(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=6)
+    with locked(config.run_folder):
+        with pytest.raises(ValueError, match=f"another job is at work in .*{os.getpid()}.*--name"):
+            train.train(config, ALONE)
+        assert [path.name for path in config.run_folder.iterdir()] == ["lock"]
+    train.train(config, ALONE)
+    assert not (config.run_folder / "lock").exists()
+
+
+def test_a_lock_goes_with_its_process_however_that_ends(tmp_path):
+    command = [sys.executable, "-c", HOLD.format(str(tmp_path))]
+    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(ValueError, match=f"another job is at work.*{holder.pid}"):
+        locked(tmp_path).__enter__()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with locked(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "seconds, job, held", [(1, None, True), (999, None, False), (1, "a", True), (1, "b", False)]
+)
+def test_a_lock_of_another_machine_counts_while_it_is_touched(
+    tmp_path, monkeypatch, seconds, job, held
+):
+    """Job b goes on here after its processes were started anew."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    (tmp_path / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "job": job}))
+    os.utime(tmp_path / "lock", (time.time() - seconds,) * 2)
+    if held:
+        with pytest.raises(ValueError, match="another job is at work .*elsewhere"):
+            locked(tmp_path).__enter__()
+    else:
+        with locked(tmp_path):
+            pass
+
+
+def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "TOUCHED_EVERY", 0.01)
+    with locked(tmp_path):
+        os.utime(tmp_path / "lock", (0, 0))
+        while (tmp_path / "lock").stat().st_mtime == 0:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 9999, '{"host": 1}', "\0"])
+def test_what_is_no_lock_of_a_job_stops_nobody(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    with locked(tmp_path):
+        pass
