@@ -83,6 +83,10 @@ def main() -> None:
 
 def write_configs(experiment: Experiment, recipes: list[str]) -> None:
     """The configs of the runs of seed 0, for every value that is tried."""
+    if experiment.bench:
+        raise ValueError(
+            f"{experiment.name} is a benchmark and trains nothing: leave out --configs"
+        )
     for recipe in recipes:
         for arm in experiment.recipes[recipe].values():
             files = [write_config(experiment.config(recipe, arm, 0, t)) for t in arm.grid()]
@@ -93,15 +97,19 @@ def write_scaled(experiment: Experiment, recipes: list[str]) -> list[str]:
     """The configs of runs at the paper's scale; lines that tell what each costs."""
     if experiment.bench:
         return [f"    {experiment.scale['command']}"]
-    rows = []
-    for recipe in recipes:
-        for arm, config in experiment.at_scale(recipe).items():
-            plan = plan_run(config, 1, find_gpu(GPU))
-            tokens = plan.tokens_per_step * config.train.steps / 1e9
-            memory, days = f"{plan.memory_total / 2**30:.1f}", f"{days_of(plan):.1f}"
-            rows.append([str(write_config(config)), arm, f"{tokens:,.0f}e9", memory, days])
+    rows, plans = [], plans_at_scale(experiment, recipes)
+    for arm, plan in plans:
+        tokens = plan.tokens_per_step * plan.config.train.steps / 1e9
+        memory, days = f"{plan.memory_total / 2**30:.1f}", f"{days_of(plan):.1f}"
+        rows.append([str(write_config(plan.config)), arm, f"{tokens:,.0f}e9", memory, days])
     head = ["config", "arm", "tokens", "GiB of a GPU", "days of one"]
-    return [*markdown_table(head, rows, left=2), "", cost_at_scale(experiment, recipes)]
+    return [*markdown_table(head, rows, left=2), "", cost_of(experiment, plans)]
+
+
+def plans_at_scale(experiment: Experiment, recipes: list[str]) -> list[tuple[str, RunPlan]]:
+    """The arms of these recipes at the paper's scale, with the plans of their runs on one GPU."""
+    runs = [run for recipe in recipes for run in experiment.at_scale(recipe).items()]
+    return [(arm, plan_run(config, 1, find_gpu(GPU))) for arm, config in runs]
 
 
 def days_of(plan: RunPlan) -> float:
@@ -109,14 +117,13 @@ def days_of(plan: RunPlan) -> float:
     return plan.seconds_per_step * plan.config.train.steps / 86400
 
 
-def cost_at_scale(experiment: Experiment, recipes: list[str]) -> str:
+def cost_of(experiment: Experiment, plans: list[tuple[str, RunPlan]]) -> str:
     """A sentence: the command, how many runs, and what they cost."""
-    command = f"`python findings.py {experiment.name} --scale`"
     if experiment.bench:
         return f"`{experiment.scale['command']}`"
-    configs = [c for recipe in recipes for c in experiment.at_scale(recipe).values()]
-    days = sum(days_of(plan_run(config, 1, find_gpu(GPU))) for config in configs)
-    return f"{command} writes {len(configs)} configs a seed, {days:.0f} days of an {GPU} at 40%."
+    command = f"`python findings.py {experiment.name} --scale`"
+    days = sum(days_of(plan) for _, plan in plans)
+    return f"{command} writes {len(plans)} configs a seed, {days:.0f} days of an {GPU} at 40%."
 
 
 def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
@@ -138,7 +145,7 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
             for recipe, arms in trained.items()
         }
     commits = {r["commit"] for arms in trained.values() for v in arms.values() for r in v["runs"]}
-    found["at_scale"] = cost_at_scale(experiment, recipes)
+    found["at_scale"] = cost_of(experiment, plans_at_scale(experiment, recipes))
     found |= {"commit": ", ".join(sorted(commits)), "torch": versions()["torch"]}
     folder = suite.OUT / "quick" if a.quick else report.RESULTS
     write_results(experiment, found, folder)

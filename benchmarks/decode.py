@@ -28,7 +28,7 @@ from checkpoints.load import load
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.ranges import Count, NonNegative
-from runtime.reports import markdown_table, new_figure, png
+from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, Generation
 from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, speculative_plan
 from sampling.token_choice import TokenChoice
@@ -490,10 +490,8 @@ def plot_seconds(rows: list[dict], title: str) -> bytes:
         if system == "ours":
             floor = [row["floor_seconds"] for row in own]
             axes.plot(steps, floor, "--", color=line.get_color(), label="floor of ours")
-    axes.set(xscale="log", yscale="log", xlabel="steps", ylabel="seconds", title=title)
-    ticks = sorted({row["steps"] for row in rows})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
+    axes.set(yscale="log", xlabel="steps", ylabel="seconds", title=title)
+    log_x(axes, (row["steps"] for row in rows))
     axes.grid(alpha=0.3)
     axes.legend()
     return png(figure)

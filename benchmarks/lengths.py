@@ -19,7 +19,7 @@ from benchmarks.common import BenchOptions
 from benchmarks.decode import DecodeBench, DecodeOptions, System
 from runtime.devices import pick_device, pick_dtype
 from runtime.ranges import Count, NonNegative
-from runtime.reports import markdown_table, new_figure, png
+from runtime.reports import log_x, markdown_table, new_figure, png
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +122,8 @@ def plot_lengths(rows: list[dict], title: str) -> bytes:
         own = [row for row in rows if row["system"] == system]
         lengths, seconds = [row["length"] for row in own], [row["seconds"] for row in own]
         axes.plot(lengths, seconds, marker="o", label=system)
-    axes.set(xscale="log", yscale="log", xlabel="length", ylabel="seconds", title=title)
-    ticks = sorted({row["length"] for row in rows})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
+    axes.set(yscale="log", xlabel="length", ylabel="seconds", title=title)
+    log_x(axes, (row["length"] for row in rows))
     axes.grid(alpha=0.3)
     axes.legend()
     return png(figure)

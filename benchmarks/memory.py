@@ -24,7 +24,7 @@ from benchmarks.lengths import slope
 from model import Transformer
 from runtime.devices import pick_device, pick_dtype
 from runtime.ranges import Count
-from runtime.reports import markdown_table, new_figure, png
+from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, bytes_per_sample
 from sampling.plans import random_plan
 from sampling.token_choice import TokenChoice
@@ -178,10 +178,8 @@ def plot_memory(rows: list[dict], title: str) -> bytes:
         )
         planned_mib = [row["planned_bytes"] / MIB for row in own]
         axes.plot(lengths, planned_mib, "--", color=line.get_color())
-    axes.set(xscale="log", yscale="log", xlabel="length", ylabel="MiB", title=title)
-    ticks = sorted({row["length"] for row in rows})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
+    axes.set(yscale="log", xlabel="length", ylabel="MiB", title=title)
+    log_x(axes, (row["length"] for row in rows))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return png(figure)

@@ -9,7 +9,7 @@ import statistics
 from evaluation.text_measures import mean_and_reach
 from experiments.arms import ROOT, crossing
 from experiments.suite import Experiment, load_experiment, names
-from runtime.reports import markdown_table, new_figure, png
+from runtime.reports import log_x, markdown_table, new_figure, png
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, at which the table shows losses
@@ -173,10 +173,8 @@ def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
             continue
         bars = [reach for _, reach in points.values()]
         axes.errorbar(x, y, yerr=bars, marker="o", markersize=3, capsize=2, label=name)
-    axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label, xscale="log")
-    ticks = sorted(set(experiment.x.values()))
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
+    log_x(axes, experiment.x.values())
     if experiment.bench:
         axes.set_yscale("log")
 

@@ -100,6 +100,7 @@ class Experiment:
         return found
 
     def others(self, recipe: str) -> dict[str, Arm]:
+        """Of `runs`, those under a recipe."""
         return self.runs.get(recipe, {})
 
     def other_run(self, recipe: str, name: str, quick: bool = False) -> Config:

@@ -94,6 +94,14 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 
     return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
+def log_x(axes, values) -> None:
+    """A logarithmic x axis with a tick at each of these values, as they are, and no other."""
+    axes.set_xscale("log")
+    ticks = sorted(set(values))
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
 def png(figure, dpi: int = 150) -> bytes:
     """A matplotlib figure as a PNG; closes it."""
     import matplotlib.pyplot as plt
