@@ -102,7 +102,8 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
 
 @pytest.mark.parametrize(
     "system, seed, mode",
-    [("AO-GPT", seed, mode) for seed in (0, 1) for mode in AOGPT_MODES]
+    [("AO-GPT", 1, mode) for mode in AOGPT_MODES]
+    + [("AO-GPT", 0, mode) for mode in AOGPT_MODES[::3]]
     + [
         (system, 3, mode)
         for system in ("two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary")
@@ -361,9 +362,14 @@ def fits(system, mode):
 
 
 def every_mode_of(*systems, modes=EVERY_MODE):
-    return pytest.mark.parametrize(
-        "system, mode", [(s, mode) for s in systems for mode in modes if fits(s, mode)]
-    )
+    """Of the first system; the others share them, every mode with half of the systems."""
+    pairs = [
+        (system, mode)
+        for i, system in enumerate(systems)
+        for j, mode in enumerate(modes)
+        if fits(system, mode) and (i == 0 or (i + j) % 2 == 0)
+    ]
+    return pytest.mark.parametrize("system, mode", pairs)
 
 
 def logits_given(model, tokens, context, target, sizes=()):

@@ -1,8 +1,12 @@
 """findings.py: arms are compared seed by seed, and the verdict is what the numbers say."""
 
+import importlib
 import json
 import math
+import subprocess
 import tomllib
+from concurrent.futures import Executor, Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,8 +218,30 @@ def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages_that_a_pilot_shortens
 # ---- an experiment, from its file to its figure --------------------------------------------------
 
 
+class OneByOne(Executor):
+    def __init__(self, jobs):
+        pass
+
+    def submit(self, function, *arguments):
+        done = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
 @pytest.fixture
-def tiny(data, tmp_path, monkeypatch):
+def here(script):
+    """A stand-in for processes (those are for test_speedrun.py and the slow tests below): the
+    scripts run in this one, each in its turn."""
+
+    def run_alone(name, *arguments, processes=1):
+        status, out, errors = script(importlib.import_module(Path(name).stem), *arguments)
+        return subprocess.CompletedProcess([name, *arguments], status, out, errors)
+
+    return run_alone
+
+
+@pytest.fixture
+def tiny(data, tmp_path, monkeypatch, here):
     """An experiment of seconds: an arm that learns nothing, one that does."""
     base = change(tiny_config(data, tmp_path, steps=20), eval__interval=5, eval__draws=2)
     values = {
@@ -256,6 +282,9 @@ def tiny(data, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(findings, "PAGE", tmp_path / "findings.md")
     monkeypatch.setattr(findings, "ROOT", tmp_path)
+    for module in (of_arms, measures):
+        monkeypatch.setattr(module, "run_alone", here)
+    monkeypatch.setattr(suite, "ThreadPoolExecutor", OneByOne)
     (tmp_path / "E7.toml").write_text(tomli_w.dumps(values))
     (tmp_path / "common.toml").write_text("[base]\n[recipes]\n")
     return tmp_path
@@ -274,7 +303,7 @@ def run(monkeypatch, capsys, *words):
 
 def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, capsys):
     chosen = "E7", "--recipes", "slow"
-    out = run(monkeypatch, capsys, *chosen, "--jobs", 2)
+    out = run(monkeypatch, capsys, *chosen)
     found = json.loads((tiny / "results" / "E7.json").read_text())
     arms, claims = found["recipes"]["slow"], found["claims"]["slow"]
     for arm in arms.values():

@@ -131,6 +131,7 @@ def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_see
     assert column(fewer, "length") == [10, 10]
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_single_sample(draw, run, tmp_path):
     """One of them has nothing to do."""
     arguments = ["--num-samples", 1, "--seed", 3, "--steps", 5, "--prompt", "the"]
