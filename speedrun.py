@@ -19,13 +19,13 @@ if __name__ == "__main__":
 
 import json
 import statistics
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from experiments.arms import ROOT, Arm, config_of, crossing, own_loss, read_arms, run_of
 from experiments.report import mean_cell, tuned_cell
@@ -34,6 +34,7 @@ from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
+from runtime.schemas import damaged, from_values, read_toml, schema
 from training import config as configuration
 from training.config import Config
 
@@ -97,11 +98,18 @@ class Track:
         return config_of(self.base, arm, seed, tuned, OUT / self.name)
 
 
+@schema
+class TrackFile(TypedDict):
+    goal: float
+    base: dict[str, Any]
+    arms: dict[str, dict]
+
+
 def load_track(name: str) -> Track:
     """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
     each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys.
     `from` at its top is another track, over whose base and arms it lays its own."""
-    values = read_track(name)
+    values = from_values(read_track(name), TrackFile, f"track {name}")
     arms = read_arms(values["arms"], f"track {name}")
     return Track(name, values["goal"], values["base"], arms)
 
@@ -112,14 +120,15 @@ def read_track(name: str) -> dict:
     if not path.is_file():
         tracks = ", ".join(sorted(p.stem for p in TRACKS.glob("*.toml")))
         raise ValueError(f"there is no track {name!r}; choose one of {tracks}")
-    values = tomllib.loads(path.read_text())
+    values = read_toml(path)
     if "from" not in values:
         return values
     source = read_track(values.pop("from"))
-    for part in ("base", "arms"):
-        for key, table in values.pop(part, {}).items():
-            source[part][key] = source[part].get(key, {}) | table
-    return source | values
+    with damaged(path, "see configs/speedrun/gpt2.toml, which is from another track, too"):
+        for part in ("base", "arms"):
+            for key, table in values.pop(part, {}).items():
+                source[part][key] = source[part].get(key, {}) | table
+        return source | values
 
 
 # ---- training ------------------------------------------------------------------------------------

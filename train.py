@@ -254,13 +254,7 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
             f"{config.data.folder} holds records, which are not cut: leave out "
             "data.random_length_prob"
         )
-    memory = available_memory(procs.device)
-    needed = 4 * t.micro_batch_size * model.block_size * model.n_embd  # of what one layer yields
-    if memory is not None and needed > memory:
-        raise ValueError(
-            f"a micro-batch of {t.micro_batch_size:,} sequences needs more than "
-            f"{needed / 2**30:,.0f} GiB of memory; lower train.micro_batch_size"
-        )
+    check_memory(config, procs)
     if data_vocab > model.vocab_size:
         raise ValueError(
             f"the data in {config.data.folder} has a vocabulary of {data_vocab}, but "
@@ -273,6 +267,26 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
             f"{config.data.folder}; set it to {data_vocab}, the first id after its vocabulary, and "
             "model.vocab_size above that"
         )
+
+
+def check_memory(config: Config, procs: Processes) -> None:
+    """Raise ValueError for what cannot fit, before memory is taken: a machine without any left may
+    kill the run without a word."""
+    free = available_memory(procs.device)
+    if free is None:
+        return
+    t, model = config.train, config.model
+    one_layer = 4 * t.micro_batch_size * model.block_size * model.n_embd  # of what it yields
+    state = memory_plan.state_bytes(config, memory_plan.meta_model(config), procs.world_size)
+    for what, needed, change in (
+        (f"a micro-batch of {t.micro_batch_size:,} sequences", one_layer, "train.micro_batch_size"),
+        ("the model with its optimizer", sum(state.values()), "model.n_embd or model.n_layer"),
+    ):
+        if needed > free:
+            raise ValueError(
+                f"{what} needs more than {needed / 2**30:,.0f} GiB of memory, and "
+                f"{free / 2**30:,.0f} GiB are free; lower {change}"
+            )
 
 
 def already_finished(config: Config, procs: Processes, progress: Progress) -> int:

@@ -11,11 +11,12 @@ Shapes: B sequences, T block_size.
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import hashlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -218,13 +219,28 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
 
 def check_once(path: Path, facts: tuple, verify: bool, check: Callable[[], None]) -> None:
     """Check the contents of a file, with `verify` or where this machine has not done so since it
-    was changed. facts: what it is compared with."""
+    was changed; of several processes one does, while the others wait. facts: what it is compared
+    with."""
     mark = mark_of(path, facts)
     if verify or not mark.exists():
-        check()
-        with contextlib.suppress(OSError):  # then they are checked again the next time
+        with suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+        with nullcontext() if verify else one_at_a_time(mark.with_suffix(".lock")):
+            if verify or not mark.exists():
+                check()
+                with suppress(OSError):  # then they are checked again the next time
+                    mark.touch()
+
+
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Wait until no other process of this machine is within this, by a lock that ends with whoever
+    holds it. Where no such file can be made, do not wait."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            fcntl.flock(stack.enter_context(open(lock, "w")), fcntl.LOCK_EX)
+            stack.callback(lock.unlink, missing_ok=True)
+        yield
 
 
 def check_contents(path: Path, meta: dict, entry: dict) -> None:

@@ -23,8 +23,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
 from runtime.files import write_text
 from runtime.reports import commit
+from runtime.schemas import FileError, from_values, schema
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics
@@ -53,14 +56,21 @@ class Arm:
         return [dict(zip(self.tune, chosen, strict=True)) for chosen in values]
 
 
+# Besides dotted keys of a configuration.
+ArmTable = schema(
+    TypedDict("ArmTable", {"from": str, "why": str, "tune": dict[str, list]}, total=False)
+)
+
+
 def read_arms(tables: dict[str, dict], source: str) -> dict[str, Arm]:
     """Arms from the tables of a TOML file, which `source` names in errors."""
+    tables = from_values(tables, dict[str, ArmTable], source)
     arms: dict[str, Arm] = {}
     for name, table in tables.items():
         table = dict(table)
         above = table.pop("from", None)
         if above is not None and above not in arms:
-            raise ValueError(f"{source}: {name} is from {above!r}, which is no arm above it")
+            raise FileError(f"{source}: {name} is from {above!r}, which is no arm above it")
         inherited = arms[above] if above else Arm("", {}, {}, "")
         why, tune = table.pop("why", ""), table.pop("tune", inherited.tune)
         tune = {key: values for key, values in tune.items() if key not in table}

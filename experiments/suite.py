@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from data.loader import read_tokens
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of
 from experiments.measures import Figures, Measure, figures_of
 from experiments.verdicts import Claim, Ratio
+from runtime.schemas import damaged, from_values, read_toml
 from training.config import Config
 
 CONFIGS = ROOT / "configs" / "findings"
@@ -94,7 +94,7 @@ class Experiment:
             file = own.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
             path = CONFIGS.parent / f"{file}.toml"
             if path.is_file():
-                base = tomllib.loads(path.read_text())
+                base = read_toml(path)
                 arm = Arm(name, changes | own, {}, "")
                 found[name] = config_of(base, arm, 0, {}, OUT / "at_scale" / self.name / recipe)
         return found
@@ -124,6 +124,15 @@ class Experiment:
 
 def load_experiment(name: str) -> Experiment:
     """Read configs/findings/NAME.toml. Raises ValueError where there is none."""
+    path = CONFIGS / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(names())
+        raise ValueError(f"there is no experiment {name!r}; choose one of {known}")
+    with damaged(path, "compare it with another experiment's"):
+        return experiment_of(name)
+
+
+def experiment_of(name: str) -> Experiment:
     values = read_values(name)
     if "models" in values:
         of_models = read_values(values["models"])
@@ -140,20 +149,17 @@ def load_experiment(name: str) -> Experiment:
         runs[recipe] = {other: read[other] for other in others}
     alone = read_arms(arms, f"experiment {name}")
     parts = {"claims": Claim, "ratios": Ratio, "measures": Measure}
-    values |= {key: [kind(**t) for t in values.get(key, [])] for key, kind in parts.items()}
-    bench = Measure(**values.pop("bench")) if "bench" in values else None
+    source = f"experiment {name}"
+    for key, kind in parts.items():
+        values[key] = from_values(values.get(key, []), list[kind], source)
+    bench = from_values(values.pop("bench"), Measure, source) if "bench" in values else None
     own = {"recipes": recipes, "alone": alone, "runs": runs, "x": x, "bench": bench}
     return Experiment(name=name, **own, **values)
 
 
 def read_values(name: str) -> dict:
     """The values of its file, with its base and recipes laid over those of common.toml."""
-    path = CONFIGS / f"{name}.toml"
-    if not path.is_file():
-        known = ", ".join(names())
-        raise ValueError(f"there is no experiment {name!r}; choose one of {known}")
-    values = tomllib.loads(path.read_text())
-    common = tomllib.loads((CONFIGS / "common.toml").read_text())
+    values, common = read_toml(CONFIGS / f"{name}.toml"), read_toml(CONFIGS / "common.toml")
     if "arms" in values:
         own = values.get("base", {})
         tables = {key: common["base"].get(key, {}) | t for key, t in own.items() if type(t) is dict}

@@ -8,7 +8,6 @@ answers the test split.
 from __future__ import annotations
 
 import statistics
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from experiments.report import tuned_cell
 from experiments.suite import Experiment
 from runtime.processes import Processes
 from runtime.reports import markdown_table, new_figure, png
+from runtime.schemas import read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 
 SYSTEMS = ROOT / "configs" / "tasks" / "systems.toml"
@@ -48,7 +48,7 @@ class TaskExperiment:
 
 def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
     """All tasks of a file, by name."""
-    values = tomllib.loads(file.read_text())
+    values = read_toml(file)
     tune, arms, tasks = values.pop("tune"), values.pop("arms"), values.pop("tasks")
     decoders = {
         name: DecodingOptions(**options) for name, options in values.pop("decoders").items()

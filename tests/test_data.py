@@ -7,6 +7,9 @@ import math
 import os
 import random
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +168,24 @@ def test_a_changed_token_file_is_noticed_and_an_unchanged_one_read_once(
         os.utime(file, ns=(0, 0))  # not even the time tells
         with pytest.raises(ValueError, match="train.bin does not match its checksum"):
             TokenDataset(folder, "train", 16)
+
+
+def test_of_several_processes_one_checks_a_token_file(tmp_path):
+    """flock tells open files apart, so that threads stand for processes here."""
+    (tmp_path / "train.bin").touch()
+    together, checked = threading.Barrier(4), []
+
+    def check():
+        checked.append(1)
+        time.sleep(0.3)
+
+    def process(_):
+        together.wait()
+        loader.check_once(tmp_path / "train.bin", ("a", "b"), False, check)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(process, range(4)))
+    assert len(checked) == 1
 
 
 @pytest.mark.parametrize("vocab_size, words", [(257, "holds the id 300"), (400, "vocab_size is")])

@@ -20,6 +20,7 @@ from experiments import measures, report, suite
 from experiments.measures import SYSTEMS
 from experiments.suite import load_experiment
 from experiments.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
+from runtime.schemas import FileError
 from training import config as configuration
 
 SHIPPED = suite.names()
@@ -339,6 +340,21 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     run(monkeypatch, capsys, "page")
     page = (tiny / "findings.md").read_text()
     assert "## E7: learning" in page and "One has to learn." in page and "reversed" in page
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"claims": [{"says": "", "lower": "still"}]}, "experiment E7: it lacks .*higher"),
+        ({"colour": 3}, "E7.toml is damaged: TypeError: .*colour"),
+        ({"arms": {"still": {"tune": [1]}}}, "experiment E7: still.tune is"),
+    ],
+)
+def test_what_is_wrong_in_an_experiment_is_named(tiny, change, message):
+    values = tomllib.loads((tiny / "E7.toml").read_text()) | change
+    (tiny / "E7.toml").write_text(tomli_w.dumps(values))
+    with pytest.raises(FileError, match=message):
+        load_experiment("E7")
 
 
 def test_the_configs_of_an_experiment_can_be_launched_by_hand(tiny, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from helpers import ROOT, change, tiny_config
 import speedrun
 from experiments import arms as of_experiments
 from experiments.arms import crossing
+from runtime.schemas import FileError
 from speedrun import load_track
 from training import config as configuration
 
@@ -116,6 +117,24 @@ def test_a_track_is_laid_over_the_one_that_it_is_from(track, tmp_path):
 def test_what_is_not_there_is_named(track, monkeypatch, capsys, words, message):
     with pytest.raises(ValueError, match=message):
         run(monkeypatch, capsys, *words)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("goal = [[", "tiny.toml is not a TOML file"),
+        ("goal = 4.0", "track tiny: it lacks base"),
+        ('goal = "low"\n[base]\n[arms.a]', "track tiny: goal is 'low', but it must be a number"),
+        ("goal = 4.0\n[base]\n[arms]\na = 1", "arms.a is 1, but it must be a table of keys"),
+        ("goal = 4.0\n[base]\n[arms.a]\ntune = 3", "track tiny: a.tune is 3, but it must be a"),
+        ('from = "tiny2"\narms = 3', "tiny.toml is damaged"),
+    ],
+)
+def test_what_is_wrong_in_a_track_is_named(track, tmp_path, text, message):
+    (tmp_path / "tiny.toml").rename(tmp_path / "tiny2.toml")
+    (tmp_path / "tiny.toml").write_text(text)
+    with pytest.raises(FileError, match=message):
+        load_track("tiny")
 
 
 def test_the_goal_is_reached_between_two_evaluations():

@@ -657,6 +657,21 @@ def test_a_batch_that_does_not_divide_among_the_processes_is_an_error_with_the_n
     train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
 
 
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("model__n_embd", 10**6, "the model with its optimizer needs more .* lower model.n_embd"),
+        ("train__micro_batch_size", 2**31, "a micro-batch .* lower train.micro_batch_size"),
+    ],
+)
+def test_what_no_memory_holds_is_refused_before_it_is_taken(data, tmp_path, key, value, message):
+    config = change(tiny_config(data, tmp_path), **{key: value})
+    config = change(config, train__batch_size=max(8, config.train.micro_batch_size))
+    with pytest.raises(ValueError, match=message):
+        train.train(config, ALONE)
+    assert not config.run_folder.exists()
+
+
 # ---- steps that are not finite -------------------------------------------------------------------
 
 
@@ -787,6 +802,10 @@ WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
     "a moment of another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
     "a moment missing": (lambda t: t.pop(MOMENT), f"lacks {MOMENT}"),
     "a moment of nothing": (lambda t: t.update({f"{MOMENT}_sqq": torch.zeros(1)}), "no place"),
+    "a weight without moments": (
+        lambda t: [t.pop(name) for name in list(t) if name.startswith("optimizer.start.")],
+        "lacks optimizer.start.exp_avg",
+    ),
     "moments of no weight": (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "no place"),
     "another average": (lambda t: t.update({"ema0.5.start": torch.zeros(32)}), "no place"),
     "NaN in a moment": (lambda t: t[MOMENT].fill_(math.nan), f"{MOMENT} is not finite"),

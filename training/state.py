@@ -159,11 +159,9 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
 @torch.no_grad()
 def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint, whatever processes wrote it and there are now."""
-    # An optimizer keeps nothing before its first step: it gets tensors that can be filled first,
-    # for the parameters that had a gradient.
-    moved = {n.removeprefix("optimizer.").rpartition(".")[0] for n in values["tensors"]}
-    empty = empty_state(state.model, state.optimizer)
-    restore_state(state.model, state.optimizer, {n: v for n, v in empty.items() if n in moved})
+    # An optimizer keeps nothing before its first step, after which every parameter has had a
+    # gradient: it gets tensors that can be filled first.
+    restore_state(state.model, state.optimizer, empty_state(state.model, state.optimizer))
     tensors = named_tensors(state)
     if odd := sorted(values["tensors"].keys() - tensors.keys()):
         raise CheckpointError(f"{path} holds {odd[0]}, for which the run has no place")
