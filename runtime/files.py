@@ -23,8 +23,10 @@ LINE_BYTES = 64 << 20  # of rows of JSON and prompts
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
     leave no trace. A file that is replaced leaves its permissions to the new one, and a link goes
-    on to lead to it."""
+    on to lead to it. Raises FileExistsError where a device or a FIFO would be replaced."""
     path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     file = open(temporary, "xb")

@@ -125,3 +125,14 @@ def test_temporary_names_are_nobody_elses(tmp_path):
     theirs.write_text("mine")
     write_atomically(tmp_path / "x", lambda file: file.write(b"1"))
     assert theirs.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
+    """A FIFO stands for devices, which only an administrator can make."""
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to(fifo)
+    with pytest.raises(FileExistsError, match="fifo is no regular file and is not replaced"):
+        write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
+    assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
