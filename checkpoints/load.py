@@ -9,10 +9,12 @@ import pickle
 import re
 import sys
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, TypeVar
 
 import safetensors.torch
 import torch
@@ -34,6 +36,8 @@ SUPPORTED = (
     "model.safetensors or pytorch_model.bin)"
 )
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def load(
     if weights not in ("ema", "raw"):
         raise ValueError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
-    found = find_checkpoint(path)
+    prefix = "ema." if weights == "ema" else "model."
+    found = find_checkpoint(path, partial(on_disk.read_model, prefix=prefix))
     if found:
         file = found[0]
     else:
@@ -147,15 +152,16 @@ def make_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Transfo
 # ---- what lies at a path -------------------------------------------------------------------------
 
 
-def find_checkpoint(path: Path) -> tuple[Path, dict] | None:
-    """The checkpoint that a path means, and its values; None where it means something else."""
+def find_checkpoint(path: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
+    """The checkpoint that a path means, and what `read` makes of it; None where it means something
+    else."""
     if path.is_dir():
         is_checkpoint = (path / on_disk.STATE).is_file() or (path / "state.pt").is_file()
         if is_checkpoint or store.step_of(path) is not None:
-            return path, on_disk.read_values(path)
-        return store.read_newest(path)
+            return path, read(path)
+        return store.read_newest(path, read)
     if path.name == "best" and (best := store.best_of(path.parent)):
-        return best, on_disk.read_values(best)
+        return best, read(best)
     return None
 
 
@@ -287,8 +293,8 @@ def check_export(path: Path, sums: dict[str, str]) -> None:
 Contents = tuple[ModelConfig, dict[str, torch.Tensor], dict]
 
 
-def _trained(path: Path, values: dict, weights: str) -> Contents:
-    tensors = on_disk.read_all(path, values, "ema." if weights == "ema" else "model.")
+def _trained(path: Path, found: tuple[on_disk.State, dict], weights: str) -> Contents:
+    values, tensors = found
     data = values["data"]
     origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
     origin |= {"step": values["step"], "weights": weights}

@@ -22,6 +22,7 @@ import math
 import os
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -156,24 +157,44 @@ def read_values(path: Path, share: slice = slice(None)) -> State:
 
     share: which of the parts to check, where several processes divide them among themselves.
     Raises CheckpointError for what is missing, damaged, or of another format."""
+    try:
+        contents = _read_state(path)
+        _check_parts(path, contents, share)
+    except (FileError, OSError) as error:
+        raise CheckpointError(str(error)) from error
+    return contents
+
+
+def read_model(path: Path, prefix: str) -> tuple[State, dict[str, Tensor]]:
+    """`read_values`, and of the tensors those whose names begin with a prefix, as `read_all` has
+    them. Checksums are made beside reading, which takes longer, and waited for at its end."""
+    try:
+        contents = _read_state(path)
+        with ThreadPoolExecutor(1) as beside:
+            check = beside.submit(_check_parts, path, contents)
+            try:
+                tensors = read_all(path, contents, prefix)
+            finally:
+                check.result()  # rather than what a damaged file makes of reading
+    except (FileError, OSError) as error:
+        raise CheckpointError(str(error)) from error
+    return contents, tensors
+
+
+def _check_parts(path: Path, contents: State, share: slice = slice(None)) -> None:
+    for name, expected in list(contents["parts"].items())[share]:
+        if sha256_file(path / name) != expected:
+            raise CheckpointError(f"{path} is damaged (checksum of {name})")
+
+
+def _read_state(path: Path) -> State:
+    """The contents of state.json, of the right types, about the parts that are there."""
     if not (path / STATE).is_file():
         if (path / "state.pt").is_file():
             raise CheckpointError(f"{path} is {OLD_FORMAT}")
         raise CheckpointError(
             f"{path} lacks {STATE}: it is no checkpoint, or no longer a whole one"
         )
-    try:
-        contents = _read_state(path)
-        for name, expected in list(contents["parts"].items())[share]:
-            if sha256_file(path / name) != expected:
-                raise CheckpointError(f"{path} is damaged (checksum of {name})")
-    except (FileError, OSError) as error:
-        raise CheckpointError(str(error)) from error
-    return contents
-
-
-def _read_state(path: Path) -> State:
-    """The contents of state.json, of the right types, about the parts that are there."""
     with damaged(path / STATE, ADVICE):
         text = read_bounded(path / STATE)
         contents = json.loads(text)

@@ -14,7 +14,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from checkpoints import on_disk
 from checkpoints.errors import CheckpointError
 from runtime.files import write_text
 from runtime.processes import Processes
+
+T = TypeVar("T")
 
 
 def path_of(run_folder: Path, step: int) -> Path:
@@ -129,20 +133,20 @@ def remove_partial(run_folder: Path) -> None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_newest(run_folder: Path, procs: Processes | None = None) -> tuple[Path, dict] | None:
-    """The newest checkpoint that can be read, and its values; None if the run has none at all.
+def read_newest(
+    run_folder: Path,
+    read: Callable[[Path], T] = on_disk.read_values,
+    procs: Processes | None = None,
+) -> tuple[Path, T] | None:
+    """The newest checkpoint that can be read, and what `read` makes of it; None if the run has none
+    at all. A checkpoint that is damaged is named on stderr and passed over.
 
-    procs: the processes of a run. All must call; they divide the checking of checksums among
-    themselves and return the same. A checkpoint that is damaged is named on stderr and passed over.
+    procs: the processes of a run. All must call, and get the same checkpoint.
 
     Raises CheckpointError if all are, or if the run is of an earlier version, and ValueError if the
     processes do not see the same files."""
     refuse_old_format(run_folder)
-    if procs is None:
-        main, gather, share = True, lambda value: [value], slice(None)
-    else:
-        main, gather = procs.main, procs.gather
-        share = slice(procs.rank, None, procs.world_size)  # every world_size-th part
+    main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
     paths = find(run_folder)
     if any(others != paths for others in gather(paths)):
         raise ValueError(
@@ -150,15 +154,15 @@ def read_newest(run_folder: Path, procs: Processes | None = None) -> tuple[Path,
             "all share"
         )
     for path in reversed(paths):
-        values, problem = None, None
+        found, problem = None, None
         try:
-            values = on_disk.read_values(path, share)
+            found = read(path)
         except CheckpointError as error:
             problem = str(error)
         # Damaged for one is damaged for all: they must go on from the same step.
         problems = [text for text in gather(problem) if text]
         if not problems:
-            return path, values
+            return path, found
         if main:
             print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
     if paths:

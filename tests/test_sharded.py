@@ -248,7 +248,7 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
     config, older, last = copy
     damage(last, older)
     for who in (None, procs):
-        assert store.read_newest(config.run_folder, who)[0] == older
+        assert store.read_newest(config.run_folder, procs=who)[0] == older
         assert f"warning: {last} is damaged" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=f"{last}"):
         load(last)

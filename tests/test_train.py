@@ -665,8 +665,8 @@ def test_a_batch_that_does_not_divide_among_the_processes_is_an_error_with_the_n
     ],
 )
 def test_what_no_memory_holds_is_refused_before_it_is_taken(data, tmp_path, key, value, message):
-    config = change(tiny_config(data, tmp_path), **{key: value})
-    config = change(config, train__batch_size=max(8, config.train.micro_batch_size))
+    batch = value if key == "train__micro_batch_size" else 8
+    config = change(tiny_config(data, tmp_path), **{"train__batch_size": batch, key: value})
     with pytest.raises(ValueError, match=message):
         train.train(config, ALONE)
     assert not config.run_folder.exists()

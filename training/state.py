@@ -58,7 +58,9 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     Raises ValueError if the run in the folder is another one; CheckpointError if there are
     checkpoints, but none that can be read."""
     torch.manual_seed(config.seed)
-    checkpoint = store.read_newest(config.run_folder, procs)
+    share = slice(procs.rank, None, procs.world_size)  # every process checks some of the parts
+    read = functools.partial(on_disk.read_values, share=share)
+    checkpoint = store.read_newest(config.run_folder, read, procs)
     if checkpoint is None:
         return start_new(config, procs)
     return resume(config, data_meta, procs, *checkpoint)
