@@ -1,8 +1,9 @@
 """One checkpoint on the disk: a folder that is written whole or not at all, and checked when read.
 
     step_00001000/
-        *.safetensors   the tensors (model.NAME, ema.NAME, optimizer.NAME.KEY), in as many parts as
-                        processes wrote them; safetensors and JSON hold no code, as a pickle would
+        *.safetensors   the tensors (model.NAME, ema.NAME, optimizer.NAME.KEY), in three parts, or
+                        in as many as processes wrote; safetensors and JSON hold no code, as a
+                        pickle would
         state.json      everything that is no tensor, and the sha256 of all parts and of itself
 
 The order of writing makes a kill harmless at every moment:
@@ -22,6 +23,7 @@ import math
 import os
 import shutil
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -98,19 +100,23 @@ class State(TypedDict):
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write all tensors as the only part of a checkpoint: what a process alone does.
+    """Write all tensors, as a process alone does: weights, averages and moments as a part each, so
+    that who wants one of them need not check the others.
 
     torch.distributed.checkpoint could do it, too, but copies all of them in memory on the way and
     takes three times as long."""
-    path = folder / "part.safetensors"
-    # save_file makes a file that only its owner can read. It is to have the permissions that the
-    # user's umask gives to new files: those of an empty file, made first.
-    path.touch()
-    permissions = path.stat().st_mode
-    safetensors.torch.save_file(tensors, path)
-    path.chmod(permissions)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    kinds = {name.partition(".")[0] for name in tensors}
+    for kind in sorted(kinds):
+        path = folder / f"{kind}.safetensors"
+        # save_file makes a file that only its owner can read. It is to have the permissions that
+        # the user's umask gives to new files: those of an empty file, made first.
+        path.touch()
+        permissions = path.stat().st_mode
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")}
+        safetensors.torch.save_file(own, path)
+        path.chmod(permissions)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def complete(temporary: Path, path: Path, values: dict, tensors: dict[str, Tensor]) -> None:
@@ -159,19 +165,21 @@ def read_values(path: Path, share: slice = slice(None)) -> State:
     Raises CheckpointError for what is missing, damaged, or of another format."""
     try:
         contents = _read_state(path)
-        _check_parts(path, contents, share)
+        _check_parts(path, list(contents["parts"].items())[share])
     except (FileError, OSError) as error:
         raise CheckpointError(str(error)) from error
     return contents
 
 
 def read_model(path: Path, prefix: str) -> tuple[State, dict[str, Tensor]]:
-    """`read_values`, and of the tensors those whose names begin with a prefix, as `read_all` has
-    them. Checksums are made beside reading, which takes longer, and waited for at its end."""
+    """`read_values`, and of the tensors those whose names begin with a prefix ("model." or "ema."),
+    as `read_all` has them. Their checksums are made beside reading, which takes as long, and waited
+    for at its end."""
     try:
         contents = _read_state(path)
+        own = {kind: sha for kind, sha in contents["parts"].items() if kind.startswith(prefix)}
         with ThreadPoolExecutor(1) as beside:
-            check = beside.submit(_check_parts, path, contents)
+            check = beside.submit(_check_parts, path, (own or contents["parts"]).items())
             try:
                 tensors = read_all(path, contents, prefix)
             finally:
@@ -181,8 +189,8 @@ def read_model(path: Path, prefix: str) -> tuple[State, dict[str, Tensor]]:
     return contents, tensors
 
 
-def _check_parts(path: Path, contents: State, share: slice = slice(None)) -> None:
-    for name, expected in list(contents["parts"].items())[share]:
+def _check_parts(path: Path, parts: Iterable[tuple[str, str]]) -> None:
+    for name, expected in parts:
         if sha256_file(path / name) != expected:
             raise CheckpointError(f"{path} is damaged (checksum of {name})")
 
@@ -210,6 +218,8 @@ def _read_state(path: Path) -> State:
             raise CheckpointError(
                 f"{path} is damaged: {odd[0]} is {'not its own' if odd[0] in found else 'missing'}"
             )
+        if odd := [file for file in parts(path) if not file.is_file()]:
+            raise CheckpointError(f"{odd[0]} is no regular file")  # a FIFO would be waited for
         claimed = 0  # bytes: before memory is taken for tensors, they must be there
         for name, (dtype, *shape) in contents["tensors"].items():
             if dtype not in DTYPES or not all(isinstance(size, int) for size in shape):

@@ -104,7 +104,9 @@ NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
 OF_RUN = ("sample", "resume", "convert", "perplexity")
 READERS = {
     f"{NEWEST}/state.json": OF_RUN,
-    f"{NEWEST}/part.safetensors": OF_RUN,
+    f"{NEWEST}/model.safetensors": ("resume",),
+    f"{NEWEST}/ema.safetensors": OF_RUN,
+    f"{NEWEST}/optimizer.safetensors": ("resume",),
     "run/best": ("sample best", "resume"),
     "run/metrics.jsonl": ("plot", "resume"),
     "run/lock": ("resume",),
@@ -187,7 +189,8 @@ def cases(draw):
 
 FLIPPED = {  # a file of every kind that has checksums, and who reads it
     "released.pt": "convert release",
-    f"{NEWEST}/part.safetensors": "sample",
+    f"{NEWEST}/ema.safetensors": "sample",
+    f"{NEWEST}/optimizer.safetensors": "resume",
     "export/model.safetensors": "sample export",
     "data/train.bin": "resume",
     "data/val.bin": "perplexity",
@@ -548,7 +551,7 @@ def same(a, b):
 
 
 def last_weights(folder):
-    paths = sorted((folder / CHECKPOINTS).glob("step_*/part.safetensors"))
+    paths = sorted((folder / CHECKPOINTS).glob("step_*/model.safetensors"))
     return hashlib.sha256(paths[-1].read_bytes()).hexdigest()
 
 

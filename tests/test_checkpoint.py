@@ -164,7 +164,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_trace(tmp_path, 
 def test_a_full_disk_is_an_error_with_the_reason_and_what_was_there_stays(tmp_path, share):
     good = save(tmp_path, 1, best=1)
     before = read_checkpoint(good)
-    size = (good / "part.safetensors").stat().st_size
+    size = (good / "model.safetensors").stat().st_size
     with (
         pytest.raises(CheckpointError, match="File too large"),  # the system's own reason
         limited_file_size(int(size * share)),
@@ -190,11 +190,11 @@ def change_state(path, without=None, **changes):
 
 
 DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
-    "no part": (lambda p: (p / "part.safetensors").unlink(), "part.safetensors is missing"),
-    "empty part": (lambda p: truncate(p / "part.safetensors", 0), "smaller than its tensors"),
-    "cut part": (lambda p: truncate(p / "part.safetensors", 0.999), "checksum of part"),
+    "no part": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "empty part": (lambda p: truncate(p / "model.safetensors", 0), "checksum of model"),
+    "cut part": (lambda p: truncate(p / "model.safetensors", 0.999), "checksum of model"),
     "a part too many": (lambda p: (p / "x.safetensors").touch(), "x.safetensors is not its own"),
-    "flipped byte": (lambda p: flip_byte(p / "part.safetensors", 5000), "checksum of part"),
+    "flipped byte": (lambda p: flip_byte(p / "model.safetensors", 5000), "checksum of model"),
     "no state": (lambda p: (p / "state.json").unlink(), "lacks state.json"),
     "empty state": (lambda p: truncate(p / "state.json", 0), "state.json is damaged"),
     "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json is damaged"),
@@ -202,11 +202,11 @@ DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the mes
     "incomplete": (lambda p: change_state(p, format=on_disk.FORMAT, parts={}), "is not its own"),
     "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
     "a part of another save": (
-        lambda p: shutil.copy(p.with_name("step_00000001") / "part.safetensors", p),
-        "checksum of part",
+        lambda p: shutil.copy(p.with_name("step_00000001") / "model.safetensors", p),
+        "checksum of model",
     ),
     "a FIFO": (
-        lambda p: [(p / "part.safetensors").unlink(), os.mkfifo(p / "part.safetensors")],
+        lambda p: [(p / "model.safetensors").unlink(), os.mkfifo(p / "model.safetensors")],
         "",
     ),
     "a state that is a FIFO": (
@@ -240,7 +240,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     assert load(tmp_path).path == str(older)
 
 
-@pytest.mark.parametrize("file", ["part.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "state.json"])
 def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file):
     """Bytes anywhere: in tensors, in the header, in names, numbers and white space of the JSON."""
     path = save(tmp_path, 1)
@@ -261,7 +261,7 @@ def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file
 
 def test_all_checkpoints_broken_is_an_error_and_nothing_is_deleted(tmp_path, capsys):
     for step in (1, 2):
-        truncate(save(tmp_path, step) / "part.safetensors", 0.1)
+        truncate(save(tmp_path, step) / "model.safetensors", 0.1)
     with pytest.raises(CheckpointError, match=f"none of the 2 checkpoints in {tmp_path}"):
         store.read_newest(tmp_path)
     assert capsys.readouterr().err.count("warning") == 2 and len(store.find(tmp_path)) == 2

@@ -48,7 +48,7 @@ def test_a_script_may_write_its_own_results_again_while_it_runs(tmp_path):
     assert (tmp_path / "x").read_text() == ANSWER
 
 
-@pytest.mark.parametrize("name", ["config.toml", "checkpoints/step_00000001/part.safetensors"])
+@pytest.mark.parametrize("name", ["config.toml", "checkpoints/step_00000001/model.safetensors"])
 def test_inputs_are_never_replaced(there, name):
     with pytest.raises(ValueError, match="is a file that is read"):
         write(there, there, overwrite=True)

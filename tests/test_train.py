@@ -65,8 +65,8 @@ def assert_same_run(config, reference):
 
 
 def part(path):
-    """The file of tensors in a checkpoint that one process wrote."""
-    return path / "part.safetensors"
+    """The file of weights in a checkpoint that one process wrote."""
+    return path / "model.safetensors"
 
 
 def files(folder):
@@ -271,7 +271,7 @@ def test_every_length_is_compiled_once_and_none_falls_back_to_eager(data, tmp_pa
 
 def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(reference):
     assert configuration.load_toml(reference.run_folder / "config.toml") == reference
-    parts = ("part.safetensors", "state.json")
+    parts = ("ema.safetensors", "model.safetensors", "optimizer.safetensors", "state.json")
     saved = [f"checkpoints/step_000000{step}/{part}" for step in (36, 40) for part in parts]
     expected = ["best", *saved]
     expected += ["config.toml", "loss.png", "metrics.jsonl"]
@@ -790,7 +790,8 @@ def rewrite(path, change):
     values = on_disk.read_values(path)
     tensors = on_disk.read_all(path, values)
     change(tensors)
-    part(path).unlink()
+    for file in on_disk.parts(path):
+        file.unlink()
     on_disk.write_tensors(path, tensors)
     temporary = path.rename(path.with_name("changed"))
     on_disk.complete(temporary, path, values, tensors)
