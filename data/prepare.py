@@ -75,7 +75,8 @@ def _option(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-ValFraction = Annotated[float, Interval(gt=0, le=0.5)]
+ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
+BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Prepare:
     """sedd: rows in 8 shards and groups of 1,000, cut into blocks,
     the rest of every group dropped; as published.
     full: documents end to end, nothing dropped."""
-    block_size: Annotated[Count | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
+    block_size: Annotated[BlockSize | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
     """sedd, records: tokens of a block; of records at least those of the
     longest and one. A model of another needs the dataset prepared again."""
     val_fraction: Annotated[

@@ -23,10 +23,12 @@ everything already.
 import builtins
 import contextlib
 import errno
+import gzip
 import hashlib
 import io
 import itertools
 import json
+import lzma
 import multiprocessing
 import os
 import random
@@ -43,20 +45,23 @@ from pathlib import Path
 
 import hypothesis
 import matplotlib.pyplot  # so that no child has to import it
+import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint
 import tyro
-from helpers import ALONE, ROOT, make_data, metrics, newest, tiny_config, write_config
+from helpers import ALONE, ROOT, make_data, metrics, newest, prepared, tiny_config, write_config
 from hypothesis import strategies as st
 
 import convert
 import eval_gen
 import eval_ppl
+import eval_tasks
 import sample
 import train
 from checkpoints import on_disk
 from checkpoints.load import load
+from data import prepare
 from runtime.command_line import run_script
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import commit, markdown_table
@@ -98,6 +103,27 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
         "run --datasets data --max-sequences 2 --num-orders 1 --json out.json --device cpu",
         "out.json",
     ),
+    "orders": (
+        eval_ppl.main,
+        "run --datasets data --max-sequences 2 --orders file:file=orders.npy --json out.json "
+        "--device cpu",
+        "out.json",
+    ),
+    "tasks": (
+        eval_tasks.main,
+        "run --tasks questions --mode l2r --json out.json --device cpu",
+        "out.json",
+    ),
+    "prepare": (
+        prepare.main,
+        "text --source text.jsonl.xz notes.txt.gz --tokenizer bytes --out new",
+        "new/train.bin",
+    ),
+    "prepare records": (
+        prepare.main,
+        "records --source records.jsonl --tokenizer bytes --block-size 64 --out new",
+        "new/train.bin",
+    ),
     "judge": (eval_gen.main, "--samples samples.jsonl --judge run --json out.json", "out.json"),
 }
 NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
@@ -119,19 +145,31 @@ READERS = {
     "data/val.bin": ("perplexity", "resume"),
     "prompts.jsonl": ("sample prompts",),
     "samples.jsonl": ("judge",),
+    "orders.npy": ("orders",),
+    "text.jsonl.xz": ("prepare",),
+    "notes.txt.gz": ("prepare",),
+    "records.jsonl": ("prepare records",),
+    "questions/meta.json": ("tasks",),
+    "questions/test.bin": ("tasks",),
+    "questions/test.roles.bin": ("tasks",),
 }
 # What has checksums: changed bytes are noticed, or change nothing in the result.
-PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
+PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json", ".xz", ".gz")
 OUTPUTS = {
     "sample": ("--jsonl", "--html"),
     "perplexity": ("--json", "--per-token"),
     "judge": ("--json", "--markdown", "--plot", "--save-samples"),
     "plot": ("--plot-out",),
+    "tasks": ("--json", "--html"),
+    "prepare": ("--out",),
 }
 OPTIONS = {
     "sample": "num-samples steps length temperature top-p top-k batch-size seed mode block-size "
     "dtype weights device prompt infill group-size",
     "perplexity": "orders ensemble group num-orders target-se max-sequences batch-size split",
+    "tasks": "mode steps threshold block temperature batch-size limit split weights tasks",
+    "prepare": "limit val-fraction field tokenizer split source val",
+    "prepare records": "block-size limit val-fraction field",
     "judge": "settings steps num-samples batch-size length words-of judge",
     "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer model.n-embd "
     "eval.sequences eval.draws order.kind data.folder train.device checkpoint.keep seed "
@@ -390,6 +428,14 @@ class Campaign:
         self._write_release()
         Path("prompts.jsonl").write_text('{"prompt": "the "}\n{"infill": "of[MASK:3] step"}\n')
         Path("samples.jsonl").write_text('{"text": "any order"}\n{"text": "the model", "n": 1}\n')
+        np.save("orders.npy", np.stack([np.arange(16), np.arange(16)[::-1]]))
+        book = json.dumps({"text": "It was a bright cold day. " * 40}) + "\n"
+        # Of several streams: the end of the first is not the end of the file.
+        Path("text.jsonl.xz").write_bytes(b"".join(lzma.compress(book.encode()) for _ in range(3)))
+        Path("notes.txt.gz").write_bytes(gzip.compress(b"The clocks were striking. " * 40))
+        record = {"prompt": "2 + 2 = ", "text": "4"}
+        Path("records.jsonl").write_text(f"{json.dumps(record)}\n" * 8)
+        prepared("records", Path("questions"), Path("records.jsonl"), block_size=16, split="test")
         Path("notes.md").write_text("mine")
         Path(".out.tmp").write_text("mine")
         Path("link").symlink_to("notes.md")
@@ -439,9 +485,11 @@ class Campaign:
             return [json.loads(line)["tokens"] for line in path.read_text().splitlines()]
         if name.startswith("convert"):
             return hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+        if name.startswith("prepare"):
+            return hashlib.sha256(path.read_bytes()).hexdigest()
         if name == "resume":
             return sorted(file.name for file in path.glob("step*")), last_weights(folder)
-        if name == "perplexity":
+        if name in ("perplexity", "orders"):
             return [row["nll"] for row in json.loads(path.read_text())["results"]]
         return path.exists()
 

@@ -6,7 +6,15 @@ import math
 
 import numpy as np
 import pytest
-from helpers import ALONE, LENGTH, change, encoder_config, run_script, tiny_config
+from helpers import (
+    ALONE,
+    LENGTH,
+    change,
+    encoder_config,
+    limited_file_size,
+    run_script,
+    tiny_config,
+)
 from matplotlib.figure import Figure
 
 import train
@@ -14,7 +22,7 @@ from checkpoints import load as checkpoint
 from data.loader import TokenDataset
 from objectives import evaluation_masks
 from orders import OrderConfig, orders_at
-from training import plots, validation
+from training import metrics, plots, validation
 
 RANDOM = OrderConfig("random")
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
@@ -48,6 +56,38 @@ def test_an_evaluation_line_holds_losses_of_both_weights_curves_and_costs(run):
         for key in ("grad_norm", "tokens", "tokens_per_second", "skipped_steps"):
             assert line[key] == steps[line["step"]][key], key
         assert 2**20 < line["memory_bytes"] < 2**40
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, share):
+    (tmp_path / "lines").write_text("first\n")
+    second = "second" * 100 + "\n"
+    with limited_file_size(6 + int(share * len(second))), pytest.raises(OSError, match="too large"):
+        metrics.append(tmp_path / "lines", second)
+    assert (tmp_path / "lines").read_text() == "first\n"
+    metrics.append(tmp_path / "lines", second)
+    assert (tmp_path / "lines").read_text() == f"first\n{second}"
+
+
+@pytest.mark.parametrize("full", [range(3, 6), range(7, 99)], ids=["for a while", "to the end"])
+def test_lines_wait_until_the_disk_has_room(data, tmp_path, monkeypatch, capsys, full):
+    append, calls = metrics.append, []
+
+    def on_a_full_disk(path, text):
+        calls.append(text)
+        if len(calls) in full and "val_loss" not in text.splitlines()[-1]:
+            raise OSError(28, "No space left on device")
+        append(path, text)
+
+    configs = [tiny_config(data, tmp_path, name, steps=10, eval__interval=5) for name in "ab"]
+    train.train(configs[0], ALONE)
+    monkeypatch.setattr(metrics, "append", on_a_full_disk)
+    train.train(configs[1], ALONE)
+    seen, expected = (
+        [[line["step"], line.get("loss")] for line in lines_of(c.run_folder)] for c in configs[::-1]
+    )
+    assert seen == expected and len(seen) == 12
+    assert "No space left on device; its lines wait" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["l2r", "random"])

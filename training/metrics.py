@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
 import sys
 import time
@@ -66,7 +67,7 @@ class Log:
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
         self.tokens = tokens_of(config, range(progress.step), block_size)
         self.norm = self.tokens_per_second = None  # of the last step and of the last training line
-        self.wandb, self.warned = None, False
+        self.wandb, self.unwritten = None, ""
         self.restart_clock()
         if not self.active:
             return
@@ -138,6 +139,9 @@ class Log:
 
     def close(self) -> None:
         if self.active:
+            if self.unwritten:
+                with contextlib.suppress(OSError):  # of which the user has been warned
+                    append(self.path, self.unwritten)
             self.bar.close()
             if self.wandb:
                 self.wandb.finish()
@@ -152,17 +156,29 @@ class Log:
         sys.stdout.flush()
 
     def _write(self, line: dict) -> None:
+        warned, self.unwritten = bool(self.unwritten), f"{self.unwritten}{to_json(line)}\n"
         try:
-            with open(self.path, "a") as file:
-                file.write(to_json(line) + "\n")
+            append(self.path, self.unwritten)
+            self.unwritten = ""
         except OSError as error:  # a full disk, say, is no reason to lose the run
-            if not self.warned:
-                self.warn(f"cannot write {self.path}: {error}; training goes on without it")
-            self.warned = True
+            if not warned:
+                self.warn(f"cannot write {self.path}: {error}; its lines wait until there is room")
         if self.wandb:
             numbers = {key: v for key, v in line.items() if isinstance(v, int | float)}
             step = numbers.pop("step")
             self.wandb.log(numbers, step=step)
+
+
+def append(path: Path, text: str) -> None:
+    """Add text to a file, or nothing: what a full disk has cut short is taken back."""
+    with open(path, "ab", buffering=0) as file:
+        size, rest = file.tell(), memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            os.truncate(path, size)
+            raise
 
 
 # ---- what is counted -----------------------------------------------------------------------------
