@@ -10,8 +10,10 @@ global batch) and of nothing else, so neither resuming nor the number of process
 """
 
 import functools
+import io
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, Probability, Seed, Table, check_values
+from runtime.schemas import read_bounded
 
 OrderKind = Literal[
     "l2r",
@@ -257,10 +260,12 @@ def _sliding(uniform: np.ndarray, window: int) -> torch.Tensor:
 def read_orders(file: str, length: int) -> np.ndarray:
     """The orders in a file, int64 (M, length). Raises ValueError where they are none."""
     try:
-        orders = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        # From memory, where a header that claims more than there is takes none.
+        orders = np.load(io.BytesIO(read_bounded(Path(file), 2**30)), allow_pickle=False)
+    except Exception as error:  # NumPy reads the header as Python's own parser does
         raise ValueError(f"order.file {file} cannot be read as a .npy file: {error}") from None
-    if orders.ndim != 2 or not len(orders) or orders.dtype.kind not in "iu":
+    of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
+    if not of_integers or orders.ndim != 2 or not len(orders):
         raise ValueError(f"order.file {file} does not hold integers (M, T), an order a row")
     if orders.shape[1] != length:
         raise ValueError(

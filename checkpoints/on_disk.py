@@ -247,6 +247,9 @@ def read_tensors(path: Path, values: dict, targets: dict[str, Tensor]) -> None:
             found = values["tensors"][name]
             raise CheckpointError(f"{name} is {found} in {path}, {entry} in the model")
     try:
+        for part in parts(path):  # torch would print a traceback of its own
+            with safetensors.safe_open(part, "pt"):
+                pass
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")  # it works alone
             reader = dcp.HuggingFaceStorageReader(str(path))

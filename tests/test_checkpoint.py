@@ -240,6 +240,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     assert load(tmp_path, "raw").path == str(older)
 
 
+def test_a_part_without_a_header_is_one_warning_and_no_traceback(tmp_path, capfd):
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    size = (newest / "ema.safetensors").stat().st_size
+    (newest / "ema.safetensors").write_bytes(b"\xff" * size)
+    assert load(tmp_path).path == str(older)
+    assert capfd.readouterr().err.splitlines() == [
+        f"warning: {newest} is damaged (checksum of ema.safetensors); trying the one before it"
+    ]
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json"])
 def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file):
     """Bytes anywhere: in tensors, in the header, in names, numbers and white space of the JSON."""

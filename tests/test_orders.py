@@ -266,6 +266,8 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
         (None, "cannot be read"),
         (b"no numpy", "cannot be read"),
         (np.array([[{}]]), "cannot be read"),  # a pickle, which could run code
+        (b"", "cannot be read"),
+        (b"\x93NUMPY\x01\x00\x0a\x00{[[[[[[[[[", "cannot be read"),
         (np.zeros((2, 3)), "does not hold integers"),
         (np.zeros((0, 3), int), "does not hold integers"),
         (np.array([[0, 1]]), "orders of 2 positions, but sequences have 3"),
