@@ -180,6 +180,10 @@ def load_meta(folder) -> Meta:
             f"or {advice}"
         )
     meta = read_json(path, Meta, advice)
+    if meta.get("protocol") in ("sedd", "records") and not meta.get("block_size"):
+        raise ValueError(f"{path} lacks block_size, which its protocol has; {advice}")
+    if meta.get("protocol") == "records" and any("roles" not in s for s in meta["splits"].values()):
+        raise ValueError(f"{path}: a split of records lacks roles; {advice}")
     tokenizer = TOKENIZERS.get(meta["tokenizer"])
     if tokenizer and meta["vocab_size"] != tokenizer.vocab_size:
         raise ValueError(

@@ -58,6 +58,21 @@ def test_an_evaluation_line_holds_losses_of_both_weights_curves_and_costs(run):
         assert 2**20 < line["memory_bytes"] < 2**40
 
 
+def test_lines_that_hold_what_no_line_does_are_left_out(tmp_path):
+    good = {"step": 1, "loss": None, "mfu": "unknown", "val_curve_l2r": [1.0, None]}
+    odd = [
+        {"tokens": [1]},
+        {"loss": "unknown"},
+        {"step": -1},
+        {"step": 2**40},
+        {"x": {}},
+        {"val_curve_l2r": 1},
+    ]
+    lines = [good, *({"step": 2} | change for change in odd), good]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [good, good]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, share):
     (tmp_path / "lines").write_text("first\n")

@@ -101,6 +101,18 @@ def test_own_records_are_prepared_one_a_block(tmp_path):
         TokenDataset(folder, "test", 8)
 
 
+@pytest.mark.parametrize("key", ["block_size", "roles"])
+def test_records_without_what_makes_them_records_are_refused(tmp_path, key):
+    rows = [{"prompt": f"{i}+1=", "text": str(i + 1)} for i in range(4)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    folder = prepared("records", tmp_path / "data", source, block_size=8, split="test")
+    meta = json.loads((folder / "meta.json").read_text())
+    del (meta["splits"]["test"] if key == "roles" else meta)[key]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=f"lacks {key}"):
+        TokenDataset(folder, "test", 8)
+
+
 @pytest.mark.parametrize(
     "name, rows, options, says",
     [

@@ -217,12 +217,22 @@ class Line(TypedDict, extra_items=Value):
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without any that a kill or a full disk cut short."""
+    """The lines of metrics.jsonl, without any that a kill or a full disk cut short or that holds
+    what no line does."""
     lines = []
     for place, text in read_lines(path, "metrics") if path.is_file() else ():
         with contextlib.suppress(FileError):
-            lines.append(from_json(text, Line, place))
+            line = from_json(text, Line, place)
+            if all(fits(key, value) for key, value in line.items()):
+                lines.append(line)
     return lines
+
+
+def fits(key: str, value: Value) -> bool:
+    """Whether a value is of the kind that its key has."""
+    if isinstance(value, list) or key.startswith("val_curve_"):
+        return isinstance(value, list) and key.startswith("val_curve_")
+    return value != "unknown" or key == "mfu"
 
 
 def drop_later_lines(path: Path, step: int) -> None:
