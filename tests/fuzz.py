@@ -364,7 +364,8 @@ def run(main, arguments, folder, prepare=None, disturb=None):
         if seconds > SECONDS + 1:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.005)
-    text = said.read_text(errors="replace")
+    # A child that was killed at once has not opened it.
+    text = said.read_text(errors="replace") if said.exists() else ""
     return Ended(os.waitstatus_to_exitcode(status), text, seconds, usage.ru_maxrss * 1024)
 
 
