@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from runtime.files import json_object, sha256_file
+from runtime.files import json_object, lines_of, sha256_file
 
 PIECE_BYTES = 1 << 20
 # What has no white space in so many bytes is not text, and would have to be held whole to be cut
@@ -303,18 +303,9 @@ def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
 
 
 def read_jsonl_rows(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
-    """The place and the values of every row of JSON. Holds one line at a time, unlike
-    `runtime.files.read_lines`: the file may be far larger than memory."""
-    for number, line in enumerate(iter(lambda: stream.readline(MAX_WORD_BYTES), b""), 1):
-        place = f"{name} line {number}"
-        if len(line) == MAX_WORD_BYTES:
-            raise ValueError(f"{place}: the line is longer than {MAX_WORD_BYTES >> 20} MB")
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
-        if text.strip():
-            yield place, json_object(text, place)
+    """The place and the values of every row of JSON."""
+    for place, line in lines_of(stream, name):
+        yield place, json_object(line, place)
 
 
 def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:

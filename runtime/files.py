@@ -126,17 +126,23 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         raise ValueError(f"{option} {path}: there is no such file")
     with open(path, "rb") as file:
-        # Lines of bytes: those of text would also be cut at what JSON strings may hold.
-        for number, data in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
-            place = f"{path} line {number}"
-            if len(data) > LINE_BYTES:
-                raise ValueError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
-            try:
-                line = data.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
-            if line.strip():
-                yield place, line.removesuffix("\n").removesuffix("\r")
+        yield from lines_of(file, str(path))
+
+
+def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
+    """`read_lines` of what is open; holds one line at a time, for it may be far larger than
+    memory."""
+    # Lines of bytes: those of text would also be cut at what JSON strings may hold.
+    for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
+        place = f"{name} line {number}"
+        if len(data) > LINE_BYTES:
+            raise ValueError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
+        try:
+            line = data.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+        if line.strip():
+            yield place, line.removesuffix("\n").removesuffix("\r")
 
 
 def json_object(line: str, place: str) -> dict:
