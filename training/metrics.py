@@ -232,6 +232,8 @@ def fits(key: str, value: Value) -> bool:
     """Whether a value is of the kind that its key has."""
     if isinstance(value, list) or key.startswith("val_curve_"):
         return isinstance(value, list) and key.startswith("val_curve_")
+    if isinstance(value, int) and abs(value) >= 2**63:  # which NumPy has no number for
+        return False
     return value != "unknown" or key == "mfu"
 
 
