@@ -67,6 +67,7 @@ def test_lines_that_hold_what_no_line_does_are_left_out(tmp_path):
         {"step": 2**40},
         {"x": {}},
         {"val_curve_l2r": 1},
+        {"tokens": 10**30},
     ]
     lines = [good, *({"step": 2} | change for change in odd), good]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
