@@ -50,6 +50,7 @@ OLD_FORMAT = (
 STATE = "state.json"
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # that weights and moments may have
 ADVICE = "use another checkpoint of the run"
+HEADER_BYTES = 100_000_000  # of a safetensors file, which has no larger ones
 WRITE_ERRORS = (OSError, RuntimeError, safetensors.SafetensorError)  # of a disk that is full
 
 
@@ -225,8 +226,10 @@ def _read_state(path: Path) -> State:
             if dtype not in DTYPES or not all(isinstance(size, int) for size in shape):
                 raise CheckpointError(f"{path}: {name} is {dtype} {shape}: no tensor of numbers")
             claimed += math.prod(shape) * getattr(torch, dtype).itemsize
-        if claimed > sum(file.stat().st_size for file in parts(path)):
-            raise CheckpointError(f"{path} is damaged: its files are smaller than its tensors")
+        found = sum(file.stat().st_size for file in parts(path))
+        if not claimed <= found <= claimed + HEADER_BYTES * len(contents["parts"]):
+            than = "smaller" if found < claimed else "larger"
+            raise CheckpointError(f"{path} is damaged: its files are {than} than its tensors")
     return contents
 
 

@@ -26,6 +26,7 @@ from runtime.files import write_text
 from runtime.processes import Processes
 
 T = TypeVar("T")
+OWN = ("best", "config.toml", "metrics.jsonl", "loss.png", "lock", "wandb_id", "commit")
 
 
 def path_of(run_folder: Path, step: int) -> Path:
@@ -114,20 +115,20 @@ def best_of(run_folder: Path) -> Path | None:
     pointer = Path(run_folder) / "best"
     if not pointer.is_file():
         return None
-    path = Path(run_folder) / "checkpoints" / pointer.read_text(errors="replace").strip()
-    if step_of(path) is None or path.parent.name != "checkpoints":
+    with open(pointer, "rb") as file:
+        name = file.read(100).decode(errors="replace").strip()
+    if "/" in name or step_of(Path(name)) is None:
         raise CheckpointError(f"{pointer} does not hold the name of a checkpoint (step_N)")
-    return path
+    return Path(run_folder) / "checkpoints" / name
 
 
 def remove_partial(run_folder: Path) -> None:
-    """Remove what a kill has left half written or half removed."""
-    for parent in (Path(run_folder), Path(run_folder) / "checkpoints"):
-        for path in parent.glob(".*.tmp"):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    """Remove what a kill has left half written or half removed, and nothing that only looks so."""
+    for path in (Path(run_folder) / "checkpoints").glob(".step_*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in Path(run_folder).glob(".*.tmp"):
+        if re.fullmatch(rf"\.({'|'.join(OWN)})\.[0-9a-f]{{8}}\.tmp", path.name):
+            path.unlink(missing_ok=True)
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ what to do."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -32,6 +33,10 @@ class ModelOptions:
     """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
 
 
+# With which pathlib's RuntimeErrors begin: links that go in a circle, and a user without a home.
+PATH_ERRORS = ("Symlink loop", "Could not determine home")
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. A ValueError, an OSError or too little memory is the user's to
     mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it). An interrupt
@@ -44,7 +49,8 @@ def run_script(main: Callable[[], int | None]) -> None:
         status = 141
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         full = out_of_memory(error)
-        if isinstance(error, RuntimeError) and not full:
+        of_paths = str(error).startswith(PATH_ERRORS)
+        if isinstance(error, RuntimeError) and not full and not of_paths:
             raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
@@ -54,11 +60,13 @@ def run_script(main: Callable[[], int | None]) -> None:
             if full
             else ""
         )
-        print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody may be listening
+            print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, end_at_once)  # another one
-        print("\ninterrupted", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print("\ninterrupted", file=sys.stderr)
         status = 130
     signal.signal(signal.SIGINT, end_at_once)
     try:

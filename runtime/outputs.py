@@ -129,10 +129,18 @@ def check_place(path: Path, option: str) -> None:
 
 def check_not_input(path: Path, option: str, source: Path) -> None:
     """Raise ValueError if a result would replace what the script reads: a file, or one of those
-    that a run folder, an export or a dataset consists of."""
+    that a run folder, an export or a dataset consists of, by whatever name."""
     if not path.exists():
         return
+    # Who names weights, or a run's file `best`, reads what lies beside them, too.
+    folder = source.parent if source.is_file() and is_kept(source) else source
     real = path.resolve()
-    inside = source.is_dir() and source.resolve() in real.parents
-    if path.samefile(source) or (inside and (real.name in KEPT or real.suffix in KEPT_SUFFIXES)):
+    replaced = path.samefile(source) or is_kept(real) and folder.resolve() in real.parents
+    if not replaced and path.is_file() and path.stat().st_nlink > 1 and folder.is_dir():
+        replaced = any(is_kept(file) and file.samefile(path) for file in folder.rglob("*"))
+    if replaced:
         raise ValueError(f"{option} {path} is a file that is read ({source}); name another file")
+
+
+def is_kept(path: Path) -> bool:
+    return path.name in KEPT or path.suffix in KEPT_SUFFIXES

@@ -11,6 +11,7 @@ status 130, from the first import on, which together take seconds.
 Imports nothing that takes time.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -35,7 +36,8 @@ def end_at_once(number=None, frame=None) -> None:
     it (an import, a destructor, the end of a script) becomes a traceback, or is lost."""
     if os.environ.get("RANK", "0") == "0":
         # not print, which may be what was interrupted
-        os.write(2, b"\ninterrupted\n")
+        with contextlib.suppress(OSError):  # nobody may be listening
+            os.write(2, b"\ninterrupted\n")
     os._exit(130)
 
 

@@ -222,6 +222,7 @@ DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the mes
         "smaller than its tensors",
     ),
     "no dtype": (lambda p: change_state(p, tensors={"model.x": ["int8", 3]}), "no tensor of"),
+    "a sparse part": (lambda p: os.truncate(p / "ema.safetensors", 2**40), "larger than its"),
     "only the state": (lambda p: [f.unlink() for f in on_disk.parts(p)], "is missing"),
 }
 
@@ -386,6 +387,30 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in
     for path in (older, tmp_path / "best"):
         assert load(path).path == str(older)
         assert_same(weights(load_model(path)), tiny_state(1).averages[0].weights)
+
+
+def test_a_pointer_leads_to_no_other_run_and_is_not_read_without_end(tmp_path):
+    save(tmp_path / "run", 1)
+    theirs = save(tmp_path / "other", 1)
+    best = tmp_path / "run" / "best"
+    for text in ("../../other/checkpoints/step_00000001", str(theirs)):
+        best.write_text(text)
+        with pytest.raises(CheckpointError, match="does not hold the name"):
+            load(best)
+    os.truncate(best, 2**40)  # a sparse file
+    with pytest.raises(CheckpointError, match="does not hold the name"):
+        load(best)
+
+
+def test_only_own_leftovers_are_removed(tmp_path):
+    theirs = [".notes.tmp", ".metrics.jsonl.tmp", ".other.0123abcd.tmp", "x.0123abcd.tmp"]
+    for name in (*theirs, ".best.0123abcd.tmp", ".metrics.jsonl.89abcdef.tmp"):
+        (tmp_path / name).touch()
+    (tmp_path / ".dir.tmp").mkdir()
+    (tmp_path / "checkpoints" / ".step_00000003.tmp").mkdir(parents=True)
+    store.remove_partial(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {*theirs, ".dir.tmp", "checkpoints"}
 
 
 @pytest.mark.parametrize("text", ["step_00000009", "../../step_00000001", "", "/etc/passwd"])

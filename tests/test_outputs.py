@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import limited_file_size
+from helpers import assert_user_error, limited_file_size, run_script
 
 from runtime.files import write_atomically
 from runtime.outputs import Outputs
@@ -63,6 +63,28 @@ def test_inputs_are_never_replaced(there, name):
     assert (run / name).read_text() == "mine"
     (run / "samples.html").write_text("earlier")  # lies there, but is read by nothing
     write(run / "samples.html", run, overwrite=True)
+
+
+@pytest.mark.parametrize("read", ["model.safetensors", "best", "."])
+def test_what_lies_beside_named_weights_is_never_replaced(tmp_path, read):
+    """By no name: also not by another one of the same file."""
+    (tmp_path / "checkpoints").mkdir()
+    kept = [tmp_path / n for n in ("model.safetensors", "best", "config.json", "checkpoints/x.bin")]
+    for file in kept:
+        file.write_text("mine")
+    other = tmp_path / "other.jsonl"
+    os.link(kept[0], other)
+    for file in (*kept, other):
+        with pytest.raises(ValueError, match="is a file that is read"):
+            write(file, tmp_path / read, overwrite=True)
+    assert all(file.read_text() == "mine" for file in kept)
+
+
+def test_links_in_a_circle_are_an_error_of_one_line(run, tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    arguments = ["--num-samples", 1, "--steps", 1, "--jsonl", loop]
+    assert_user_error(run_script("sample.py", run, *arguments, check=False), "Symlink loop")
 
 
 def test_two_results_cannot_have_one_name(tmp_path):

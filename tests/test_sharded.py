@@ -186,7 +186,7 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_
     part = on_disk.parts(saved / ".step_00000004.tmp")[0]
     os.truncate(part, part.stat().st_size // 2)  # as if it had happened a little earlier
     (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
-    (config.run_folder / ".best.tmp").touch()  # and the pointer been written
+    (config.run_folder / ".best.0123abcd.tmp").touch()  # and the pointer been written
     train.train(config, procs)
     train.train(whole, procs)
     ours, expected = store.find(config.run_folder), store.find(whole.run_folder)
