@@ -44,6 +44,8 @@ from sampling.modes import (
 from sampling.page import PageSample, render
 from sampling.records import generation_cost, sample_records, with_settings
 
+MAX_PROMPTS = 100_000  # of a file
+
 
 @dataclass(frozen=True)
 class Arguments(SamplingOptions, ModelOptions, OutputOptions):
@@ -147,7 +149,9 @@ def read_requests(a: Arguments) -> list[Request]:
         raise ValueError(
             f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
         )
-    lines = read_lines(a.prompts, "--prompts")
+    lines = list(itertools.islice(read_lines(a.prompts, "--prompts"), MAX_PROMPTS + 1))
+    if len(lines) > MAX_PROMPTS:
+        raise ValueError(f"--prompts {a.prompts}: more than {MAX_PROMPTS:,} prompts; cut the file")
     if a.prompts.suffix == ".txt":
         requests = [Request(place, "prompt", line) for place, line in lines]
     else:

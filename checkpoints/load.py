@@ -274,12 +274,22 @@ def check_sum(path: Path) -> None:
     blob = path.resolve().name
     if not path.is_file():
         return  # which is said where it is read
-    if re.fullmatch("[0-9a-f]{64}", blob) and sha256_file(path) != blob:
-        raise CheckpointError(f"{path}: its sha256 is not its name in the cache: download it again")
+    if re.fullmatch("[0-9a-f]{64}", blob):
+        if sha256_file(path) != blob:
+            raise CheckpointError(
+                f"{path}: its sha256 is not its name in the cache: download it again"
+            )
+        return
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if name := archive.testzip():
                 raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
+    elif path.suffix in (".pt", ".bin"):
+        print(
+            f"warning: {path} is of PyTorch's old format, which has no checksums: damage would go "
+            "unnoticed",
+            file=sys.stderr,
+        )
 
 
 def check_export(path: Path, sums: dict[str, str]) -> None:
@@ -365,7 +375,10 @@ def _released(contents: dict, settings: dict, weights: str) -> Contents:
         state = released.averaged(state, average["shadow_params"])
         config, tensors = released.translate(state, settings)
     system = released.layout(state)
-    origin = {"step": int(contents.get("iter_num", 0)), "weights": used, "system": system}
+    step = contents.get("iter_num", 0)
+    if type(step) is not int or step < 0:
+        raise ValueError(f"iter_num is {step!r:.60}, but it must be a number of steps")
+    origin = {"step": step, "weights": used, "system": system}
     # All of these models have GPT-2's tokens; the rows after them are [MASK] or padding.
     origin |= {
         "tokenizer": "gpt2",

@@ -323,7 +323,10 @@ def _without_prefixes(state: dict) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is {type(tensor).__name__}, not a tensor")
-    return {re.sub(PREFIXES, "", str(name)): tensor for name, tensor in state.items()}
+    without = {re.sub(PREFIXES, "", str(name)): tensor for name, tensor in state.items()}
+    if len(without) < len(state):
+        raise ValueError("two of its tensors have the same name but for a prefix")
+    return without
 
 
 def _without_tied_head(state: dict) -> dict[str, Tensor]:

@@ -95,6 +95,8 @@ def _open_and_lock(path: Path):
 def check_owner(path: Path, text: str) -> None:
     """Raise ValueError if what stands in a lock file, whose kernel's lock is free, is of a job that
     may go on elsewhere."""
+    if text.strip("\0\n ") and not text.startswith("{"):  # zeros: what a crash may leave
+        raise ValueError(f"{path} is no file of a job: remove it")
     try:
         owner = json.loads(text)
         host, job = owner["host"], owner["job"]
@@ -104,7 +106,8 @@ def check_owner(path: Path, text: str) -> None:
     restarted = job is not None and job == _job()
     if host == socket.gethostname() or restarted:
         return
-    if _now(path) - path.stat().st_mtime < LEFT_OVER_AFTER:
+    # No job touches its file in the future.
+    if abs(_now(path) - path.stat().st_mtime) < LEFT_OVER_AFTER:
         raise ValueError(_in_use(path, text.strip()))
 
 

@@ -51,7 +51,8 @@ class Outputs:
         read = [Path(path) for path in inputs if path and os.path.exists(path)]
         seen: dict[Path, str] = {}
         for option, path in given.items():
-            if (other := seen.setdefault(path.resolve(), option)) != option:
+            other = seen.setdefault(path.resolve(), option)
+            if other != option and (path.is_file() or not path.exists()):  # not a device
                 raise ValueError(f"{other} and {option} name the same file; name different ones")
             check_place(path, option)
             for source in read:

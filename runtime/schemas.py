@@ -14,6 +14,7 @@ and what to do; nothing else than a ValueError or an OSError leaves these functi
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import difflib
@@ -61,13 +62,14 @@ def schema(table: type[T]) -> type[T]:
 def read_json(path: Path, shape: type[T], advice: str) -> T:
     """The contents of a JSON file of this type. advice: what to do where they are not."""
     with damaged(path, advice):
-        return from_json(read_bounded(path), shape, str(path), advice)
+        text = read_bounded(path).removeprefix(codecs.BOM_UTF8)
+        return from_json(text, shape, str(path), advice)
 
 
 def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     try:
-        values = tomllib.loads(read_bounded(path).decode("utf-8"))
+        values = tomllib.loads(read_bounded(path).decode("utf-8-sig"))
     except FileError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: a number of absurd length, too

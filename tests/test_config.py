@@ -168,6 +168,11 @@ def test_any_config_survives_to_toml_and_back_and_the_plain_values_of_a_checkpoi
     assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
 
 
+def test_a_mark_of_byte_order_before_a_config_is_passed_over(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfseed = 3\n")
+    assert configuration.load_toml(tmp_path / "a.toml").seed == 3
+
+
 def test_a_name_beyond_the_basic_plane_survives_to_toml_and_back(load):
     config = Config(name="run \N{PARTY POPPER} \x7f")
     assert load(configuration.to_toml(config)) == config

@@ -66,8 +66,23 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 9999, '{"host": 1}', "\0"])
+@pytest.mark.parametrize("text", ["", "{", '{"host": 1}', "{[" * 9999, "\0"])
 def test_what_is_no_lock_of_a_job_stops_nobody(tmp_path, text):
     (tmp_path / "lock").write_text(text)
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("text", ["my house key", "[]"])
+def test_a_file_of_this_name_that_is_somebodys_is_not_taken(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    with pytest.raises(ValueError, match="lock is no file of a job: remove it"):
+        locked(tmp_path).__enter__()
+    assert (tmp_path / "lock").read_text() == text
+
+
+def test_a_lock_from_the_future_is_left_over(tmp_path):
+    (tmp_path / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "job": None}))
+    os.utime(tmp_path / "lock", (time.time() + 9999,) * 2)
     with locked(tmp_path):
         pass

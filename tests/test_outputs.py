@@ -87,6 +87,10 @@ def test_links_in_a_circle_are_an_error_of_one_line(run, tmp_path):
     assert_user_error(run_script("sample.py", run, *arguments, check=False), "Symlink loop")
 
 
+def test_two_results_can_go_to_one_device(tmp_path):
+    Outputs({"--json": Path(os.devnull), "--html": Path(os.devnull)})
+
+
 def test_two_results_cannot_have_one_name(tmp_path):
     with pytest.raises(ValueError, match="--json and --html name the same file"):
         Outputs({"--json": tmp_path / "x", "--html": tmp_path / "y" / ".." / "x"})

@@ -360,6 +360,34 @@ def test_the_average_follows_the_order_of_the_parameters_however_the_names_lie_i
     assert (got - decoder_log_probs(average, tokens, order)).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c.update(iter_num=-5), "iter_num is -5"),
+        (lambda c: c.update(iter_num=math.nan), "iter_num is nan"),
+        (
+            lambda c: c["model"].update({"module.lm_head.weight": torch.zeros(1)}),
+            "the same name but for a prefix",
+        ),
+    ],
+)
+def test_what_no_release_holds_is_refused(tmp_path, change, message):
+    contents, _, _ = container("AO-GPT")
+    change(contents)
+    torch.save(contents, tmp_path / "released.pt")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(tmp_path / "released.pt")
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_format_without_checksums_is_named(tmp_path, capsys, old):
+    contents, _, _ = container("AO-GPT")
+    path = tmp_path / "released.pt"
+    torch.save(contents, path, _use_new_zipfile_serialization=not old)
+    checkpoint.load(path)
+    assert ("has no checksums" in capsys.readouterr().err) == old
+
+
 def test_without_an_average_the_last_weights_are_used_and_reported(tmp_path):
     contents, raw, _ = container("AO-GPT")
     del contents["ema_model"], contents["iter_num"]

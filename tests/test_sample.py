@@ -316,6 +316,12 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
         check_given(line, prompt, 12 - len(prompt.encode()))
 
 
+def test_a_file_of_too_many_prompts_is_refused_before_it_is_read(script, run, prompts, monkeypatch):
+    monkeypatch.setattr(sample, "MAX_PROMPTS", 2)
+    status, _, errors = script(sample, run, "--num-samples", 1, "--prompts", prompts(ROWS))
+    assert status == 2 and "more than 2 prompts; cut the file" in errors
+
+
 def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run, prompts):
     samples = draw("--prompts", prompts(ROWS), "--num-samples", 2)
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
