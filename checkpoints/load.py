@@ -26,7 +26,7 @@ from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import out_of_memory
 from runtime.files import sha256_file
 from runtime.ranges import Count, NonNegative
-from runtime.schemas import FileError, FileName, from_values, read_json, schema, too_deep
+from runtime.schemas import FileError, FileName, from_values, read_json, schema, short, too_deep
 
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`
@@ -270,7 +270,7 @@ def check_sum(path: Path) -> None:
     """Compare a file with the checksums that come with it, if any do: the name of its blob in
     Hugging Face's cache, or those in a zip file, as torch.save writes it, of everything in it.
 
-    Raises CheckpointError where they differ."""
+    Raises CheckpointError where they differ; warns of a format that has none."""
     blob = path.resolve().name
     if not path.is_file():
         return  # which is said where it is read
@@ -377,7 +377,7 @@ def _released(contents: dict, settings: dict, weights: str) -> Contents:
     system = released.layout(state)
     step = contents.get("iter_num", 0)
     if type(step) is not int or step < 0:
-        raise ValueError(f"iter_num is {step!r:.60}, but it must be a number of steps")
+        raise ValueError(f"iter_num is {short(step)}, but it must be a number of steps")
     origin = {"step": step, "weights": used, "system": system}
     # All of these models have GPT-2's tokens; the rows after them are [MASK] or padding.
     origin |= {

@@ -178,9 +178,11 @@ def read_model(path: Path, prefix: str) -> tuple[State, dict[str, Tensor]]:
     for at its end."""
     try:
         contents = _read_state(path)
-        own = {kind: sha for kind, sha in contents["parts"].items() if kind.startswith(prefix)}
+        sums = contents["parts"]
+        # Parts that several processes wrote have other names, and may hold some of any tensor.
+        own = {name: sums[name] for name in sums if name.startswith(prefix)} or sums
         with ThreadPoolExecutor(1) as beside:
-            check = beside.submit(_check_parts, path, (own or contents["parts"]).items())
+            check = beside.submit(_check_parts, path, own.items())
             try:
                 tensors = read_all(path, contents, prefix)
             finally:
@@ -223,12 +225,12 @@ def _read_state(path: Path) -> State:
             raise CheckpointError(f"{odd[0]} is no regular file")  # a FIFO would be waited for
         claimed = 0  # bytes: before memory is taken for tensors, they must be there
         for name, (dtype, *shape) in contents["tensors"].items():
-            if dtype not in DTYPES or not all(isinstance(size, int) for size in shape):
+            if dtype not in DTYPES or not all(isinstance(n, int) for n in shape):
                 raise CheckpointError(f"{path}: {name} is {dtype} {shape}: no tensor of numbers")
             claimed += math.prod(shape) * getattr(torch, dtype).itemsize
-        found = sum(file.stat().st_size for file in parts(path))
-        if not claimed <= found <= claimed + HEADER_BYTES * len(contents["parts"]):
-            than = "smaller" if found < claimed else "larger"
+        size = sum(file.stat().st_size for file in parts(path))
+        if not claimed <= size <= claimed + HEADER_BYTES * len(contents["parts"]):
+            than = "smaller" if size < claimed else "larger"
             raise CheckpointError(f"{path} is damaged: its files are {than} than its tensors")
     return contents
 

@@ -26,6 +26,7 @@ from runtime.files import write_text
 from runtime.processes import Processes
 
 T = TypeVar("T")
+# Files of a run folder that are written beside their places first, and renamed.
 OWN = ("best", "config.toml", "metrics.jsonl", "loss.png", "lock", "wandb_id", "commit")
 
 

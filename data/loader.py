@@ -226,14 +226,15 @@ def check_once(path: Path, facts: tuple, verify: bool, check: Callable[[], None]
     was changed; of several processes one does, while the others wait. facts: what it is compared
     with."""
     mark = mark_of(path, facts)
-    if verify or not mark.exists():
-        with suppress(OSError):
-            mark.parent.mkdir(parents=True, exist_ok=True)
-        with nullcontext() if verify else one_at_a_time(mark.with_suffix(".lock")):
-            if verify or not mark.exists():
-                check()
-                with suppress(OSError):  # then they are checked again the next time
-                    mark.touch()
+    if mark.exists() and not verify:
+        return
+    with suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if verify else one_at_a_time(mark.with_suffix(".lock")):
+        if verify or not mark.exists():  # by now another process may have checked it
+            check()
+            with suppress(OSError):  # then they are checked again the next time
+                mark.touch()
 
 
 @contextmanager

@@ -133,7 +133,8 @@ def load_experiment(name: str) -> Experiment:
 
 
 def experiment_of(name: str) -> Experiment:
-    values = read_values(name)
+    """`load_experiment` of a file that is there; raises whatever its values lead to."""
+    values, source = read_values(name), f"experiment {name}"
     if "models" in values:
         of_models = read_values(values["models"])
         values |= {part: of_models[part] for part in ("base", "recipes", "arms")}
@@ -144,12 +145,11 @@ def experiment_of(name: str) -> Experiment:
         chosen = changes.pop("arms", list(arms))
         # An arm is laid over the recipe, as over an arm above it.
         tables = {arm: {"from": "recipe"} | t for arm, t in (arms | others).items()}
-        read = read_arms({"recipe": changes} | tables, f"experiment {name}")
+        read = read_arms({"recipe": changes} | tables, source)
         recipes[recipe] = {arm: read[arm] for arm in arms if arm in chosen}
         runs[recipe] = {other: read[other] for other in others}
-    alone = read_arms(arms, f"experiment {name}")
+    alone = read_arms(arms, source)
     parts = {"claims": Claim, "ratios": Ratio, "measures": Measure}
-    source = f"experiment {name}"
     for key, kind in parts.items():
         values[key] = from_values(values.get(key, []), list[kind], source)
     bench = from_values(values.pop("bench"), Measure, source) if "bench" in values else None
