@@ -641,8 +641,8 @@ def report(campaign, arguments, seconds):
     lines += [f"{total} cases in {seconds / 60:.0f} minutes; {code}.", ""]
     lines += [
         "Done: the script did its work, and what it left was whole (of a flipped byte: it means "
-        "nothing, or a warning names the checkpoint and the one before it is used). Refused: one line, "
-        "status 2. A training run here has "
+        "nothing, or a warning names the checkpoint and the one before it is used). Refused: one "
+        "line, status 2. A training run here has "
         f"{campaign.operations} file operations that change something.",
         "",
     ]
