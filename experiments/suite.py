@@ -29,7 +29,13 @@ CONFIGS = ROOT / "configs" / "findings"
 OUT = Path("out") / "findings"
 PILOT = 0.25  # of the length of a run: what rates are tuned with
 OTHER_SEED = 1000  # of runs that are no arms: none of theirs
-QUICK = {"train.steps": 150, "optim.warmup_steps": 15, "eval.interval": 50, "eval.sequences": 64}
+QUICK = {
+    "train.steps": 150,
+    "train.compile": False,  # which takes longer than these steps
+    "optim.warmup_steps": 15,
+    "eval.interval": 50,
+    "eval.sequences": 64,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
