@@ -85,17 +85,12 @@ def load(
     if weights not in ("ema", "raw"):
         raise ValueError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
-    prefix = "ema." if weights == "ema" else "model."
-    found = find_checkpoint(path, partial(on_disk.read_model, prefix=prefix))
-    if found:
-        file = found[0]
-    else:
-        file = weights_file(path) if path.is_dir() else path
+    file = path
     try:
-        if found:
-            config, tensors, origin = _trained(*found, weights)
-            model = make_model(config, tensors)
+        if found := find_checkpoint(path, partial(_from_checkpoint, weights=weights)):
+            file, (model, origin) = found
         else:
+            file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)
     except FileError as error:
         raise CheckpointError(str(error)) from error
@@ -120,10 +115,14 @@ def load_model(
     return load(path, weights, device).model
 
 
-def make_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Transformer:
+def make_model(
+    config: ModelConfig, weights: dict[str, torch.Tensor], copy: bool = True
+) -> Transformer:
     """The model of these weights, which are taken out of `weights` one by one. No memory is taken
     before their names, shapes and dtypes are seen to fit. Raises ValueError where they do not, and
-    for weights that are not finite."""
+    for weights that are not finite.
+
+    copy: the weights may be a file that is mapped into memory, and changes."""
     shapes = released.parameter_shapes(config, len(weights))
     if shapes.keys() != weights.keys():
         odd = sorted(shapes.keys() ^ weights.keys())
@@ -137,8 +136,8 @@ def make_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Transfo
     with torch.device("meta"):
         model = AOGPT(config)
     for name in shapes:
-        # A copy, for the file may be mapped into memory, and change.
-        value = torch.empty(shapes[name]).copy_(weights.pop(name))
+        plain = torch.contiguous_format
+        value = weights.pop(name).to(torch.float32, copy=copy, memory_format=plain)
         if not on_disk.is_finite(value):
             raise ValueError(f"{name} holds numbers that are not finite")
         module, _, leaf = name.rpartition(".")
@@ -208,6 +207,17 @@ def download(repo: str) -> Path:
             f"there is no {repo} here, and it could not be had from Hugging Face: {reason}"
         ) from error
     return local
+
+
+def _from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
+    """The model of a checkpoint, and the other fields of Loaded."""
+    prefix = "ema." if weights == "ema" else "model."
+    with on_disk.read_model(path, prefix) as (values, tensors):
+        data = values["data"]
+        origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
+        origin |= {"step": values["step"], "weights": weights}
+        config = from_values(values["model_config"], ModelConfig, str(path))
+        return make_model(config, tensors, copy=False), origin
 
 
 def _from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
@@ -301,14 +311,6 @@ def check_export(path: Path, sums: dict[str, str]) -> None:
 # ---- their contents: (configuration, weights by name, the other fields of Loaded) ----------------
 
 Contents = tuple[ModelConfig, dict[str, torch.Tensor], dict]
-
-
-def _trained(path: Path, found: tuple[on_disk.State, dict], weights: str) -> Contents:
-    values, tensors = found
-    data = values["data"]
-    origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
-    origin |= {"step": values["step"], "weights": weights}
-    return from_values(values["model_config"], ModelConfig, str(path)), tensors, origin
 
 
 @schema

@@ -17,13 +17,14 @@ The order of writing makes a kill harmless at every moment:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -172,10 +173,11 @@ def read_values(path: Path, share: slice = slice(None)) -> State:
     return contents
 
 
-def read_model(path: Path, prefix: str) -> tuple[State, dict[str, Tensor]]:
+@contextlib.contextmanager
+def read_model(path: Path, prefix: str) -> Iterator[tuple[State, dict[str, Tensor]]]:
     """`read_values`, and of the tensors those whose names begin with a prefix ("model." or "ema."),
-    as `read_all` has them. Their checksums are made beside reading, which takes as long, and waited
-    for at its end."""
+    as `read_all` has them. Their checksums are made beside reading and what is done within this
+    context, which takes as long, and waited for at its end."""
     try:
         contents = _read_state(path)
         sums = contents["parts"]
@@ -184,12 +186,11 @@ def read_model(path: Path, prefix: str) -> tuple[State, dict[str, Tensor]]:
         with ThreadPoolExecutor(1) as beside:
             check = beside.submit(_check_parts, path, own.items())
             try:
-                tensors = read_all(path, contents, prefix)
+                yield contents, read_all(path, contents, prefix)
             finally:
                 check.result()  # rather than what a damaged file makes of reading
     except (FileError, OSError) as error:
         raise CheckpointError(str(error)) from error
-    return contents, tensors
 
 
 def _check_parts(path: Path, parts: Iterable[tuple[str, str]]) -> None:

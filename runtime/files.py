@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import os
 import secrets
 import stat
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 from runtime.schemas import MAX_DEPTH, too_deep
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
+MAPPED_BYTES = 64 << 20  # at once, of a file whose checksum is made
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -85,8 +87,16 @@ def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hexadecimal digits."""
     if not path.is_file():  # a FIFO would be waited for
         raise FileNotFoundError(f"{path} is no regular file")
+    found = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        size = os.fstat(file.fileno()).st_size
+        # Mapped, a file is not copied first, and nobody waits for Python meanwhile; by pieces, it
+        # does not count as memory of this process.
+        for start in range(0, size, MAPPED_BYTES):
+            length = min(MAPPED_BYTES, size - start)
+            with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start) as piece:
+                found.update(piece)
+    return found.hexdigest()
 
 
 # ---- text and JSON -------------------------------------------------------------------------------
@@ -124,7 +134,8 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     option: with which the user names the file. Raises ValueError where there is no such file or
     where a line is not UTF-8 or longer than anybody writes."""
     if not path.is_file():
-        raise ValueError(f"{option} {path}: there is no such file")
+        what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
+        raise ValueError(f"{option} {path}: {what}")
     with open(path, "rb") as file:
         yield from lines_of(file, str(path))
 

@@ -70,7 +70,9 @@ class Outputs:
             return
         self.unwritten[path] = content
         try:
-            rewrite(path, content.encode() if isinstance(content, str) else content)
+            # Half a pair of UTF-16, which a prompt in JSON can hold, has no place in UTF-8.
+            text = isinstance(content, str)
+            rewrite(path, content.encode(errors="backslashreplace") if text else content)
             del self.unwritten[path]
         except OSError as error:
             print(f"warning: could not write {path}: {error}", file=sys.stderr)

@@ -416,7 +416,8 @@ def test_other_data_are_said_in_the_log_and_another_tokenizer_is_an_error(
     other = make_data(tmp_path, words=3000, seed=1)
     config = copy_of(reference, tmp_path / "out", train__steps=41, data__folder=str(other))
     train.train(config, ALONE)
-    assert f"the training data in {other}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert all(f"the split {split} in {other}" in said for split in ("train", "val"))
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "words"}))
     with pytest.raises(ValueError, match="was trained on bytes tokens, but .* holds words tokens"):

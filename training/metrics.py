@@ -46,7 +46,7 @@ from runtime.devices import peak_flops, pick_dtype
 from runtime.files import read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
 from runtime.ranges import NonNegative
-from runtime.schemas import FileError, from_json
+from runtime.schemas import FileError, from_json, read_bounded
 from training.config import Config
 from training.validation import Losses
 
@@ -262,7 +262,7 @@ def start_wandb(config: Config):
         return wandb.init(
             project=config.wandb.project,
             name=config.name,
-            id=id_file.read_text(),
+            id=read_bounded(id_file, 100).decode(errors="replace").strip(),
             resume="allow",
             mode=config.wandb.mode,
             dir=str(config.run_folder),

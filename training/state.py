@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
 from model import AOGPT, Transformer
 from runtime.processes import Processes
+from runtime.schemas import read_bounded
 from training import config as configuration
 from training import parallel
 from training.averages import EMA, local
@@ -67,6 +69,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 
 
 def start_new(config: Config, procs: Processes) -> State:
+    check_own_folder(config.run_folder)
     weights = None  # drawn at random
     if config.train.init_from:
         weights = initial_weights(config)
@@ -75,6 +78,26 @@ def start_new(config: Config, procs: Processes) -> State:
     if procs.main:
         store.remove_partial(config.run_folder)
     return state
+
+
+def check_own_folder(folder: Path) -> None:
+    """Raise ValueError if files that a run writes stand in a folder without checkpoints, and are
+    none that a run which was stopped before its first checkpoint has left: it begins with
+    config.toml, as `configuration.to_toml` writes it."""
+    found = [
+        name for name in ("config.toml", "metrics.jsonl", "loss.png") if (folder / name).exists()
+    ]
+    if not found:
+        return
+    own = False
+    with contextlib.suppress(ValueError, OSError):
+        written = configuration.to_toml(configuration.load_toml(folder / "config.toml"))
+        own = read_bounded(folder / "config.toml").decode() == written
+    if not own:
+        raise ValueError(
+            f"{folder} holds {found[0]}, but no checkpoint, and this version of train.py has not "
+            "written it: choose another --name, or remove the file"
+        )
 
 
 def resume(config: Config, data_meta: dict, procs: Processes, path: Path, values: dict) -> State:
@@ -124,9 +147,10 @@ def check_same_run(
             f"{config.run_folder} was trained on {tokenizer} tokens, but {config.data.folder} holds"
             f" {now} tokens; use the data it was trained on, or start another run with --name"
         )
-    before = values["data"].get("splits", {}).get("train", {}).get("sha256")
-    if before != data_meta["splits"]["train"]["sha256"]:
-        print0(f"changed since {path}: the training data in {config.data.folder}")
+    before = values["data"].get("splits", {})
+    for split in ("train", "val"):
+        if before.get(split, {}).get("sha256") != data_meta["splits"].get(split, {}).get("sha256"):
+            print0(f"changed since {path}: the split {split} in {config.data.folder}")
 
 
 # ---- a state as a checkpoint holds it, and back --------------------------------------------------
