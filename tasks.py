@@ -40,6 +40,7 @@ from runtime.command_line import run_script
 from runtime.files import write_atomically, write_json, write_text
 from runtime.ranges import Count, check_values
 from runtime.reports import versions
+from runtime.schemas import damaged, read_bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +91,14 @@ def run(of: TaskExperiment, a: Arguments) -> None:
 
 def write_page(known: dict[str, TaskExperiment]) -> None:
     """The page and the figure of all tasks that have results."""
-    files = {task: RESULTS / f"{task}.json" for task in known}
-    results = {
-        task: json.loads(file.read_text())["arms"] for task, file in files.items() if file.exists()
-    }
-    if not results:
+    files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
+    if not files:
         raise ValueError(f"no results in {RESULTS} yet: name a task first")
-    image = figure(results)
+    with damaged(RESULTS, "make its files again: python tasks.py TASK"):
+        results = {task: json.loads(read_bounded(file))["arms"] for task, file in files.items()}
+        image, text = figure(results), page(known, results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
-    write_text(RESULTS.with_suffix(".md"), page(known, results))
+    write_text(RESULTS.with_suffix(".md"), text)
     print(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")
 
 

@@ -12,13 +12,18 @@ et al. 2023), masked-diffusion encoders.
 from __future__ import annotations
 
 import re
+from typing import Annotated, Literal, NotRequired
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from checkpoints.on_disk import DTYPES
 from model import AOGPT, ModelConfig
+from runtime.ranges import Count
+from runtime.schemas import from_values, schema
 
 
 def layout(state: dict) -> str:
@@ -59,11 +64,12 @@ def translate(
     are missing, unknown or of the wrong shape.
     """
     kind = layout(state)
-    if not isinstance(config, dict | None):
-        raise ValueError(f"its configuration is {type(config).__name__}, not a dict")
+    arrange, shape = LAYOUTS[kind]
+    place = "in its configuration (model_args, or config.json beside it)"
     try:
         state = _without_prefixes(state)
-        model_config, state, names = LAYOUTS[kind](state, config or {})
+        settings = from_values({} if config is None else config, shape, place)
+        model_config, state, names = arrange(state, settings)
         return model_config, _rename(state, names, model_config)
     except ValueError as error:
         raise ValueError(f"its tensors are named as in {kind}, but {error}") from None
@@ -157,12 +163,69 @@ def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
     }
 
 
-# ---- layouts: (state, config) -> (ModelConfig, state, names) -------------------------------------
+# ---- their configurations ------------------------------------------------------------------------
+#
+# What has no place in ModelConfig must be as our model has it, where it is there.
 
 
-def _ao_gpt(state: dict, args: dict):
+@schema
+class GPTSettings(TypedDict):
+    """Of AO-GPT and sigma-GPT: `model_args` in the file of weights."""
+
+    vocab_size: Count
+    block_size: Count
+    n_layer: Count
+    n_head: Count
+    n_embd: Count
+    bias: NotRequired[bool]
+
+
+@schema
+class GPT2Settings(TypedDict):
+    """Of config.json beside GPT-2's weights, as `transformers` writes it."""
+
+    vocab_size: Count
+    n_positions: Count
+    n_layer: Count
+    n_head: Count
+    n_embd: Count
+    model_type: NotRequired[Literal["gpt2"]]
+    activation_function: NotRequired[Literal["gelu_new", "gelu_pytorch_tanh"]]
+    layer_norm_epsilon: NotRequired[Annotated[float, Interval(ge=1e-5, le=1e-5)]]
+    scale_attn_weights: NotRequired[Literal[True]]
+    scale_attn_by_inverse_layer_idx: NotRequired[Literal[False]]
+    add_cross_attention: NotRequired[Literal[False]]
+
+
+@schema
+class DiffusionShape(TypedDict):
+    length: NotRequired[Count]
+    n_blocks: Count
+    n_heads: Count
+    hidden_size: Count
+    scale_by_sigma: NotRequired[bool]
+
+
+@schema
+class Graph(TypedDict):
+    type: NotRequired[Literal["absorb"]]
+
+
+@schema
+class DiffusionSettings(TypedDict):
+    """Of config.json beside the weights of RADD and SEDD."""
+
+    tokens: Count
+    model: DiffusionShape
+    graph: NotRequired[Graph | None]
+
+
+# ---- layouts: (state, settings) -> (ModelConfig, state, names) -----------------------------------
+
+
+def _ao_gpt(state: dict, args: GPTSettings):
     config = ModelConfig(
-        **_sizes(args, "vocab_size", "block_size", "n_layer", "n_head", "n_embd"),
+        **_sizes(args),
         cond_dim=_width(state, "transformer.wtpe.weight"),
         attn_bias=args.get("bias", True),
         mlp_bias=args.get("bias", True),
@@ -170,10 +233,10 @@ def _ao_gpt(state: dict, args: dict):
     return config, _start_as_vector(state), gpt_names("AO-GPT", config.n_layer)
 
 
-def _sigma_gpt(state: dict, args: dict):
+def _sigma_gpt(state: dict, args: GPTSettings):
     bias = args.get("bias", True)
     config = ModelConfig(
-        **_sizes(args, "vocab_size", "block_size", "n_layer", "n_head", "n_embd"),
+        **_sizes(args),
         target="input",
         norm="layernorm",
         norm_bias=bias,
@@ -190,17 +253,10 @@ def _sigma_gpt(state: dict, args: dict):
     )
 
 
-def _gpt2(state: dict, settings: dict):
+def _gpt2(state: dict, settings: GPT2Settings):
     """Linear layers are stored transposed (Conv1D); causal masks are stored as buffers."""
-    fixed = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True}
-    fixed |= {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-    _require(settings, fixed)
-    if settings.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise ValueError(
-            f"its activation_function is {settings['activation_function']!r}; known is 'gelu_new'"
-        )
     config = ModelConfig(
-        **_sizes(settings, "vocab_size", "n_layer", "n_head", "n_embd", block_size="n_positions"),
+        **_sizes(settings, block_size="n_positions"),
         target="none",
         norm="layernorm",
         qk_norm=False,
@@ -224,16 +280,14 @@ def _gpt2(state: dict, settings: dict):
     return config, _without_tied_head(state), gpt_names("GPT-2", config.n_layer)
 
 
-def _radd(state: dict, settings: dict, **sedd):
+def _radd(state: dict, settings: DiffusionSettings, **sedd):
     """Rotary positions; the mask is the last row of the token table."""
-    shape = settings.get("model")
-    if not isinstance(shape, dict) or type(settings.get("tokens")) is not int:
-        raise ValueError("there is no config.json beside it that gives `tokens` and `model`")
-    shape = {"length": 1024} | shape
+    shape = settings["model"]
     config = ModelConfig(
-        **_sizes(
-            shape, block_size="length", n_layer="n_blocks", n_head="n_heads", n_embd="hidden_size"
-        ),
+        block_size=shape.get("length", 1024),
+        n_layer=shape["n_blocks"],
+        n_head=shape["n_heads"],
+        n_embd=shape["hidden_size"],
         vocab_size=settings["tokens"] + 1,
         mask_token=settings["tokens"],
         attention="full",
@@ -258,20 +312,25 @@ def _radd(state: dict, settings: dict, **sedd):
     return config, state, diffusion_names(config.n_layer)
 
 
-def _sedd(state: dict, settings: dict):
-    result = _radd(
+def _sedd(state: dict, settings: DiffusionSettings):
+    if not settings["model"].get("scale_by_sigma", True):
+        raise ValueError("its scale_by_sigma is False; known is True")
+    return _radd(
         state,
         settings,
         noise=True,
         norm_bias=False,
         cond_dim=_width(state, "sigma_map.mlp.2.weight"),
     )
-    _require(settings.get("graph") or {}, {"type": "absorb"})
-    _require(settings["model"], {"scale_by_sigma": True})
-    return result
 
 
-LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2, "RADD": _radd, "SEDD": _sedd}
+LAYOUTS = {
+    "AO-GPT": (_ao_gpt, GPTSettings),
+    "sigma-GPT": (_sigma_gpt, GPTSettings),
+    "GPT-2": (_gpt2, GPT2Settings),
+    "RADD": (_radd, DiffusionSettings),
+    "SEDD": (_sedd, DiffusionSettings),
+}
 
 
 # ---- shared by the layouts -----------------------------------------------------------------------
@@ -362,27 +421,10 @@ def _width(state: dict, name: str) -> int:
     return state[name].shape[1]
 
 
-def _sizes(config: dict, *names: str, **renamed: str) -> dict[str, int]:
-    """Sizes out of a configuration: {our name: number}, `renamed` from our names to theirs."""
-    theirs = {name: name for name in names} | renamed
-    wrong = [name for name in theirs.values() if type(config.get(name)) is not int]
-    if wrong:
-        found = ", ".join(
-            f"{name} = {config[name]!r}" if name in config else f"no {name}" for name in wrong
-        )
-        raise ValueError(
-            f"its configuration (model_args, or config.json beside it) gives {found}: "
-            "numbers are needed"
-        )
-    return {ours: config[name] for ours, name in theirs.items()}
-
-
-def _require(config: dict, fixed: dict) -> None:
-    """Settings that have no place in ModelConfig; where they are left out, they are as they should
-    be."""
-    for name, value in fixed.items():
-        if config.get(name, value) != value:
-            raise ValueError(f"its {name} is {config[name]!r}; known is {value!r}")
+def _sizes(settings: GPTSettings | GPT2Settings, block_size: str = "block_size") -> dict[str, int]:
+    """The sizes of a ModelConfig that have its names in a release; block_size: its name there."""
+    same = ("vocab_size", "n_layer", "n_head", "n_embd")
+    return {name: settings[name] for name in same} | {"block_size": settings[block_size]}
 
 
 def _list(names: list[str], limit: int = 4) -> str:

@@ -10,6 +10,7 @@ from evaluation.text_measures import mean_and_reach
 from experiments.arms import ROOT, crossing
 from experiments.suite import Experiment, load_experiment, names
 from runtime.reports import log_x, markdown_table, new_figure, png
+from runtime.schemas import damaged, read_bounded
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, at which the table shows losses
@@ -279,7 +280,8 @@ def page() -> str:
     for name in names():
         file = RESULTS / f"{name}.json"
         if file.exists():
-            lines += section(load_experiment(name), json.loads(file.read_text()))
+            with damaged(file, f"make it again: python findings.py {name}"):
+                lines += section(load_experiment(name), json.loads(read_bounded(file)))
         else:
             missing.append(name)
     if missing:

@@ -43,7 +43,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import hypothesis
+import lm_eval.tasks
 import matplotlib.pyplot  # so that no child has to import it
 import numpy as np
 import safetensors.torch
@@ -55,13 +58,18 @@ from hypothesis import strategies as st
 
 import convert
 import eval_gen
+import eval_infill
 import eval_ppl
 import eval_tasks
+import findings
 import sample
+import speedrun
 import train
 from checkpoints import on_disk
 from checkpoints.load import load
 from data import prepare
+from evaluation import published
+from experiments import suite
 from runtime.command_line import run_script
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import commit, markdown_table
@@ -86,6 +94,30 @@ class Arguments:
 
 
 # ---- the scripts, and the files they read --------------------------------------------------------
+
+
+def moved(module, name, path, main):
+    """Run `main` with a path of a module's own elsewhere."""
+    setattr(module, name, Path(path))
+    return main()
+
+
+def harness(arguments):
+    """eval_tasks.py without the thousands of tasks that come with the harness, which it would read
+    for seconds; their caches in this folder."""
+    datasets.config.HF_DATASETS_CACHE = Path("out.cache").absolute()
+    every = lm_eval.tasks.TaskManager
+    lm_eval.tasks.TaskManager = lambda **options: every(include_defaults=False, **options)
+    sys.argv += arguments.split()
+    return eval_tasks.main()
+
+
+def load_a_track():
+    track = speedrun.load_track("bytes64")
+    for arm in track.arms.values():
+        for tuned in arm.grid():
+            track.config(arm, 0, tuned)
+
 
 SAMPLE = "--num-samples 2 --steps 3 --jsonl out.jsonl --device cpu"
 COMMANDS = {  # name: script, arguments within the folder, what it leaves
@@ -124,6 +156,28 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
         "records --source records.jsonl --tokenizer bytes --block-size 64 --out new",
         "new/train.bin",
     ),
+    "harness": (
+        lambda: harness("run --tasks task.yaml --json out.json --device cpu"),
+        "",
+        "out.json",
+    ),
+    "infill": (
+        eval_infill.main,
+        "run --data short --num-passages 4 --shortest 2 --json out.json --device cpu",
+        "out.json",
+    ),
+    # Files of the project itself, which a user may edit, in this folder instead of their own.
+    "published": (
+        lambda: moved(published, "PUBLISHED", "published.toml", eval_ppl.main),
+        "run --datasets data --max-sequences 2 --num-orders 1 --json out.json --device cpu",
+        "out.json",
+    ),
+    "experiment": (
+        lambda: moved(suite, "CONFIGS", "findings", findings.main),
+        "E1 --configs",
+        "out/findings",
+    ),
+    "track": (lambda: moved(speedrun, "TRACKS", "tracks", load_a_track), "", "tracks"),
     "judge": (eval_gen.main, "--samples samples.jsonl --judge run --json out.json", "out.json"),
 }
 NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
@@ -152,6 +206,13 @@ READERS = {
     "questions/meta.json": ("tasks",),
     "questions/test.bin": ("tasks",),
     "questions/test.roles.bin": ("tasks",),
+    "task.yaml": ("harness",),
+    "rows.jsonl": ("harness",),
+    "short/meta.json": ("infill",),
+    "published.toml": ("published",),
+    "findings/E1.toml": ("experiment",),
+    "findings/common.toml": ("experiment",),
+    "tracks/bytes64.toml": ("track",),
 }
 # What has checksums: changed bytes are noticed, or change nothing in the result.
 PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json", ".xz", ".gz")
@@ -171,6 +232,8 @@ OPTIONS = {
     "prepare": "limit val-fraction field tokenizer split source val",
     "prepare records": "block-size limit val-fraction field",
     "judge": "settings steps num-samples batch-size length words-of judge",
+    "infill": "data split num-passages shortest longest temperature batch-size weights seed",
+    "experiment": "seeds recipes jobs",
     "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer model.n-embd "
     "eval.sequences eval.draws order.kind data.folder train.device checkpoint.keep seed "
     "optim.warmup-steps data.random-length-prob",
@@ -179,6 +242,30 @@ ODD = [0, -1, 1, 3, 2**31, 2**63, 10**30, 0.5, 1e308, 1e-320, float("nan"), floa
 ODD += [None, "", "x", "../x", "/etc/passwd", "\0", "\ud800", "é" * 9999, [], {}, [[]], [1, "a"]]
 ODD += [{"a": 1}, [0] * 999]
 WORDS = [word for word in map(str, ODD) if "\0" not in word and "\ud800" not in word and word]
+
+
+OWN_SETTINGS = {
+    "data/published.toml": "published.toml",
+    "configs/findings/E1.toml": "findings/E1.toml",
+    "configs/findings/common.toml": "findings/common.toml",
+    "configs/speedrun/bytes64.toml": "tracks/bytes64.toml",
+    "configs/speedrun/bytes.toml": "tracks/bytes.toml",
+}
+TASK = """task: own
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: "rows.jsonl"
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_target: gold
+doc_to_choice: "{{choices}}"
+metric_list:
+  - metric: acc
+metadata:
+  version: 1
+"""
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -211,7 +298,9 @@ def cases(draw):
     if kind == "file":
         file = draw(st.sampled_from(sorted(READERS)))
         command = draw(st.sampled_from(READERS[file]))
-        how = draw(st.sampled_from(BYTEWISE + TREEWISE * file.endswith(("json", "jsonl", "toml"))))
+        how = draw(
+            st.sampled_from(BYTEWISE + TREEWISE * file.endswith(("json", "jsonl", "toml", "yaml")))
+        )
     elif kind == "option":
         command = draw(st.sampled_from(sorted(OPTIONS)))
         how = draw(st.sampled_from(OPTIONS[command].split()))
@@ -288,13 +377,14 @@ def link_to_zeros(path):
 
 def changed_tree(path, text, how, rng):
     """The text of a file of settings with one value, key or level changed."""
-    if path.suffix == ".toml":
+    if path.suffix in (".toml", ".yaml"):
+        sign = " = " if path.suffix == ".toml" else ": "
         lines = text.splitlines()
-        places = [i for i, line in enumerate(lines) if " = " in line]
+        places = [i for i, line in enumerate(lines) if sign in line]
         place = rng.choice(places)
-        key, _, _ = lines[place].partition(" = ")
-        new = {"drop": "", "rename": f"{key}x = 1", "deep": f"{key} = " + "[" * 9999}
-        lines[place] = new.get(how, f"{key} = {json.dumps(rng.choice(ODD))}")
+        key, _, _ = lines[place].partition(sign)
+        new = {"drop": "", "rename": f"{key}x{sign}1", "deep": f"{key}{sign}" + "[" * 9999}
+        lines[place] = new.get(how, f"{key}{sign}{json.dumps(rng.choice(ODD))}")
         return "\n".join(lines)
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     place = rng.randrange(len(lines))
@@ -388,7 +478,7 @@ def fail_at(count, fail):
 
         setattr(module, name, call)
 
-    for name in ("open", "fsync", "replace", "rename", "mkdir", "unlink"):
+    for name in ("open", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "truncate"):
         wrap(os, name)
     for module in (builtins, io):
         wrap(module, "open")
@@ -429,6 +519,7 @@ class Campaign:
         self._write_release()
         Path("prompts.jsonl").write_text('{"prompt": "the "}\n{"infill": "of[MASK:3] step"}\n')
         Path("samples.jsonl").write_text('{"text": "any order"}\n{"text": "the model", "n": 1}\n')
+        self._write_settings()
         np.save("orders.npy", np.stack([np.arange(16), np.arange(16)[::-1]]))
         book = json.dumps({"text": "It was a bright cold day. " * 40}) + "\n"
         # Of several streams: the end of the first is not the end of the file.
@@ -448,6 +539,17 @@ class Campaign:
             assert alone.status == 0, alone.said
         self.operations, self.seconds = DONE.value, alone.seconds
         self.results = {name: self.result_of(self.base, name) for name in COMMANDS}
+
+    def _write_settings(self):
+        """A task for the harness, and copies of the project's own settings and results."""
+        for source, target in OWN_SETTINGS.items():
+            Path(target).parent.mkdir(exist_ok=True)
+            shutil.copyfile(ROOT / source, target)
+        row = {"text": "the order of ", "choices": ["the model", "tokens"], "gold": 1}
+        Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+        Path("task.yaml").write_text(TASK)
+        Path("short.txt").write_text("It is. So be it. We go. " * 99)
+        prepared("text", Path("short"), Path("short.txt"), val_fraction=0.2)
 
     def _write_release(self):
         """The run's weights as a release of AO-GPT has them."""
@@ -532,7 +634,7 @@ class Campaign:
         main, arguments, _ = COMMANDS[case.command]
         before = tree(folder)
         ended = run(main, arguments.split(), folder)
-        own = ("run/",) if case.command == "resume" else ("new", "out.")
+        own = ("run/",) if case.command == "resume" else ("new", "out.", "out")
         if changed(before, tree(folder), own):
             return "foreign", ended
         noticed = ended.status == 2 or "warning" in ended.said
@@ -546,7 +648,7 @@ class Campaign:
         before = tree(folder)
         value = rng.choice(WORDS)
         ended = run(main, [*arguments.split(), f"--{case.how}", value], folder)
-        own = ("run/",) if case.command == "resume" else ("new", "out.")
+        own = ("run/",) if case.command == "resume" else ("new", "out.", "out")
         return "foreign" if changed(before, tree(folder), own) else "ok", ended
 
     def output(self, case, folder, rng):
@@ -658,6 +760,7 @@ def main():
     matplotlib.pyplot.figure().savefig(os.devnull, format="png")  # loads the fonts
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AOGPT_CACHE"] = f"{folder}/cache"
+        huggingface_hub.constants.HF_HUB_OFFLINE = True  # nobody waits for a network
         started = time.monotonic()
         campaign = Campaign(Path(folder), started + 60 * arguments.minutes, arguments.show)
 

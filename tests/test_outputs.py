@@ -162,3 +162,9 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     with pytest.raises(FileExistsError, match="fifo is no regular file and is not replaced"):
         write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
     assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_text_that_has_no_place_in_a_file_is_written_as_its_numbers(tmp_path):
+    with Outputs({"--html": tmp_path / "o.html"}) as outputs:
+        outputs.write(tmp_path / "o.html", "half a pair: \ud800\n")
+    assert (tmp_path / "o.html").read_text() == "half a pair: \\ud800\n"

@@ -626,7 +626,7 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     (tmp_path / "list" / "config.json").write_text("{not json")
     refused(tmp_path / "list", "config.json: this is not JSON")
     (tmp_path / "list" / "config.json").unlink()
-    refused(tmp_path / "list", "no config.json")
+    refused(tmp_path / "list", "config.json beside it", "it lacks tokens")
 
 
 @pytest.mark.parametrize("kind", ["released", "export"])
@@ -698,10 +698,10 @@ WRONG = {
         [f"is ({VOCAB}, {WIDTH}), not ({VOCAB}, {2 * WIDTH})"],
     ),
     "heads that do not divide": (lambda c: c["model_args"].update(n_head=5), ["n_head"]),
-    "no model_args": (lambda c: c.pop("model_args"), ["no n_head"]),
+    "no model_args": (lambda c: c.pop("model_args"), ["it lacks vocab_size"]),
     "model_args that are text": (
         lambda c: c["model_args"].update(n_layer="two"),
-        ["n_layer = 'two'"],
+        ["n_layer is 'two', but it must be an integer"],
     ),
     "integers": (
         lambda c: c["model"].update({"lm_head.bias": torch.zeros(VOCAB, dtype=torch.long)}),

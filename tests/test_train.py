@@ -862,6 +862,27 @@ def test_data_that_are_missing_or_do_not_fit_are_clear_errors(data, tmp_path):
     assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "loss.png"])
+def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name):
+    config = tiny_config(data, tmp_path, steps=5)
+    config.run_folder.mkdir()
+    own = config.run_folder / name
+    own.write_text("# mine\n" + configuration.to_toml(config))
+    before = own.read_text()
+    with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
+        train.train(config, ALONE)
+    assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
+
+
+def test_what_a_run_left_before_its_first_checkpoint_is_begun_again(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=5)
+    train.train(config, ALONE)
+    shutil.rmtree(config.run_folder / "checkpoints")
+    train.train(change(config, optim__lr=1e-4), ALONE)
+    assert configuration.load_toml(config.run_folder / "config.toml").optim.lr == 1e-4
+    assert list(metrics(config, "loss")) == [1, 2, 3, 4, 5]
+
+
 # ---- Weights & Biases ----------------------------------------------------------------------------
 
 
