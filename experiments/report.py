@@ -249,7 +249,7 @@ What is claimed of any-order models, each claim tested by runs that two CPU core
 orders under which they are validated. *Reproduced*: the difference has the claimed sign with every
 seed, and its mean is more than two standard errors (of seeds and of the Monte Carlo estimate
 together) from 0. *Reversed*: the mirror image. Else *unresolved*. Every arm has its rate tuned,
-over the same values as the others of its recipe, with seed 0 in runs of a quarter of the length.
+over the same values as the others of its recipe, by its runs with seed 0.
 Verdicts are computed; nobody writes them. Losses are in nats per token, of the averaged weights on
 held-out text; `+-` is half a 95% interval.
 """

@@ -27,7 +27,6 @@ from training.config import Config
 
 CONFIGS = ROOT / "configs" / "findings"
 OUT = Path("out") / "findings"
-PILOT = 0.25  # of the length of a run: what rates are tuned with
 OTHER_SEED = 1000  # of runs that are no arms: none of theirs
 QUICK = {
     "train.steps": 150,
@@ -114,19 +113,6 @@ class Experiment:
         arm = self.others(recipe)[name]
         return self.config(recipe, arm, OTHER_SEED, middle_of(arm), quick)
 
-    def pilot(self, recipe: str, arm: Arm, tuned: dict) -> Config:
-        """That of a run to tune with: as seed 0, but shorter, stages included, and evaluated once,
-        at its end."""
-        config = self.config(recipe, arm, 0, tuned)
-        steps = round(PILOT * config.train.steps)
-        return replace(
-            config,
-            name=f"{config.name}_pilot",
-            schedule=tuple(replace(s, step=round(PILOT * s.step)) for s in config.schedule),
-            train=replace(config.train, steps=steps),
-            eval=replace(config.eval, interval=steps),
-        )
-
 
 def load_experiment(name: str) -> Experiment:
     """Read configs/findings/NAME.toml. Raises ValueError where there is none."""
@@ -190,7 +176,7 @@ def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick
     """Of all arms, those to tune with among them, and of `runs`."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
     others = sum(len(experiment.others(recipe)) for recipe in recipes)
-    return others + sum(len(pilots_of(arm, quick)) + seeds for arm in arms)
+    return others + sum(len(tried_of(arm, quick)) + seeds for arm in arms)
 
 
 def train(
@@ -201,9 +187,12 @@ def train(
     quick: bool,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """Tune every arm, in short runs with seed 0, then train its seeds with what was best, and
-    measure them; runs of all arms side by side, `jobs` at a time. `progress` is called after each.
-    Where nothing is to be chosen, as with `quick`, nothing is tuned."""
+    """Tune every arm with seed 0, then train its other seeds with what was best, and measure them;
+    runs of all arms side by side, `jobs` at a time. `progress` is called after each. Where nothing
+    is to be chosen, as with `quick`, nothing is tuned.
+
+    Arms are tuned at full length: in short runs, whose losses still stand on the plateau from which
+    any order is learned, rates cannot be told apart, and what is best there is not best later."""
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
 
     def run(config: Config) -> Run:
@@ -226,11 +215,11 @@ def train(
             experiment.other_run(r, name, quick) for r in recipes for name in experiment.others(r)
         ]
         list(pool.map(run, others))
-        pilots = [
-            [pool.submit(run, experiment.pilot(recipe, arm, t)) for t in pilots_of(arm, quick)]
+        tuning = [
+            [pool.submit(run, experiment.config(recipe, arm, 0, t)) for t in tried_of(arm, quick)]
             for recipe, arm in chosen
         ]
-        tried = [[pilot.result().loss for pilot in of_arm] for of_arm in pilots]
+        tried = [[future.result().loss for future in of_arm] for of_arm in tuning]
         best = [best_of(arm, losses) for (_, arm), losses in zip(chosen, tried, strict=True)]
         runs = [
             [pool.submit(run_and_measure, recipe, arm, seed, tuned) for seed in range(seeds)]
@@ -241,7 +230,7 @@ def train(
                 "why": arm.why,
                 "tuning": [
                     {"tuned": t, "loss": loss}
-                    for t, loss in zip(pilots_of(arm, quick), losses, strict=True)
+                    for t, loss in zip(tried_of(arm, quick), losses, strict=True)
                 ],
                 "tuned": tuned,
                 "entropy": known_entropy(experiment.config(recipe, arm, 0, tuned)),
@@ -293,8 +282,8 @@ def measured(experiment: Experiment, recipe: str, arm: Arm, config: Config, quic
     return figures
 
 
-def pilots_of(arm: Arm, quick: bool = False) -> list[dict]:
-    """What is tried for an arm."""
+def tried_of(arm: Arm, quick: bool = False) -> list[dict]:
+    """The values that are tried for an arm; none where there is nothing to choose."""
     values = arm.grid()
     return [] if quick or len(values) == 1 else values
 
@@ -306,10 +295,10 @@ def middle_of(arm: Arm) -> dict:
 
 
 def best_of(arm: Arm, losses: list[float | None]) -> dict:
-    """What an arm is tuned to: the values whose pilot ended lowest; without pilots those in the
-    middle. Raises ValueError if no pilot ended.
+    """What an arm is tuned to: the values whose run ended lowest; where none were tried those in
+    the middle. Raises ValueError if no run ended.
 
-    losses: of the pilots, as in `pilots_of`."""
+    losses: of what was tried, as in `tried_of`."""
     if not losses:
         return middle_of(arm)
     values = arm.grid()

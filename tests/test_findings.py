@@ -204,15 +204,13 @@ def with_start(tiny):
     return load_experiment("E7")
 
 
-def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages_that_a_pilot_shortens(with_start):
+def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages(with_start):
     arm, first = with_start.recipes["slow"]["moving"], with_start.other_run("slow", "first")
     assert first.seed == suite.OTHER_SEED and first.order.kind == "l2r"
     assert first.optim.beta2 == 0.95 and not first.train.init_from  # the middle of two values
     config = with_start.config("slow", arm, 1, {})
     assert config.train.init_from == str(first.run_folder)
     assert [stage.step for stage in config.schedule] == [0, 8]
-    pilot = with_start.pilot("slow", arm, {})
-    assert [stage.step for stage in pilot.schedule] == [0, 2] and pilot.train.steps == 5
     assert suite.number_of_runs(with_start, ["slow"], 2, quick=False) == 1 + 2 * (2 + 2)
 
 
@@ -291,8 +289,8 @@ def tiny(data, tmp_path, monkeypatch, here):
     return tmp_path
 
 
-def pilot_config(folder):
-    run = folder / "runs" / "E7" / "slow" / "moving_beta20.9_s0_pilot"
+def tried_config(folder):
+    run = folder / "runs" / "E7" / "slow" / "moving_beta20.9_s0"
     return configuration.load_toml(run / "config.toml")
 
 
@@ -309,7 +307,7 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     arms, claims = found["recipes"]["slow"], found["claims"]["slow"]
     for arm in arms.values():
         tried = arm["tuning"]
-        assert arm["tuned"] == min(tried, key=lambda pilot: pilot["loss"])["tuned"]
+        assert arm["tuned"] == min(tried, key=lambda run: run["loss"])["tuned"]
         assert len(tried) == 2
     assert [run["seed"] for run in arms["moving"]["runs"]] == [0, 1]
     ends = {
@@ -324,15 +322,13 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     )
     seen = arms["moving"]["runs"][0]
     assert seen["measured"]["eval_l2r"][0] < arms["still"]["runs"][0]["losses"]["l2r"][-1]
-    tokens = read_tokens(pilot_config(tiny).data.folder, "val")
+    tokens = read_tokens(tried_config(tiny).data.folder, "val")
     shares = [np.mean(tokens == token) for token in np.unique(tokens)]
     entropy = -sum(share * math.log(share) for share in shares)
     assert seen["measured"]["unigram"][0] == pytest.approx(entropy)
     assert len(arms["moving"]["runs"][0]["losses"]["random_error"]) == 4
     assert "| moving" in out and "reproduced" in out and "reversed" in out
     assert (tiny / "results" / "E7.png").read_bytes().startswith(b"\x89PNG")
-    pilot = pilot_config(tiny)
-    assert (pilot.train.steps, pilot.eval.interval, pilot.seed) == (5, 5, 0)
     # Again: every run is there, so nothing is trained and nothing changes.
     monkeypatch.setattr(of_arms, "run_alone", None)
     run(monkeypatch, capsys, *chosen)
