@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from typing import BinaryIO
 
 import numpy as np
@@ -80,17 +81,35 @@ def encode_record(
 
 
 def read_records(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
-    """A record a row of JSON: {"prompt": what is given, "text": what follows it}, or {"text": with
-    marks}. `field` is the name of the second."""
+    """A record a row of JSON: {"prompt": what is given, "text": what follows it}, {"text": with
+    marks}, or {"text": ..., "given": a mask, with 1 for each character that is given and 0 for each
+    other}. `field` is the name of the text."""
     for place, row in read_jsonl_rows(stream, name):
         record = text_of(row, field, place)
-        if "prompt" in row:
-            prompt = text_of(row, "prompt", place)
-            if re.search(r"\[/?GIVEN\]", prompt + record):
-                raise ValueError(f"{place}: give a prompt or {BEGIN} marks, not both")
-            record = given(prompt) + record
+        ways = [key for key in ("prompt", "given") if key in row]
+        if ways:
+            told = {key: text_of(row, key, place) for key in ways}
+            if len(ways) > 1 or re.search(r"\[/?GIVEN\]", record + told.get("prompt", "")):
+                raise ValueError(f"{place}: give a prompt, a mask or {BEGIN} marks, one of them")
+            if "prompt" in told:
+                record = given(told["prompt"]) + record
+            else:
+                record = masked(record, told["given"], place)
         spans(record, place)  # raises for what is wrong with it, while its place is known
         yield record, True
+
+
+def masked(text: str, mask: str, place: str) -> str:
+    """The text with marks around what a mask says is given. Raises ValueError, with its place, for
+    a mask of another length or of other characters."""
+    if len(mask) != len(text) or set(mask) - {"0", "1"}:
+        raise ValueError(
+            f"{place}: `given` must have a 1 (given) or a 0 (predicted) for each of the "
+            f"{len(text)} characters of the text; it has {len(mask)} characters"
+        )
+    parts = groupby(zip(text, mask, strict=True), key=lambda pair: pair[1])
+    texts = [("".join(letter for letter, _ in pairs), kind) for kind, pairs in parts]
+    return "".join(given(part) if kind == "1" else part for part, kind in texts)
 
 
 RECORD_FILES = {".jsonl": read_records}

@@ -88,16 +88,21 @@ def write_rows(path, rows):
 def test_own_records_are_prepared_one_a_block(tmp_path):
     rows = [{"prompt": f"{i}+1=", "text": str(i + 1)} for i in range(30)]
     rows.append({"text": "a[GIVEN]b[/GIVEN]c"})
+    rows.append({"text": "abc\u00e9d", "given": "01011"})
     source = write_rows(tmp_path / "rows.jsonl", rows)
     folder = prepared("records", tmp_path / "data", source, block_size=8, split="test")
     data = TokenDataset(folder, "test", 8, verify=True)
-    assert data.of_records and data.num_blocks == 31 and data.meta["format"] == 2
-    blocks, roles = data.blocks([12, 30]), data.roles([12, 30])
+    assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
+    blocks, roles = data.blocks([12, 30, 31]), data.roles([12, 30, 31])
     eot = 256
-    assert blocks.tolist() == [[*b"12+1=13", eot], [*b"abc", *[eot] * 5]]
-    assert roles.tolist() == [[1] * 5 + [0] * 3, [0, 1, 0, 0, 2, 2, 2, 2]]
+    assert blocks.tolist() == [
+        [*b"12+1=13", eot],
+        [*b"abc", *[eot] * 5],
+        [*"abc\u00e9d".encode(), eot, eot],
+    ]
+    assert roles.tolist() == [[1] * 5 + [0] * 3, [0, 1, 0, 0, 2, 2, 2, 2], [0, 1, 0, 1, 1, 1, 0, 2]]
     (folder / "test.roles.bin").write_bytes(b"\0")
-    with pytest.raises(ValueError, match="has not one byte for each of 248 tokens"):
+    with pytest.raises(ValueError, match="has not one byte for each of 256 tokens"):
         TokenDataset(folder, "test", 8)
 
 
@@ -119,7 +124,11 @@ def test_records_without_what_makes_them_records_are_refused(tmp_path, key):
         ("records", [{"prompt": "a", "text": "b"}], {}, "needs --block-size N"),
         ("records", [{"prompt": "a", "text": "b" * 9}] * 2, {"block_size": 8}, "has 11 tokens"),
         ("records", [{"prompt": "a", "text": "b"}], {"block_size": 8}, "a single record makes no"),
-        ("records", [{"prompt": "[GIVEN]a", "text": "b"}], {"block_size": 8}, "line 1: .*not both"),
+        ("records", [{"prompt": "[GIVEN]a", "text": "b"}], {"block_size": 8}, "line 1: .*one of"),
+        ("records", [{"prompt": "a", "text": "b", "given": "0"}], {"block_size": 8}, "one of them"),
+        ("records", [{"text": "abc", "given": "01"}], {"block_size": 8}, "line 1: .*it has 2"),
+        ("records", [{"text": "abc", "given": "0 1"}], {"block_size": 8}, "each of the 3"),
+        ("records", [{"text": "abc", "given": "111"}], {"block_size": 8}, "nothing left"),
         (
             "records",
             [{"prompt": 1, "text": "b"}],
