@@ -5,6 +5,7 @@ Examples:
     python bench.py train --size small --batch-size 16 --markdown training.md --profile traces
     python bench.py lengths --size tiny --threads 1 --lengths 256 512 1024 2048
     python bench.py memory --lengths 1024 2048 4096 8192 --batch-sizes 1 8
+    python bench.py loading --size bench --repeats 12
     python bench.py tf32 out/quickstart --dataset stories
 """
 
@@ -17,6 +18,7 @@ import tyro
 
 from benchmarks.decode import DecodeOptions, bench_decode
 from benchmarks.lengths import LengthsOptions, bench_lengths
+from benchmarks.loading import LoadingOptions, bench_loading
 from benchmarks.memory import MemoryOptions, bench_memory
 from benchmarks.tf32 import TF32Options, bench_tf32
 from benchmarks.train import TrainOptions, bench_train
@@ -25,6 +27,7 @@ from runtime.command_line import run_script
 BENCHMARKS = {
     "decode": (DecodeOptions, bench_decode),
     "lengths": (LengthsOptions, bench_lengths),
+    "loading": (LoadingOptions, bench_loading),
     "memory": (MemoryOptions, bench_memory),
     "train": (TrainOptions, bench_train),
     "tf32": (TF32Options, bench_tf32),

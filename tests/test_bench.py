@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import reference
@@ -16,10 +17,14 @@ import train
 from benchmarks import common
 from benchmarks import decode as bench
 from benchmarks import lengths as lengths_bench
+from benchmarks import loading as loading_bench
 from benchmarks import memory as memory_bench
 from benchmarks.baselines import decode_cached, decode_uncached, draw
 from benchmarks.common import Rates
 from benchmarks.decode import floor_of, model_calls, only_calls, row_groups
+from checkpoints import on_disk
+from checkpoints.errors import CheckpointError
+from checkpoints.load import load
 from experiments.measures import of_bench
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
@@ -397,3 +402,27 @@ def test_impossible_settings_are_refused_by_name(settings, words, monkeypatch):
 )
 def test_bad_command_lines_end_with_a_message(arguments, words):
     assert_user_error(run_script("bench.py", *arguments, check=False), *words)
+
+
+def test_loading_is_timed_with_checksums_and_without(tmp_path, capsys):
+    file = tmp_path / "l.json"
+    options = loading_bench.LoadingOptions(size="tiny", repeats=2, folder=tmp_path, json=file)
+    loading_bench.bench_loading(options)
+    result = json.loads(file.read_text())
+    assert [row["cold"] for row in result["rows"]] == [True, False]
+    assert all(len(row[key]) == 2 for row in result["rows"] for key in ("checked", "unchecked"))
+    assert "| in memory" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [file]  # the checkpoint is gone
+
+
+def test_loading_unchecked_reads_what_is_damaged_and_checked_refuses_it(tmp_path):
+    options = loading_bench.LoadingOptions(size="tiny")
+    loading_bench.write_checkpoint(tmp_path, options)
+    (part,) = tmp_path.rglob("ema.safetensors")
+    with open(part, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    with pytest.raises(CheckpointError, match="can be read"):
+        loading_bench.measure(tmp_path, False, 1)
+    with patch.object(on_disk, "_check_parts"):
+        load(tmp_path)
