@@ -23,7 +23,7 @@ import tyro
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
-from checkpoints.on_disk import digest
+from checkpoints.on_disk import digest, is_finite
 from runtime.command_line import run_script
 from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
 
@@ -54,6 +54,8 @@ def convert(
     settings |= {"system": loaded.system, "source": source}
     kept = getattr(torch, dtype)
     tensors = {name: p.detach().to(kept) for name, p in loaded.model.named_parameters()}
+    if wrong := next((n for n, tensor in tensors.items() if not is_finite(tensor)), None):
+        raise CheckpointError(f"{wrong} is not finite as {dtype}: keep it in another --dtype")
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
 
     temporary = temporary_beside(destination)

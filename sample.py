@@ -44,7 +44,7 @@ from sampling.modes import (
 from sampling.page import PageSample, render
 from sampling.records import generation_cost, sample_records, with_settings
 
-MAX_PROMPTS = 100_000  # of a file
+MAX_PROMPTS, PROMPT_CHARACTERS = 100_000, 64 << 20  # of a file, all together
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,15 @@ def read_requests(a: Arguments) -> list[Request]:
         raise ValueError(
             f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
         )
-    lines = list(itertools.islice(read_lines(a.prompts, "--prompts"), MAX_PROMPTS + 1))
-    if len(lines) > MAX_PROMPTS:
-        raise ValueError(f"--prompts {a.prompts}: more than {MAX_PROMPTS:,} prompts; cut the file")
+    lines, characters = [], 0
+    for place, line in read_lines(a.prompts, "--prompts"):
+        lines.append((place, line))
+        characters += len(line)
+        if len(lines) > MAX_PROMPTS or characters > PROMPT_CHARACTERS:
+            raise ValueError(
+                f"--prompts {a.prompts}: more than {MAX_PROMPTS:,} prompts, or more than "
+                f"{PROMPT_CHARACTERS >> 20} MB of them; cut the file"
+            )
     if a.prompts.suffix == ".txt":
         requests = [Request(place, "prompt", line) for place, line in lines]
     else:

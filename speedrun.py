@@ -17,9 +17,7 @@ if __name__ == "__main__":
 
     begin()
 
-import json
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,14 +25,23 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from experiments.arms import ROOT, Arm, config_of, crossing, own_loss, read_arms, run_of
+from experiments.arms import (
+    ROOT,
+    Arm,
+    config_of,
+    crossing,
+    own_loss,
+    read_arms,
+    run_of,
+    side_by_side,
+)
 from experiments.report import mean_cell, tuned_cell
 from runtime.command_line import run_script
 from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
-from runtime.schemas import damaged, from_values, read_toml, schema
+from runtime.schemas import damaged, from_values, read_results, read_toml, schema
 from training import config as configuration
 from training.config import Config
 
@@ -136,7 +143,7 @@ def read_track(name: str) -> dict:
 
 def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
     """Tune an arm with seed 0, then train the other seeds; what every run came to."""
-    with ThreadPoolExecutor(a.jobs) as pool:
+    with side_by_side(a.jobs) as pool:
         tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned, a.processes), arm.grid()))
         ended = [result for result in tuning if result["loss"] is not None]
         if not ended:
@@ -231,15 +238,17 @@ def runs_that_ended(result: dict) -> list[dict]:
 def table(track: Track) -> list[str]:
     """The leaderboard: arms with results, the fewest tokens first and the lowest loss. Those of
     ingredients that did not pay stay there, though the track has them no more."""
-    known = [json.loads(file.read_text()) for file in (RESULTS / track.name).glob("*.json")]
+    folder, advice = RESULTS / track.name, "remove it, and run its arm again"
 
     def place(result: dict) -> tuple[int, float]:
         ended = runs_that_ended(result)
         return ended[0]["tokens"], statistics.mean(r["loss"] for r in ended)
 
-    known.sort(key=place)
+    with damaged(folder, "remove the file that is none of an arm, and run that again"):
+        known = [read_results(file, advice) for file in folder.glob("*.json")]
+        known.sort(key=place)
+        lines = markdown_table(HEAD, [row(result) for result in known])
     missing = [name for name in track.arms if not track.result(name).exists()]
-    lines = markdown_table(HEAD, [row(result) for result in known])
     return [*lines, *([f"not run yet: {', '.join(missing)}"] if missing else [])]
 
 

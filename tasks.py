@@ -16,7 +16,6 @@ if __name__ == "__main__":
 
     begin()
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -40,7 +39,7 @@ from runtime.command_line import run_script
 from runtime.files import write_atomically, write_json, write_text
 from runtime.ranges import Count, check_values
 from runtime.reports import versions
-from runtime.schemas import damaged, read_bounded
+from runtime.schemas import damaged, read_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,8 @@ def write_page(known: dict[str, TaskExperiment]) -> None:
     if not files:
         raise ValueError(f"no results in {RESULTS} yet: name a task first")
     with damaged(RESULTS, "make its files again: python tasks.py TASK"):
-        results = {task: json.loads(read_bounded(file))["arms"] for task, file in files.items()}
+        found = {task: read_results(file, "make it again") for task, file in files.items()}
+        results = {task: values["arms"] for task, values in found.items()}
         image, text = figure(results), page(known, results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS.with_suffix(".md"), text)

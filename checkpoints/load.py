@@ -292,6 +292,13 @@ def check_sum(path: Path) -> None:
         return
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+            if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
+                raise CheckpointError(
+                    f"{path} is packed, as torch.save packs nothing: unpacked it can be of any "
+                    "size; save it with torch.save"
+                )
             if name := archive.testzip():
                 raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
     elif path.suffix in (".pt", ".bin"):

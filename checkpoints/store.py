@@ -126,7 +126,8 @@ def best_of(run_folder: Path) -> Path | None:
 def remove_partial(run_folder: Path) -> None:
     """Remove what a kill has left half written or half removed, and nothing that only looks so."""
     for path in (Path(run_folder) / "checkpoints").glob(".step_*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+        if re.fullmatch(r"\.step_\d{8,}\.tmp", path.name):
+            shutil.rmtree(path, ignore_errors=True)
     for path in Path(run_folder).glob(".*.tmp"):
         if re.fullmatch(rf"\.({'|'.join(OWN)})\.[0-9a-f]{{8}}\.tmp", path.name):
             path.unlink(missing_ok=True)

@@ -9,11 +9,13 @@ import contextlib
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from data.loader import check_file, load_meta
 from runtime.files import sync_folder
+from runtime.schemas import read_bounded
 
 SPLITS = ("train", "val", "test")
 
@@ -30,7 +32,11 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     names = {path.name for path in target.iterdir()}
     if not names:
         return False
-    strangers = sorted(names - {"meta.json", *(f"{split}.bin" for split in SPLITS)})
+    kinds = (".bin", ".roles.bin")
+    own = {"meta.json", *(f"{split}{kind}" for split in SPLITS for kind in kinds)}
+    strangers = sorted(names - own)
+    if "meta.json" in names and not strangers and not _is_ours(target / "meta.json"):
+        strangers = ["a meta.json that prepare.py has not written"]
     if strangers or "meta.json" not in names:
         raise ValueError(
             f"{target} is not empty and holds more or other things than a prepared dataset "
@@ -53,6 +59,12 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
             "pass --overwrite to replace it, or choose another --out"
         )
     return True
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a meta.json begins as prepare.py's do, maybe of a damaged dataset."""
+    text = read_bounded(path)[:10_000] if path.is_file() else b""
+    return b'"format"' in text and b'"tokenizer"' in text
 
 
 def _differences(found: dict, wanted: dict) -> list[str]:
@@ -96,6 +108,7 @@ def move_into_place(partial: Path, target: Path) -> None:
     """Move the finished folder to `target`; what was there before is kept until then."""
     sync_folder(partial)
     if target.exists():
+        partial.chmod(stat.S_IMODE(target.stat().st_mode))
         target.rename(_beside(target, "old"))
     try:
         partial.rename(target)

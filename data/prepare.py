@@ -52,6 +52,7 @@ from data.splits import route
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.files import write_json
 from runtime.ranges import Count, Seed, check_value, check_values
+from runtime.startup import PATH_ERRORS, broken
 
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 
@@ -177,9 +178,14 @@ def main() -> None:
     # Not runtime.command_line.run_script, which imports torch: this script starts without it.
     try:
         prepare(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        # pathlib has RuntimeErrors for links in a circle and for users without a home.
+        if isinstance(error, RuntimeError) and not str(error).startswith(PATH_ERRORS):
+            raise
+        print(f"error: {str(error) or 'out of memory'}", file=sys.stderr)
         sys.exit(2)
+    sys.stdout.flush()
+    sys.exit(141 * broken(sys.stdout))
 
 
 def prepare(args: Prepare) -> Path:
@@ -212,6 +218,7 @@ def prepare(args: Prepare) -> Path:
         meta["splits"] = write_splits(partial, corpora, encode, meta, workers)
         meta["notes"] = [note for corpus in corpora.values() for note in corpus.notes()]
         write_json(partial / "meta.json", meta)
+        is_finished(target, meta, args.overwrite)  # what came there meanwhile stays, too
         move_into_place(partial, target)
     report(target, meta)
     return target

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from checkpoints.errors import CheckpointError
 from checkpoints.load import Loaded, load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
+from runtime.schemas import read_bounded
 
 # Elements of the logits of one batch, so that a large vocabulary does not exhaust the memory: a
 # GiB in float32, some 5 windows of 1024 tokens of GPT-2.
@@ -161,8 +162,9 @@ def load_judge(name: str, device: torch.device) -> Judge:
 def _is_of_transformers(path: Path) -> bool:
     """Whether this is a folder with a config.json of transformers."""
     try:
-        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no folder, or not theirs: what loads it says so in more words
+        settings = json.loads(read_bounded(path / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        # No folder, or not theirs: what loads it says so in more words.
         return False
     return isinstance(settings, dict) and "model_type" in settings
 

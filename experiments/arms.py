@@ -15,11 +15,14 @@ OUT/NAME.toml` trains it by hand.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from runtime.files import write_text
 from runtime.reports import commit
-from runtime.schemas import FileError, from_values, schema
+from runtime.schemas import FileError, from_values, read_bounded, schema
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics
@@ -135,8 +138,13 @@ def run_of(config: Config, processes: int = 1) -> Run:
             stopped = "stopped before its last step; give the same command again"
             raise ValueError(f"{config.run_folder} {failure[-500:] or stopped}")
     noted = config.run_folder / "commit"
-    trained_by = noted.read_text() if noted.exists() else "unknown"
+    trained_by = text_of(noted) or "unknown"
     return Run(config, trained_by, read_metrics(config.run_folder / "metrics.jsonl"))
+
+
+def text_of(path: Path) -> str:
+    """What stands in a small file; nothing where there is none."""
+    return read_bounded(path).decode(errors="replace") if path.exists() else ""
 
 
 def has_ended(config: Config) -> bool:
@@ -166,7 +174,7 @@ def train_to_the_end(config: Config, processes: int) -> str:
     """Train a run, in processes of one thread. Returns what it ended with, if not well."""
     file = write_config(config)
     started = config.run_folder.with_name(f"{config.name}.commit")
-    known = started.read_text().split(", ") if started.exists() else []
+    known = text_of(started).split(", ") if started.exists() else []
     write_text(started, ", ".join(dict.fromkeys([*known, commit()])))  # a run can be resumed
     done = run_alone("train.py", str(file), processes=processes)
     if done.returncode == 0:
@@ -184,6 +192,16 @@ def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.Co
         capture_output=True,
         text=True,
     )
+
+
+@contextlib.contextmanager
+def side_by_side(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of so many threads, which after an interrupt or an error begins nothing new."""
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        yield pool
+    finally:  # where all went well, all has been waited for
+        pool.shutdown(cancel_futures=True)
 
 
 def crossing(validations: list[dict], key: str, goal: float) -> float | None:

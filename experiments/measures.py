@@ -16,6 +16,7 @@ from evaluation.text_measures import mean_and_error
 from experiments.arms import run_alone
 from runtime.files import write_json
 from runtime.reports import commit
+from runtime.schemas import damaged, read_results
 
 Figures = dict[str, list[float | None]]
 
@@ -38,8 +39,12 @@ def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
     """What a measure says, with these arguments. It is kept in `file`, and measured again only if
     the arguments have changed. Raises ValueError with the script's last words if it fails."""
     command = [measure.script, *arguments]
-    if file.exists() and (kept := json.loads(file.read_text()))["command"] == command:
-        return kept["figures"]
+    advice = "remove it, to have it measured again"
+    if file.exists():
+        with damaged(file, advice):
+            kept = read_results(file, advice)
+            if kept["command"] == command:
+                return kept["figures"]
     report = file.with_suffix(".report.json")
     report.unlink(missing_ok=True)  # of a measure that was cut off
     done = run_alone(*command, "--json", str(report))

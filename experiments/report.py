@@ -3,14 +3,13 @@ from its JSON, so that they cannot say anything else."""
 
 from __future__ import annotations
 
-import json
 import statistics
 
 from evaluation.text_measures import mean_and_reach
 from experiments.arms import ROOT, crossing
 from experiments.suite import Experiment, load_experiment, names
 from runtime.reports import log_x, markdown_table, new_figure, png
-from runtime.schemas import damaged, read_bounded
+from runtime.schemas import damaged, read_results
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, at which the table shows losses
@@ -281,7 +280,7 @@ def page() -> str:
         file = RESULTS / f"{name}.json"
         if file.exists():
             with damaged(file, f"make it again: python findings.py {name}"):
-                lines += section(load_experiment(name), json.loads(read_bounded(file)))
+                lines += section(load_experiment(name), read_results(file, "make it again"))
         else:
             missing.append(name)
     if missing:

@@ -9,9 +9,7 @@ so that differences between them are paired.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,10 +17,10 @@ import numpy as np
 
 from data.generators import ENTROPY_PER_TOKEN
 from data.loader import read_tokens
-from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of
+from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
 from experiments.measures import Figures, Measure, figures_of
 from experiments.verdicts import Claim, Ratio
-from runtime.schemas import damaged, from_values, read_toml
+from runtime.schemas import damaged, from_values, read_results, read_toml
 from training.config import Config
 
 CONFIGS = ROOT / "configs" / "findings"
@@ -210,7 +208,7 @@ def train(
         return result
 
     found: Found = {recipe: {} for recipe in recipes}
-    with ThreadPoolExecutor(jobs) as pool:
+    with side_by_side(jobs) as pool:
         others = [
             experiment.other_run(r, name, quick) for r in recipes for name in experiment.others(r)
         ]
@@ -247,7 +245,7 @@ def benchmark(experiment: Experiment, quick: bool) -> Found:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "bench.json"
     systems = figures_of(bench, words, file)
-    measured_by = json.loads(file.read_text())["commit"]
+    measured_by = read_results(file, "remove it, to have it measured again")["commit"]
     return {
         "side by side": {
             name: {

@@ -14,7 +14,7 @@ from typing import Literal
 
 from runtime.devices import out_of_memory
 from runtime.ranges import Count, Seed
-from runtime.startup import end_at_once, interruptible
+from runtime.startup import PATH_ERRORS, broken, end_at_once, interruptible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,6 @@ class ModelOptions:
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
-
-
-# With which pathlib's RuntimeErrors begin: links that go in a circle, and a user without a home.
-PATH_ERRORS = ("Symlink loop", "Could not determine home")
 
 
 def run_script(main: Callable[[], int | None]) -> None:
@@ -74,7 +70,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     except OSError:  # BrokenPipeError, as above, or a full disk
         _stop_printing()
         status = status or 141
-    sys.exit(status)
+    sys.exit(status or 141 * broken(sys.stdout))
 
 
 def _stop_printing() -> None:

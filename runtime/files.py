@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from runtime.schemas import MAX_DEPTH, too_deep
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
-MAPPED_BYTES = 64 << 20  # at once, of a file whose checksum is made
+MAPPED_BYTES = 8 << 20  # at once, of a file whose checksum is made
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:

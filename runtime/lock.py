@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from runtime.files import temporary_beside
 from runtime.processes import Processes
@@ -47,11 +48,11 @@ def locked(folder: Path) -> Iterator[None]:
     has it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    file = _open_and_lock(path)
+    file, known = _open_and_lock(path)
     ended = threading.Event()
     keeper = threading.Thread(target=_keep_touching, args=(file, ended), daemon=True)
     try:
-        check_owner(path, file.read(1000))
+        check_owner(path, file.read(1000), known)
         file.seek(0)
         file.truncate()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": _job()}
@@ -63,13 +64,22 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             ended.set()
             keeper.join()
-            path.unlink(missing_ok=True)
+            _remove(path, file)
     finally:
         file.close()
 
 
-def _open_and_lock(path: Path):
-    """The open file, locked as far as the disk can."""
+def _remove(path: Path, file) -> None:
+    """Remove a job's own lock: not that of another, which took the place of a file that was
+    removed."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            path.unlink()
+
+
+def _open_and_lock(path: Path) -> tuple[IO[str], bool]:
+    """The open file, and whether the kernel has locked it, as not every disk can."""
+    known = True
     while True:
         if path.is_symlink() or path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file of a job: remove it")
@@ -85,16 +95,17 @@ def _open_and_lock(path: Path):
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
+            known = False
         # Between opening and locking, the job that had it may have ended and removed it.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
+                return file, known
         file.close()
 
 
-def check_owner(path: Path, text: str) -> None:
+def check_owner(path: Path, text: str, known: bool = True) -> None:
     """Raise ValueError if what stands in a lock file, whose kernel's lock is free, is of a job that
-    may go on elsewhere."""
+    may go on elsewhere, or here. known: the kernel knows of jobs on this machine."""
     if text.strip("\0\n ") and not text.startswith("{"):  # zeros: what a crash may leave
         raise ValueError(f"{path} is no file of a job: remove it")
     try:
@@ -104,11 +115,25 @@ def check_owner(path: Path, text: str) -> None:
         return  # empty, or cut short: it was left by no job of ours that still runs
     # torchrun starts the processes of a job anew when one is lost, maybe on another machine.
     restarted = job is not None and job == _job()
-    if host == socket.gethostname() or restarted:
+    here = host == socket.gethostname()
+    if restarted or here and (known or not _is_alive(owner.get("pid"))):
         return
     # No job touches its file in the future.
     if abs(_now(path) - path.stat().st_mtime) < LEFT_OVER_AFTER:
         raise ValueError(_in_use(path, text.strip()))
+
+
+def _is_alive(pid: Any) -> bool:
+    """Whether a process of this machine is at work."""
+    if type(pid) is not int or not 0 < pid < 2**31:
+        return False
+    try:
+        os.kill(pid, 0)  # sends nothing, but says whether it could
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs, and is another user's
+    return True
 
 
 def _in_use(path: Path, owner: str) -> str:

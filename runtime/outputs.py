@@ -11,9 +11,11 @@ cannot be written all the same, as on a disk that has become full, is printed at
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,23 @@ class OutputOptions:
     """Replace result files that exist already."""
 
 
+_living: weakref.WeakSet[Outputs] = weakref.WeakSet()
+
+
+def _note_what_is_read(event: str, arguments: tuple) -> None:
+    """A hook of Python's own (PEP 578): called for all files that are opened, by whatever code."""
+    if event == "open" and isinstance(arguments[0], str | bytes):
+        path, mode, flags = arguments
+        if not flags & (os.O_WRONLY | os.O_RDWR) and "+" not in (mode or ""):
+            for outputs in list(_living):
+                outputs.read.add(os.fsdecode(path))
+
+
+@functools.cache  # hooks stay
+def _begin_to_note() -> None:
+    sys.addaudithook(_note_what_is_read)
+
+
 class Outputs:
     """The files that a script is asked to write."""
 
@@ -46,7 +65,11 @@ class Outputs:
 
         Raises ValueError for a file that cannot be written, that would be replaced without
         `overwrite`, or that is an input."""
+        _begin_to_note()
+        _living.add(self)
+        self.read: set[str] = set()  # paths that this process has opened to read, from here on
         self.unwritten: dict[Path, str | bytes] = {}
+        self.overwrite, self.own = overwrite, set()  # what it has written
         given = {option: Path(path) for option, path in files.items() if path is not None}
         read = [Path(path) for path in inputs if path and os.path.exists(path)]
         seen: dict[Path, str] = {}
@@ -70,12 +93,25 @@ class Outputs:
             return
         self.unwritten[path] = content
         try:
+            if path not in self.own:
+                self.check_again(path)
             # Half a pair of UTF-16, which a prompt in JSON can hold, has no place in UTF-8.
             text = isinstance(content, str)
             rewrite(path, content.encode(errors="backslashreplace") if text else content)
             del self.unwritten[path]
+            self.own.add(path)
         except OSError as error:
             print(f"warning: could not write {path}: {error}", file=sys.stderr)
+
+    def check_again(self, path: Path) -> None:
+        """Raise FileExistsError for a file that has come to be read or to be there since the
+        beginning."""
+        if not path.is_file():
+            return
+        if any(os.path.exists(read) and path.samefile(read) for read in self.read):
+            raise FileExistsError(f"{path} is a file that is read; name another file")
+        if not self.overwrite and path.stat().st_size:
+            raise FileExistsError(f"{path} has come to be there meanwhile; name another file")
 
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")

@@ -21,6 +21,7 @@ import difflib
 import functools
 import json
 import os
+import reprlib
 import stat
 import tomllib
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from runtime.ranges import check_value
 
 MAX_BYTES = 64 << 20  # of a file of settings: state.json has a tenth of a kilobyte for each tensor
 MAX_DEPTH = 50  # of tables within tables
+MAX_VALUES = 1_000_000  # in lists and tables, counted as often as they occur
 
 T = TypeVar("T")
 
@@ -64,6 +66,13 @@ def read_json(path: Path, shape: type[T], advice: str) -> T:
     with damaged(path, advice):
         text = read_bounded(path).removeprefix(codecs.BOM_UTF8)
         return from_json(text, shape, str(path), advice)
+
+
+def read_results(path: Path, advice: str) -> Any:
+    """The contents of a JSON file that a script of this project wrote, and reads back; whoever uses
+    them does so within `damaged`."""
+    with damaged(path, advice):
+        return json.loads(read_bounded(path))
 
 
 def read_toml(path: Path) -> dict:
@@ -109,12 +118,20 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
 
 
 def too_deep(value: Any) -> bool:
-    """Whether lists and tables lie within one another deeper than anybody writes them. What is not
+    """Whether lists and tables lie within one another deeper than anybody writes them, or hold more
+    than anybody writes: a file of a few lines can name the same list in many places. What is not
     too deep can be walked by functions that call themselves."""
-    level = [value]
+    level, count = [value], 0
     for _ in range(MAX_DEPTH):
-        within = [v.values() if isinstance(v, dict) else v for v in level]
-        level = [v for values in within for v in values if isinstance(v, dict | list)]
+        below = []
+        for values in level:
+            count += len(values) if isinstance(values, dict | list | tuple) else 0
+            if count > MAX_VALUES:
+                return True
+            if isinstance(values, dict | list | tuple):
+                within = values.values() if isinstance(values, dict) else values
+                below += [v for v in within if isinstance(v, dict | list | tuple)]
+        level = below
         if not level:
             return False
     return True
@@ -127,6 +144,8 @@ def from_values(values: Any, shape: type[T], source: str, advice: str = "") -> T
     """Plain values as what a type declares; a dataclass is made, and refuses keys it does not have.
 
     source: what messages call the file. Raises FileError."""
+    if too_deep(values):
+        raise FileError(f"{source}: it is nested too deep, or too large, for settings")
     # As JSON, in which lists may become tuples, and tables dataclasses, but nothing else becomes
     # what it is not. A date, which JSON does not have, becomes what nothing asks for.
     with damaged(source, advice):
@@ -187,7 +206,8 @@ def _in_words(error: dict, shape: type) -> str:
 
 
 def short(value: Any, most: int = 60) -> str:
-    text = repr(value)
+    # Of a list within lists only the beginning: all of it may be larger than memory.
+    text = reprlib.repr(value) if isinstance(value, dict | list | tuple | set) else repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -12,9 +12,13 @@ Imports nothing that takes time.
 """
 
 import contextlib
+import io
 import os
 import signal
 import sys
+
+# With which pathlib's RuntimeErrors begin: links that go in a circle, and a user without a home.
+PATH_ERRORS = ("Symlink loop", "Could not determine home")
 
 
 def begin() -> None:
@@ -27,8 +31,42 @@ def begin() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
-        # What a plain terminal cannot show is written as \uXXXX, not an error.
-        getattr(sys, name).reconfigure(errors="backslashreplace")
+        else:
+            setattr(sys, name, lasting(getattr(sys, name)))
+
+
+class _Lasting(io.FileIO):
+    """A file that, once it cannot be written to, is written to no more, which is no error: work
+    whose reader has left (`| head`) or whose log is on a full disk goes on, and is saved."""
+
+    broken = False
+
+    def write(self, data) -> int:
+        if not self.broken:
+            try:
+                return super().write(data)
+            except OSError:
+                self.broken = True
+        return len(data)
+
+
+def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same output, which outlives its reader; what a plain terminal cannot show is written as
+    \\uXXXX, not an error."""
+    stream.flush()
+    raw = _Lasting(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def broken(stream) -> bool:
+    """Whether an output of `lasting` could not be written to."""
+    return getattr(getattr(getattr(stream, "buffer", None), "raw", None), "broken", False)
 
 
 def end_at_once(number=None, frame=None) -> None:

@@ -226,6 +226,9 @@ class OneByOne(Executor):
         done.set_result(function(*arguments))
         return done
 
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        pass
+
 
 @pytest.fixture
 def here(script):
@@ -283,7 +286,7 @@ def tiny(data, tmp_path, monkeypatch, here):
     monkeypatch.setattr(findings, "ROOT", tmp_path)
     for module in (of_arms, measures):
         monkeypatch.setattr(module, "run_alone", here)
-    monkeypatch.setattr(suite, "ThreadPoolExecutor", OneByOne)
+    monkeypatch.setattr(of_arms, "ThreadPoolExecutor", OneByOne)
     (tmp_path / "E7.toml").write_text(tomli_w.dumps(values))
     (tmp_path / "common.toml").write_text("[base]\n[recipes]\n")
     return tmp_path

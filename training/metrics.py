@@ -30,8 +30,10 @@ import contextlib
 import math
 import os
 import secrets
+import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -219,13 +221,18 @@ class Line(TypedDict, extra_items=Value):
 def read_metrics(path: Path) -> list[dict]:
     """The lines of metrics.jsonl, without any that a kill or a full disk cut short or that holds
     what no line does."""
-    lines = []
+    return [line for _, line in parsed_lines(path) if line is not None]
+
+
+def parsed_lines(path: Path) -> Iterator[tuple[str, dict | None]]:
+    """The place of each line of metrics.jsonl, and what it holds; None where that is no line."""
     for place, text in read_lines(path, "metrics") if path.is_file() else ():
+        found = None
         with contextlib.suppress(FileError):
             line = from_json(text, Line, place)
             if all(fits(key, value) for key, value in line.items()):
-                lines.append(line)
-    return lines
+                found = line
+        yield place, found
 
 
 def fits(key: str, value: Value) -> bool:
@@ -239,9 +246,16 @@ def fits(key: str, value: Value) -> bool:
 
 def drop_later_lines(path: Path, step: int) -> None:
     """Keep the lines of metrics.jsonl up to `step`: the steps after the checkpoint are about to be
-    run again."""
-    if path.exists():
-        write_jsonl(path, [line for line in read_metrics(path) if line["step"] <= step])
+    run again. Where others than the last, which a kill may have cut short, are no lines of a run,
+    the file as it was is kept beside it, and named in a warning."""
+    if not path.exists():
+        return
+    lines = list(parsed_lines(path))
+    if odd := [place for place, line in lines[:-1] if line is None]:
+        kept = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, kept)
+        print(f"warning: {odd[0]} is no line of a run; all is kept in {kept}", file=sys.stderr)
+    write_jsonl(path, [line for _, line in lines if line is not None and line["step"] <= step])
 
 
 # ---- Weights & Biases ----------------------------------------------------------------------------

@@ -84,9 +84,8 @@ def check_own_folder(folder: Path) -> None:
     """Raise ValueError if files that a run writes stand in a folder without checkpoints, and are
     none that a run which was stopped before its first checkpoint has left: it begins with
     config.toml, as `configuration.to_toml` writes it."""
-    found = [
-        name for name in ("config.toml", "metrics.jsonl", "loss.png") if (folder / name).exists()
-    ]
+    names = ("config.toml", "metrics.jsonl", "loss.png", "best")
+    found = [name for name in names if (folder / name).exists()]
     if not found:
         return
     own = False
