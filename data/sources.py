@@ -32,6 +32,7 @@ MAX_WORD_BYTES = 64 << 20
 COMPRESSIONS = (".gz", ".xz")
 COMPRESSED_BYTES = 1 << 16
 XZ_MEMORY = 256 << 20  # a file can ask for up to 4 GB; what xz -9 writes needs 65 MB
+XZ_PADDING = 4096  # bytes: a page of zeros is what a crash leaves of a stream
 
 Piece = tuple[str, bool]
 # (stream, its name for messages, the field of a row that holds the text) -> pieces
@@ -184,6 +185,7 @@ class XzStreams(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO):
         self._raw, self._decoder, self._compressed = raw, None, b""
+        self._zeros = 0  # since the last stream
 
     def readable(self) -> bool:
         return True
@@ -197,9 +199,14 @@ class XzStreams(io.RawIOBase):
                         return 0
                     raise EOFError
             if self._decoder is None:
-                self._compressed = self._compressed.lstrip(b"\0")  # may lie between streams
-                if not self._compressed:
+                found = self._compressed.lstrip(b"\0")  # a few may lie between streams
+                self._zeros += len(self._compressed) - len(found)
+                if self._zeros >= XZ_PADDING:
+                    raise lzma.LZMAError("zeros in place of a stream")
+                self._compressed = found
+                if not found:
                     continue
+                self._zeros = 0
                 self._decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
             data = self._decoder.decompress(self._compressed, max_length=len(buffer))
             self._compressed = b""

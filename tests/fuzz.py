@@ -499,6 +499,8 @@ def disk_is_full():
 # ---- the campaign --------------------------------------------------------------------------------
 
 
+WHAT = ("done", "warned", "refused", "bad")  # becomes of a case
+
 # What a kind of case does; the others disturb a training run.
 KINDS = {"file": "file", "flipped byte": "file", "option": "option", "output": "output"}
 
@@ -620,6 +622,8 @@ class Campaign:
             elif ended.memory > BYTES:
                 verdict = "memory"
         what = "bad" if verdict != "ok" else "refused" if ended.status else "done"
+        if what == "done" and "warning" in ended.said:
+            what = "warned"
         self.seen[case.kind, what] += 1
         if self.show:
             last = (ended.said.strip().splitlines() or [""])[-1][:300]
@@ -729,10 +733,7 @@ def changed(before, after, own):
 def report(campaign, arguments, seconds):
     """The table, as Markdown."""
     kinds = sorted({kind for kind, _ in campaign.seen})
-    rows = [
-        [kind, *(str(campaign.seen[kind, what]) for what in ("done", "refused", "bad"))]
-        for kind in kinds
-    ]
+    rows = [[kind, *(str(campaign.seen[kind, what]) for what in WHAT)] for kind in kinds]
     verdicts = Counter(verdict for verdict, _ in campaign.failures)
     lines = ["# Malformed files, odd options, outputs and disturbances", ""]
     seeds = " ".join(map(str, arguments.seeds))
@@ -743,12 +744,12 @@ def report(campaign, arguments, seconds):
     lines += [f"{total} cases in {seconds / 60:.0f} minutes; {code}.", ""]
     lines += [
         "Done: the script did its work, and what it left was whole (of a flipped byte: it means "
-        "nothing, or a warning names the checkpoint and the one before it is used). Refused: one "
-        "line, status 2. A training run here has "
+        "nothing). Warned: the same, but a warning names what is wrong, as a damaged checkpoint, "
+        "in whose place the one before is used. Refused: one line, status 2. A run here has "
         f"{campaign.operations} file operations that change something.",
         "",
     ]
-    lines += [*markdown_table(["what", "done", "refused", "bad"], rows), ""]
+    lines += [*markdown_table(["what", *WHAT], rows), ""]
     lines += [f"bad: {dict(verdicts) or 'none'}", ""]
     return lines + [f"- {verdict}: {case}" for verdict, case in campaign.failures]
 

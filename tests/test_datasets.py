@@ -9,8 +9,10 @@ import http.server
 import json
 import lzma
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -34,6 +36,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import catalogue, detokenisers, packing, sources
+from data import prepare as prepare_module
 from data.detokenisers import DETOKENISERS
 from data.folder import clear_leftovers
 from data.loader import TokenDataset, evaluation_split, load_meta, read_tokens
@@ -773,6 +776,9 @@ def test_no_stream_of_an_xz_file_is_left_out(tmp_path):
         flip_byte(path, len(streams[0]) + at)
         with pytest.raises(ValueError, match="a.txt.xz: damaged"):
             prepared("text", tmp_path / "new" / "folder" / "p", path, split="train")
+    path.write_bytes(streams[0] + bytes(4096))  # what a crash may leave of the others
+    with pytest.raises(ValueError, match="zeros in place of a stream"):
+        prepared("text", tmp_path / "new" / "folder" / "p", path, split="train")
     path.write_bytes(b"".join(streams)[:-9])
     with pytest.raises(ValueError, match="ends too early"):
         prepared("text", tmp_path / "new" / "folder" / "p", path, split="train")
@@ -908,3 +914,39 @@ def test_memory_stays_bounded(tmp_path, big_text, protocol):
         peaks.append(int(done.stdout) / 1024)
     # a few pieces of 1 MB, as bytes, text and ids; not the 60 MB of the file or the 120 of its ids
     assert peaks[1] - peaks[0] < 40, peaks
+
+
+def test_records_are_not_made_twice_and_replaced_when_asked(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "text": "2"}\n' * 9)
+    for again in ({}, {}, {"overwrite": True}):
+        folder = prepared("records", tmp_path / "o", rows, block_size=8, **again)
+    assert capsys.readouterr().out.count("nothing to do") == 1
+    assert (folder / "train.roles.bin").exists()
+
+
+def test_a_folder_keeps_its_mode_and_what_comes_to_it_meanwhile(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    (tmp_path / "o").mkdir(mode=0o700)
+    folder = prepared("text", tmp_path / "o", source)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    shutil.rmtree(folder)
+    folder.mkdir()
+    real = prepare_module.write_splits
+
+    def slow(*arguments):
+        (folder / "thesis.txt").write_text("precious")
+        return real(*arguments)
+
+    monkeypatch.setattr(prepare_module, "write_splits", slow)
+    with pytest.raises(ValueError, match="thesis.txt.*choose another --out"):
+        prepared("text", folder, source)
+    assert names(folder) == ["thesis.txt"]
+
+
+def test_a_dataset_of_others_is_no_prepared_one(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    write((tmp_path / "o").mkdir() or tmp_path / "o" / "meta.json", '{"author": "me"}')
+    (tmp_path / "o" / "train.bin").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="prepare.py has not written.*choose another --out"):
+        prepared("text", tmp_path / "o", source, overwrite=True)
+    assert (tmp_path / "o" / "train.bin").read_bytes() == b"mine"

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import subprocess
+import time
 import tomllib
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -388,3 +389,17 @@ def test_the_first_experiment_runs_quickly_from_the_text_of_the_repository(tmp_p
 def test_experiments_with_measures_run_quickly(name):
     run_script("findings.py", name, "--seeds", 1, "--quick", "--jobs", 2)
     assert (ROOT / "out" / "findings" / "quick" / f"{name}.png").stat().st_size > 10_000
+
+
+def test_after_an_interrupt_nothing_new_begins():
+    begun = []
+
+    def work(number):
+        begun.append(number)
+        time.sleep(0.2)
+
+    with pytest.raises(KeyboardInterrupt), of_arms.side_by_side(2) as pool:
+        for number in range(50):
+            pool.submit(work, number)
+        raise KeyboardInterrupt
+    assert len(begun) < 10

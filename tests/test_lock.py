@@ -1,8 +1,10 @@
 """A run folder belongs to one job, and to nobody once that job is gone."""
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -86,3 +88,29 @@ def test_a_lock_from_the_future_is_left_over(tmp_path):
     os.utime(tmp_path / "lock", (time.time() + 9999,) * 2)
     with locked(tmp_path):
         pass
+
+
+def test_a_disk_without_locks_of_the_kernel_leaves_jobs_of_this_machine_to_their_numbers(
+    tmp_path, monkeypatch
+):
+    def unknown(file, how):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(lock.fcntl, "flock", unknown)
+    with locked(tmp_path), pytest.raises(ValueError, match="another job is at work"):
+        locked(tmp_path).__enter__()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    owner = {"host": socket.gethostname(), "pid": ended.pid, "job": None}
+    (tmp_path / "lock").write_text(json.dumps(owner))
+    with locked(tmp_path):
+        pass
+
+
+def test_a_job_removes_no_lock_of_another(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / "lock").unlink()  # by somebody
+        with locked(tmp_path):
+            (tmp_path / "lock").rename(tmp_path / "other")
+            (tmp_path / "lock").write_text("{}")
+    assert (tmp_path / "lock").read_text() == "{}"

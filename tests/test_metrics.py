@@ -23,6 +23,7 @@ from data.loader import TokenDataset
 from objectives import evaluation_masks
 from orders import OrderConfig, orders_at
 from training import metrics, plots, validation
+from training.metrics import drop_later_lines, read_metrics
 
 RANDOM = OrderConfig("random")
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
@@ -293,3 +294,15 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
         status, _, err = script(train, "--plot", *arguments)
         assert status == 2 and words in err, err
     assert not list(tmp_path.glob("out.*"))
+
+
+def test_a_file_with_odd_lines_is_kept_aside_before_it_is_cut(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    text = '{"step": 1, "loss": 2.0}\n{"step": 2, "note": "mine"}\n{"step": 3, "loss": 1.0}\n{"st'
+    path.write_text(text)
+    drop_later_lines(path, 2)
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    assert path.with_name("metrics.jsonl.damaged").read_text() == text
+    assert "metrics.jsonl line 2 is no line of a run" in capsys.readouterr().err
+    drop_later_lines(path, 1)
+    assert not capsys.readouterr().err

@@ -168,3 +168,21 @@ def test_text_that_has_no_place_in_a_file_is_written_as_its_numbers(tmp_path):
     with Outputs({"--html": tmp_path / "o.html"}) as outputs:
         outputs.write(tmp_path / "o.html", "half a pair: \ud800\n")
     assert (tmp_path / "o.html").read_text() == "half a pair: \\ud800\n"
+
+
+def test_what_is_read_later_is_an_input_too_and_what_comes_meanwhile_stays(tmp_path, capsys):
+    """Whatever code reads it, and whether or not the script has listed it."""
+    read, late = tmp_path / "read.json", tmp_path / "late.json"
+    read.write_text("mine")
+    with pytest.raises(OSError, match="printed instead"):
+        with Outputs({"--json": read, "--jsonl": late}, overwrite=True) as outputs:
+            assert read.read_text() == "mine"
+            outputs.write(read, ANSWER)
+            outputs.write(late, ANSWER)
+            outputs.write(late, ANSWER)  # its own
+    assert read.read_text() == "mine" and late.read_text() == ANSWER
+    late.unlink()
+    with pytest.raises(OSError, match="printed instead"), Outputs({"--json": late}) as outputs:
+        late.write_text("yours")
+        outputs.write(late, ANSWER)
+    assert late.read_text() == "yours" and ANSWER in capsys.readouterr().out

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import shutil
+import zipfile
 
 import pytest
 import safetensors.torch
@@ -966,3 +967,26 @@ def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="could not write"):
         convert(str(folder), tmp_path / "file" / "new")
+
+
+@pytest.mark.parametrize("place", ["model_args", "iter_num"])
+@pytest.mark.parametrize("levels", [20, 60])
+def test_a_list_named_in_many_places_is_refused_before_it_is_walked(tmp_path, place, levels):
+    """Two kilobytes that stand for 2^levels words."""
+    words = ["ha"] * 2
+    for _ in range(levels):
+        words = [words, words]
+    value = {"vocab_size": words} if place == "model_args" else words
+    torch.save(container("AO-GPT")[0] | {place: value}, tmp_path / "released.pt")
+    refused(tmp_path / "released.pt", "too large" if place == "model_args" else "iter_num is [[")
+
+
+def test_a_packed_file_is_not_unpacked(tmp_path):
+    path = tmp_path / "released.pt"
+    torch.save(container("AO-GPT")[0], tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in plain.namelist():
+                packed.writestr(name, plain.read(name))
+    with pytest.raises(CheckpointError, match="packed, as torch.save packs nothing"):
+        checkpoint.check_sum(path)

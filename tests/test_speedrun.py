@@ -142,3 +142,12 @@ def test_the_goal_is_reached_between_two_evaluations():
     key = "val_loss_random"
     assert crossing([before, line], key, 2.25) == 175 and crossing([line], key, 2.25) == 200
     assert crossing([before], key, 2.25) is None
+
+
+@pytest.mark.parametrize("text", ["[]", '{"arm": "x", "runs": []}', "[" * 99999, "{", "\0"])
+def test_results_that_are_none_are_one_line(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(speedrun, "RESULTS", tmp_path)
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "x.json").write_text(text)
+    with pytest.raises(FileError, match=f"{tmp_path}/bytes.*is damaged"):
+        speedrun.table(load_track("bytes"))

@@ -57,3 +57,13 @@ def test_closed_outputs_lose_no_result(run, tmp_path):
     command = f"{sys.executable} sample.py {run} {options}"
     subprocess.run(command, shell=True, cwd=ROOT, check=True, capture_output=True)
     assert [*json.loads(path.read_text())][0] == "text"
+
+
+@pytest.mark.parametrize("end", ["| true", "> /dev/full"])
+def test_results_outlive_who_reads_what_is_printed(run, data, tmp_path, end):
+    path = tmp_path / "table.json"
+    options = f"--datasets {data} --max-sequences 2 --num-orders 1 --json {path}"
+    command = f"{sys.executable} eval_ppl.py {run} {options} {end}"
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True)
+    assert json.loads(path.read_text())["results"]

@@ -80,7 +80,7 @@ class PlotArguments(OutputOptions):
     plot: tuple[Path, ...]
     """Run folders to draw against each other."""
     plot_out: Path | None = None
-    """The PNG to write; by default out/compare.png, whatever it holds."""
+    """The PNG to write; by default out/compare.png."""
     plot_x: Literal["tokens", "steps"] = "tokens"
     """What stands on the x axis."""
 
@@ -95,7 +95,7 @@ def plot_command(arguments: list[str]) -> int:
         raise ValueError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
     file = a.plot_out or DEFAULT_PLOT
     file.parent.mkdir(parents=True, exist_ok=True)
-    outputs = Outputs({"--plot-out": a.plot_out}, a.plot, a.overwrite)
+    outputs = Outputs({"--plot-out": file}, a.plot, a.overwrite)
     with outputs:
         outputs.write(file, plot_runs(list(a.plot), file, a.plot_x))
     print(f"wrote {file}")
