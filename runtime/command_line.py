@@ -14,7 +14,7 @@ from typing import Literal
 
 from runtime.devices import out_of_memory
 from runtime.ranges import Count, Seed
-from runtime.startup import PATH_ERRORS, broken, end_at_once, interruptible
+from runtime.startup import PATH_ERRORS, broken, end_at_once, interrupted, interruptible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     ends in one line and status 130."""
     interruptible()
     try:
-        status = main() or 0
+        status = main_or_interrupt(main) or 0
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         _stop_printing()
         status = 141
@@ -71,6 +71,16 @@ def run_script(main: Callable[[], int | None]) -> None:
         _stop_printing()
         status = status or 141
     sys.exit(status or 141 * broken(sys.stdout))
+
+
+def main_or_interrupt(main: Callable[[], int | None]) -> int | None:
+    """Run a script's main; what it raises because of an interrupt is a KeyboardInterrupt."""
+    try:
+        return main()
+    except Exception as error:
+        if interrupted():
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _stop_printing() -> None:

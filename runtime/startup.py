@@ -81,9 +81,24 @@ def end_at_once(number=None, frame=None) -> None:
 
 def interruptible() -> None:
     """From here on, an interrupt is a KeyboardInterrupt, which lets what is open be closed."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _unraisable
+
+
+_seen = False
+
+
+def _interrupt(number, frame) -> None:
+    global _seen
+    _seen = True
+    raise KeyboardInterrupt
+
+
+def interrupted() -> bool:
+    """Whether there has been an interrupt, whatever has become of the exception: some libraries
+    make another of it."""
+    return _seen
 
 
 def _unraisable(found) -> None:

@@ -38,6 +38,14 @@ run_script(main)
     [
         ("os.kill(os.getpid(), signal.SIGINT)", 130, "", "interrupted"),
         ("Victim()", 130, "", "interrupted"),
+        # as pydantic does
+        (
+            "try: os.kill(os.getpid(), signal.SIGINT)\n"
+            "    except KeyboardInterrupt: raise RuntimeError('in place of it')",
+            130,
+            "",
+            "interrupted",
+        ),
         ("print('\\u00e9\\u4e2d\\ud800'); return", 0, "\\xe9\\u4e2d\\ud800", ""),
         ("print('x' * 10**6, 'end'); return", 0, "x" * 10**6 + " end", ""),
     ],
