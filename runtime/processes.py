@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.devices import pick_device
+from runtime.startup import interrupt
 
 # How long the processes of a job may take to find each other: some import PyTorch from a slow disk.
 MEETING_SECONDS = 300.0
@@ -203,7 +204,7 @@ class StopRequest:
 
     def _on_signal(self, number, frame) -> None:
         if self.signalled and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
+            interrupt(number, frame)  # the second Ctrl-C does not wait for the step
         self.signalled = True
 
     def agree(self, failed: bool = False) -> None:

@@ -81,7 +81,7 @@ def end_at_once(number=None, frame=None) -> None:
 
 def interruptible() -> None:
     """From here on, an interrupt is a KeyboardInterrupt, which lets what is open be closed."""
-    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _unraisable
 
@@ -89,7 +89,7 @@ def interruptible() -> None:
 _seen = False
 
 
-def _interrupt(number, frame) -> None:
+def interrupt(number, frame) -> None:
     global _seen
     _seen = True
     raise KeyboardInterrupt
