@@ -37,12 +37,27 @@ def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. A ValueError, an OSError or too little memory is the user's to
     mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it). An interrupt
     ends in one line and status 130."""
-    interruptible()
     try:
-        status = main_or_interrupt(main) or 0
+        interruptible()
+        status = status_of(main)
+        signal.signal(signal.SIGINT, end_at_once)
+    except KeyboardInterrupt:  # before main, or while it was told how that has ended
+        end_at_once()
+    try:
+        sys.stdout.flush()
+    except OSError:  # BrokenPipeError, as below, or a full disk
+        _stop_printing()
+        status = status or 141
+    sys.exit(status or 141 * broken(sys.stdout))
+
+
+def status_of(main: Callable[[], int | None]) -> int:
+    """Run a script's main; the exit status, after a line on what has gone wrong."""
+    try:
+        return main_or_interrupt(main) or 0
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         _stop_printing()
-        status = 141
+        return 141
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         full = out_of_memory(error)
         of_paths = str(error).startswith(PATH_ERRORS)
@@ -58,19 +73,12 @@ def run_script(main: Callable[[], int | None]) -> None:
         )
         with contextlib.suppress(OSError):  # nobody may be listening
             print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
-        status = 2
+        return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, end_at_once)  # another one
         with contextlib.suppress(OSError):
             print("\ninterrupted", file=sys.stderr)
-        status = 130
-    signal.signal(signal.SIGINT, end_at_once)
-    try:
-        sys.stdout.flush()
-    except OSError:  # BrokenPipeError, as above, or a full disk
-        _stop_printing()
-        status = status or 141
-    sys.exit(status or 141 * broken(sys.stdout))
+        return 130
 
 
 def main_or_interrupt(main: Callable[[], int | None]) -> int | None:
