@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.loader import check_file, load_meta
-from runtime.files import sync_folder
+from runtime.files import is_alive, sync_folder
 from runtime.schemas import read_bounded
 
 SPLITS = ("train", "val", "test")
@@ -141,10 +141,4 @@ def _is_alive(run: str) -> bool:
         return True
     if int(pid) == os.getpid():
         return False
-    try:
-        os.kill(int(pid), 0)  # sends nothing, but says whether it could
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it runs, and is another user's
-    return True
+    return is_alive(int(pid))

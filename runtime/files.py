@@ -51,6 +51,17 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine is at work, which may have left a file behind."""
+    try:
+        os.kill(pid, 0)  # sends nothing, but says whether it could
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs, and is another user's
+    return True
+
+
 def rewrite(path: Path, data: bytes) -> None:
     """Write a file whose name a user gave. Devices, FIFOs, what this process prints to, and files
     of several names are written to, as the shell would do; others are replaced at once."""

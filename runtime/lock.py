@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from runtime.files import temporary_beside
+from runtime.files import is_alive, temporary_beside
 from runtime.processes import Processes
 
 NAME = "lock"
@@ -116,24 +116,15 @@ def check_owner(path: Path, text: str, known: bool = True) -> None:
     # torchrun starts the processes of a job anew when one is lost, maybe on another machine.
     restarted = job is not None and job == _job()
     here = host == socket.gethostname()
-    if restarted or here and (known or not _is_alive(owner.get("pid"))):
+    if restarted or here and (known or not _is_at_work(owner.get("pid"))):
         return
     # No job touches its file in the future.
     if abs(_now(path) - path.stat().st_mtime) < LEFT_OVER_AFTER:
         raise ValueError(_in_use(path, text.strip()))
 
 
-def _is_alive(pid: Any) -> bool:
-    """Whether a process of this machine is at work."""
-    if type(pid) is not int or not 0 < pid < 2**31:
-        return False
-    try:
-        os.kill(pid, 0)  # sends nothing, but says whether it could
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it runs, and is another user's
-    return True
+def _is_at_work(pid: Any) -> bool:
+    return type(pid) is int and 0 < pid < 2**31 and is_alive(pid)
 
 
 def _in_use(path: Path, owner: str) -> str:

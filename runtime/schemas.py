@@ -121,16 +121,15 @@ def too_deep(value: Any) -> bool:
     """Whether lists and tables lie within one another deeper than anybody writes them, or hold more
     than anybody writes: a file of a few lines can name the same list in many places. What is not
     too deep can be walked by functions that call themselves."""
-    level, count = [value], 0
+    level, count = [value] if isinstance(value, dict | list | tuple) else [], 0
     for _ in range(MAX_DEPTH):
         below = []
         for values in level:
-            count += len(values) if isinstance(values, dict | list | tuple) else 0
+            within = values.values() if isinstance(values, dict) else values
+            count += len(within)
             if count > MAX_VALUES:
                 return True
-            if isinstance(values, dict | list | tuple):
-                within = values.values() if isinstance(values, dict) else values
-                below += [v for v in within if isinstance(v, dict | list | tuple)]
+            below += [v for v in within if isinstance(v, dict | list | tuple)]
         level = below
         if not level:
             return False
