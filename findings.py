@@ -6,8 +6,9 @@
     python findings.py E1 --scale               # the same at the paper's scale: configs, and costs
     python findings.py page                     # gather all in results/findings.md
 
-An experiment is a file of configs/findings. Runs that are there are not trained again, and one that
-was cut off goes on.
+An experiment is a file of configs/findings. One that was cut off goes on: runs that are there, in
+out/findings, are not trained again, nor those whose results stand in results/findings/E1.runs.jsonl
+(remove it to repeat them).
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     else:
         total = suite.number_of_runs(experiment, recipes, seeds, a.quick)
         with tqdm(total=total, unit="run", desc=experiment.name, disable=None) as bar:
-            trained = suite.train(experiment, recipes, seeds, a.jobs, a.quick, bar.update)
+            keep = None if a.quick else report.RESULTS / f"{experiment.name}.runs.jsonl"
+            of_runs = experiment, recipes, seeds, a.jobs, a.quick, bar.update, keep
+            trained = suite.train(*of_runs)
     kind, found = experiment.kind, {"experiment": experiment.name, "recipes": trained}
     parts = {"claims": (experiment.claims, judged), "ratios": (experiment.ratios, ratio_of)}
     for part, (asked, answer) in parts.items():

@@ -7,7 +7,8 @@
 A track fixes data, block size, evaluation and a goal, an any-order validation loss. An arm is a
 config with a few keys changed (configs/speedrun/TRACK.toml). Every arm is tuned in the same way:
 seed 0 is trained with each value under its `tune`, the lowest any-order loss at the end decides,
-and the other seeds are trained with that value. Results: results/speedrun/TRACK/ARM.json.
+and the other seeds are trained with that value. Results: results/speedrun/TRACK/ARM.json. An arm
+that was cut off goes on; what its runs came to is kept beside it, in ARM.runs.jsonl.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from experiments.arms import (
     run_of,
     side_by_side,
 )
+from experiments.kept import Kept
 from experiments.report import mean_cell, tuned_cell
 from runtime.command_line import run_script
 from runtime.files import write_json
@@ -143,14 +145,24 @@ def read_track(name: str) -> dict:
 
 def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
     """Tune an arm with seed 0, then train the other seeds; what every run came to."""
+    kept = Kept(track.result(arm.name).with_suffix(".runs.jsonl"))
+
+    def run(seed: int, tuned: dict) -> dict:
+        config = track.config(arm, seed, tuned)
+        found = kept.of(config, [], lambda: result_of(config, tuned, a.processes))
+        goal = tokens_to(track.goal, found) if own_loss(config) == ANY_ORDER else None
+        if found["loss"] is not None:
+            print(f"{config.name}: {own_loss(config)} {found['loss']:.4f}", flush=True)
+        return found | {"tokens_to_goal": goal}
+
     with side_by_side(a.jobs) as pool:
-        tuning = list(pool.map(lambda tuned: run(track, arm, 0, tuned, a.processes), arm.grid()))
+        tuning = list(pool.map(lambda tuned: run(0, tuned), arm.grid()))
         ended = [result for result in tuning if result["loss"] is not None]
         if not ended:
             raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
         best = min(ended, key=lambda result: result["loss"])
         seeds = range(1, a.seeds)
-        rest = pool.map(lambda seed: run(track, arm, seed, best["tuned"], a.processes), seeds)
+        rest = pool.map(lambda seed: run(seed, best["tuned"]), seeds)
         runs = [best, *rest]
     commits = sorted({result["commit"] for result in runs})
     config = configuration.to_dict(track.config(arm, 0, best["tuned"]))
@@ -165,29 +177,31 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
     }
 
 
-def run(track: Track, arm: Arm, seed: int, tuned: dict, processes: int) -> dict:
+def result_of(config: Config, tuned: dict, processes: int) -> dict:
     """What a run came to; no loss where its rate was too high for it to end."""
-    config = track.config(arm, seed, tuned)
     done = run_of(config, processes)
-    found = {"seed": seed, "tuned": tuned, "commit": done.commit}
+    found = {"seed": config.seed, "tuned": tuned, "commit": done.commit}
     if done.lines is None:
-        return found | {"loss": None, "tokens_to_goal": None}
+        return found | {"loss": None}
     validations = done.validations
-    last, in_any_order = validations[-1], own_loss(config) == ANY_ORDER
+    last = validations[-1]
     # The first line has the start in it.
     speeds = [line["tokens_per_second"] for line in done.lines if "loss" in line]
     speeds = speeds[1:] or speeds
-    found |= {
+    return found | {
         "loss": done.loss,
         "any_order": last.get(ANY_ORDER),
         "l2r": last.get(L2R),
         "tokens": last["tokens"],
-        "tokens_to_goal": crossing(validations, ANY_ORDER, track.goal) if in_any_order else None,
         "tokens_per_second": statistics.median(speeds),
         "curve": [[line["tokens"], line.get(ANY_ORDER), line.get(L2R)] for line in validations],
     }
-    print(f"{config.name}: {own_loss(config)} {done.loss:.4f}", flush=True)
-    return found
+
+
+def tokens_to(goal: float, found: dict) -> float | None:
+    """Tokens at which the any-order loss of a run passes the goal; None if it never does."""
+    curve = [{"tokens": tokens, "loss": loss} for tokens, loss, _ in found.get("curve", ())]
+    return crossing(curve, "loss", goal)
 
 
 # ---- the table -----------------------------------------------------------------------------------

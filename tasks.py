@@ -6,7 +6,8 @@ of equal size, decoded in many ways, and how often they are right.
     python tasks.py page                       # results/tasks.md, of all tasks that have results
 
 Systems, decoders and tasks are those of configs/tasks/systems.toml. A data set that is not there
-is made first; runs that are there are not trained again, and one that was cut off goes on.
+is made first; runs that are there are not trained again, nor those whose results stand in
+results/tasks/star.runs.jsonl (remove it to repeat them), and one that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ def run(of: TaskExperiment, a: Arguments) -> None:
         prepare(Prepare(of.task))
     seeds = a.seeds or of.experiment.seeds
     total = suite.number_of_runs(of.experiment, [RECIPE], seeds, a.quick)
-    with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
-        found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update)
     folder = suite.OUT / "quick" / "tasks" if a.quick else RESULTS
+    keep = None if a.quick else folder / f"{of.task}.runs.jsonl"
+    with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
+        found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update, keep)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{of.task}.json"
     write_json(file, {"task": of.task, "arms": found, "versions": versions()})

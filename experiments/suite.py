@@ -9,6 +9,7 @@ so that differences between them are paired.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from data.generators import ENTROPY_PER_TOKEN
 from data.loader import read_tokens
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
+from experiments.kept import Kept
 from experiments.measures import Figures, Measure, figures_of
 from experiments.verdicts import Claim, Ratio
 from runtime.schemas import damaged, from_values, read_results, read_toml
@@ -171,10 +173,9 @@ Found = dict[str, dict[str, dict]]
 
 
 def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
-    """Of all arms, those to tune with among them, and of `runs`."""
+    """Of all arms, those to tune with among them."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    others = sum(len(experiment.others(recipe)) for recipe in recipes)
-    return others + sum(len(tried_of(arm, quick)) + seeds for arm in arms)
+    return sum(len(tried_of(arm, quick)) + seeds for arm in arms)
 
 
 def train(
@@ -184,43 +185,48 @@ def train(
     jobs: int,
     quick: bool,
     progress: Callable[[], None] = lambda: None,
+    keep: Path | None = None,
 ) -> Found:
     """Tune every arm with seed 0, then train its other seeds with what was best, and measure them;
     runs of all arms side by side, `jobs` at a time. `progress` is called after each. Where nothing
-    is to be chosen, as with `quick`, nothing is tuned.
+    is to be chosen, as with `quick`, nothing is tuned. Results that the file `keep` holds are not
+    made again, and those that are made come to it.
 
     Arms are tuned at full length: in short runs, whose losses still stand on the plateau from which
     any order is learned, rates cannot be told apart, and what is best there is not best later."""
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
+    kept, others = Kept(keep), Others(experiment, quick)
 
-    def run(config: Config) -> Run:
-        done = run_of(config)
-        progress()
-        return done
-
-    def run_and_measure(recipe: str, arm: Arm, seed: int, tuned: dict) -> dict:
+    def result(recipe: str, arm: Arm, seed: int, tuned: dict, last: bool) -> dict:
         config = experiment.config(recipe, arm, seed, tuned, quick)
-        done = run_of(config)
-        result = summary(done)
-        if done.lines:
-            result["measured"] |= measured(experiment, recipe, arm, config, quick)
+        measures = commands_of(experiment, recipe, arm, config, quick) if last else []
+
+        def make() -> dict:
+            others.train(recipe)
+            done = run_of(config)
+            found = summary(done)
+            if done.lines:
+                found["measured"] |= measured(experiment, measures, config)
+            return found
+
+        found = kept.of(config, [words for _, words in measures], make)
         progress()
-        return result
+        return found
+
+    def tune(recipe: str, arm: Arm, tuned: dict) -> float | None:
+        losses = result(recipe, arm, 0, tuned, last=False)["losses"]
+        return losses["own"][-1] if losses else None
 
     found: Found = {recipe: {} for recipe in recipes}
     with side_by_side(jobs) as pool:
-        others = [
-            experiment.other_run(r, name, quick) for r in recipes for name in experiment.others(r)
-        ]
-        list(pool.map(run, others))
         tuning = [
-            [pool.submit(run, experiment.config(recipe, arm, 0, t)) for t in tried_of(arm, quick)]
+            [pool.submit(tune, recipe, arm, t) for t in tried_of(arm, quick)]
             for recipe, arm in chosen
         ]
-        tried = [[future.result().loss for future in of_arm] for of_arm in tuning]
+        tried = [[future.result() for future in of_arm] for of_arm in tuning]
         best = [best_of(arm, losses) for (_, arm), losses in zip(chosen, tried, strict=True)]
         runs = [
-            [pool.submit(run_and_measure, recipe, arm, seed, tuned) for seed in range(seeds)]
+            [pool.submit(result, recipe, arm, seed, tuned, True) for seed in range(seeds)]
             for (recipe, arm), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, arm), losses, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
@@ -235,6 +241,18 @@ def train(
                 "runs": [future.result() for future in of_arm],
             }
     return found
+
+
+class Others:
+    """The runs that arms begin from or are measured with: trained when the first arm asks."""
+
+    def __init__(self, experiment: Experiment, quick: bool):
+        self.experiment, self.quick, self.lock = experiment, quick, threading.Lock()
+
+    def train(self, recipe: str) -> None:
+        with self.lock:
+            for name in self.experiment.others(recipe):
+                run_of(self.experiment.other_run(recipe, name, self.quick))
 
 
 def benchmark(experiment: Experiment, quick: bool) -> Found:
@@ -263,20 +281,32 @@ def benchmark(experiment: Experiment, quick: bool) -> Found:
     }
 
 
-def measured(experiment: Experiment, recipe: str, arm: Arm, config: Config, quick: bool) -> Figures:
-    """What the experiment's measures say of a run."""
+Commands = list[tuple[int, list[str]]]
+"""The places of measures among those of their experiment, and what their scripts are given."""
+
+
+def commands_of(
+    experiment: Experiment, recipe: str, arm: Arm, config: Config, quick: bool
+) -> Commands:
+    """What measures a run."""
     folders = {
         n: experiment.other_run(recipe, n, quick).run_folder for n in experiment.others(recipe)
     }
-    figures: Figures = {}
+    places = {"run": config.run_folder, "data": config.data.folder} | folders
+    commands = []
     for number, measure in enumerate(experiment.measures):
-        if measure.arms and arm.name not in measure.arms:
-            continue
-        words = [*measure.arguments, *(measure.quick if quick else ())]
-        places = {"run": config.run_folder, "data": config.data.folder} | folders
-        words = [word.format(**places) for word in words]
+        if not measure.arms or arm.name in measure.arms:
+            words = [*measure.arguments, *(measure.quick if quick else ())]
+            commands.append((number, [word.format(**places) for word in words]))
+    return commands
+
+
+def measured(experiment: Experiment, commands: Commands, config: Config) -> Figures:
+    """What the experiment's measures say of a run."""
+    figures: Figures = {}
+    for number, words in commands:
         file = config.run_folder.with_name(f"{config.name}.{experiment.name}.{number}.json")
-        figures |= figures_of(measure, words, file)
+        figures |= figures_of(experiment.measures[number], words, file)
     return figures
 
 
@@ -334,5 +364,7 @@ def summary(run: Run) -> dict:
                 if key.startswith(name):
                     losses[key.removeprefix(name) + ending] = value
         for key, value in losses.items():
+            # Six digits are more than anything here is known to, and half the size of a file.
+            value = None if value is None else round(value, 6)
             result["losses"].setdefault(key, []).append(value)
     return result

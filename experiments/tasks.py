@@ -7,6 +7,7 @@ answers the test split.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,13 +20,15 @@ from data.tasks import TASKS
 from evaluation.tasks import Questions, answer, open_questions
 from evaluation.text_measures import mean_and_reach
 from experiments import suite
-from experiments.arms import ROOT, read_arms
+from experiments.arms import ROOT, read_arms, run_of
+from experiments.kept import Kept
 from experiments.report import tuned_cell
 from experiments.suite import Experiment
 from runtime.processes import Processes
 from runtime.reports import markdown_table, new_figure, png
 from runtime.schemas import read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from training.config import Config
 
 SYSTEMS = ROOT / "configs" / "tasks" / "systems.toml"
 RESULTS = ROOT / "results" / "tasks"
@@ -99,19 +102,29 @@ def run_task(
     quick: bool,
     limit: int | None,
     progress: Callable[[], None] = lambda: None,
+    keep: Path | None = None,
 ) -> dict:
-    """Train what is missing of a task, then decode with all of it."""
-    experiment = of.experiment
-    trained = suite.train(experiment, [RECIPE], seeds, jobs, quick, progress)[RECIPE]
+    """Train what is missing of a task, then decode with all of it. What the file `keep` holds of
+    either is not done again, and what is done comes to it."""
+    experiment, asked = of.experiment, [repr(limit), *map(repr, of.decoders.items())]
+    trained = suite.train(experiment, [RECIPE], seeds, jobs, quick, progress, keep)[RECIPE]
+    kept = Kept(keep)
     for name, found in trained.items():
         arm = experiment.recipes[RECIPE][name]
         for run in found["runs"]:
             config = experiment.config(RECIPE, arm, run["seed"], found["tuned"], quick)
-            loaded = load(config.run_folder)
-            questions = open_questions(config.data.folder, "test", loaded, limit)
-            run["parameters"] = sum(loaded.model.num_params().values())
-            run["decoders"] = decode_all(loaded, of, questions, run["seed"])
+            run |= kept.of(config, [asked], functools.partial(decoded, of, config, limit))
     return trained
+
+
+def decoded(of: TaskExperiment, config: Config, limit: int | None) -> dict:
+    """What a run, which is trained first where it is not there, makes of the test split."""
+    loaded = load(run_of(config).config.run_folder)
+    questions = open_questions(config.data.folder, "test", loaded, limit)
+    return {
+        "parameters": sum(loaded.model.num_params().values()),
+        "decoders": decode_all(loaded, of, questions, config.seed),
+    }
 
 
 # ---- tables --------------------------------------------------------------------------------------

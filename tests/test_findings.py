@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shutil
 import subprocess
 import time
 import tomllib
@@ -212,7 +213,7 @@ def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages(with_start):
     config = with_start.config("slow", arm, 1, {})
     assert config.train.init_from == str(first.run_folder)
     assert [stage.step for stage in config.schedule] == [0, 8]
-    assert suite.number_of_runs(with_start, ["slow"], 2, quick=False) == 1 + 2 * (2 + 2)
+    assert suite.number_of_runs(with_start, ["slow"], 2, quick=False) == 2 * (2 + 2)
 
 
 # ---- an experiment, from its file to its figure --------------------------------------------------
@@ -337,9 +338,43 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     monkeypatch.setattr(of_arms, "run_alone", None)
     run(monkeypatch, capsys, *chosen)
     assert json.loads((tiny / "results" / "E7.json").read_text()) == found
+    # Nor does anybody train who has the results, but not the runs.
+    shutil.rmtree(tiny / "runs")
+    run(monkeypatch, capsys, *chosen)
+    assert json.loads((tiny / "results" / "E7.json").read_text()) == found
     run(monkeypatch, capsys, "page")
     page = (tiny / "findings.md").read_text()
     assert "## E7: learning" in page and "One has to learn." in page and "reversed" in page
+
+
+def test_results_are_kept_of_the_runs_that_were_not_changed_since(tiny, monkeypatch, capsys):
+    trained, alone = [], of_arms.run_alone
+
+    def seen(script, *arguments, **options):
+        trained.extend([Path(arguments[0]).stem] * (script == "train.py"))
+        return alone(script, *arguments, **options)
+
+    monkeypatch.setattr(of_arms, "run_alone", seen)
+    chosen = "E7", "--recipes", "slow", "--seeds", "1"
+    run(monkeypatch, capsys, *chosen)
+    assert len(trained) == 4
+    file = tiny / "results" / "E7.runs.jsonl"
+    lines = file.read_text().splitlines()
+    assert len(lines) == 4 + 1  # one of them is measured, too
+    file.write_text("\n".join(lines[1:]) + "\n")
+    shutil.rmtree(tiny / "runs")
+    values = tomllib.loads((tiny / "E7.toml").read_text())
+    values["arms"]["moving"]["optim.lr"] = 2e-2
+    (tiny / "E7.toml").write_text(tomli_w.dumps(values))
+    trained.clear()
+    run(monkeypatch, capsys, *chosen)
+    assert sorted(trained) == ["moving_beta20.95_s0", "moving_beta20.9_s0", "still_beta20.9_s0"]
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"E7\.runs\.jsonl line 1: this is not JSON"):
+        run(monkeypatch, capsys, *chosen)
+    file.write_text("{}")
+    with pytest.raises(FileError, match=r"E7\.runs\.jsonl is damaged: .*; remove it"):
+        run(monkeypatch, capsys, *chosen)
 
 
 @pytest.mark.parametrize(
