@@ -247,8 +247,9 @@ What is claimed of any-order models, each claim tested by runs that two CPU core
 **Rules.** A claim says that one loss is lower than another. Arms of a seed share batches and the
 orders under which they are validated. *Reproduced*: the difference has the claimed sign with every
 seed, and its mean is more than two standard errors (of seeds and of the Monte Carlo estimate
-together) from 0. *Reversed*: the mirror image. Else *unresolved*. Every arm has its rate tuned,
-over the same values as the others of its recipe, by its runs with seed 0.
+together) from 0. *Reversed*: the mirror image. Else *unresolved*. Every arm has its rate tuned by
+its runs with seed 0, over the same values as the others of its recipe: from the middle one on for
+as long as the loss falls.
 Verdicts are computed; nobody writes them. Losses are in nats per token, of the averaged weights on
 held-out text; `+-` is half a 95% interval.
 """

@@ -9,6 +9,7 @@ so that differences between them are paired.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -173,9 +174,9 @@ Found = dict[str, dict[str, dict]]
 
 
 def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
-    """Of all arms, those to tune with among them."""
+    """About how many of all arms there will be: to tune one takes three, or one more or less."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    return sum(len(tried_of(arm, quick)) + seeds for arm in arms)
+    return sum(min(3, len(values_of(arm, quick))) + seeds for arm in arms)
 
 
 def train(
@@ -193,7 +194,8 @@ def train(
     made again, and those that are made come to it.
 
     Arms are tuned at full length: in short runs, whose losses still stand on the plateau from which
-    any order is learned, rates cannot be told apart, and what is best there is not best later."""
+    any order is learned, rates cannot be told apart, and what is best there is not best later.
+    What is tried is that of `search`."""
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
     kept, others = Kept(keep), Others(experiment, quick)
 
@@ -213,29 +215,26 @@ def train(
         progress()
         return found
 
-    def tune(recipe: str, arm: Arm, tuned: dict) -> float | None:
+    def loss_of(recipe: str, arm: Arm, tuned: dict) -> float:
         losses = result(recipe, arm, 0, tuned, last=False)["losses"]
-        return losses["own"][-1] if losses else None
+        return losses["own"][-1] if losses else math.inf
+
+    def tune(recipe: str, arm: Arm) -> list[tuple[dict, float]]:
+        return search(values_of(arm, quick), functools.partial(loss_of, recipe, arm))
 
     found: Found = {recipe: {} for recipe in recipes}
     with side_by_side(jobs) as pool:
-        tuning = [
-            [pool.submit(tune, recipe, arm, t) for t in tried_of(arm, quick)]
-            for recipe, arm in chosen
-        ]
-        tried = [[future.result() for future in of_arm] for of_arm in tuning]
-        best = [best_of(arm, losses) for (_, arm), losses in zip(chosen, tried, strict=True)]
+        tuning = [pool.submit(tune, recipe, arm) for recipe, arm in chosen]
+        tried = [future.result() for future in tuning]
+        best = [best_of(arm, of_arm) for (_, arm), of_arm in zip(chosen, tried, strict=True)]
         runs = [
             [pool.submit(result, recipe, arm, seed, tuned, True) for seed in range(seeds)]
             for (recipe, arm), tuned in zip(chosen, best, strict=True)
         ]
-        for (recipe, arm), losses, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
+        for (recipe, arm), values, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
             found[recipe][arm.name] = {
                 "why": arm.why,
-                "tuning": [
-                    {"tuned": t, "loss": loss}
-                    for t, loss in zip(tried_of(arm, quick), losses, strict=True)
-                ],
+                "tuning": [{"tuned": value, "loss": loss} for value, loss in values],
                 "tuned": tuned,
                 "entropy": known_entropy(experiment.config(recipe, arm, 0, tuned)),
                 "runs": [future.result() for future in of_arm],
@@ -310,10 +309,31 @@ def measured(experiment: Experiment, commands: Commands, config: Config) -> Figu
     return figures
 
 
-def tried_of(arm: Arm, quick: bool = False) -> list[dict]:
-    """The values that are tried for an arm; none where there is nothing to choose."""
+def values_of(arm: Arm, quick: bool = False) -> list[dict]:
+    """The values among which an arm is tuned, in their order; none where there is nothing to
+    choose."""
+    if len(arm.tune) > 1:
+        raise ValueError(f"{arm.name} tunes {', '.join(arm.tune)}: choose one of them")
     values = arm.grid()
     return [] if quick or len(values) == 1 else values
+
+
+def search(values: list[dict], loss_of: Callable[[dict], float]) -> list[tuple[dict, float]]:
+    """The values that were tried, in their order, and their losses: from the middle on to larger
+    ones for as long as the loss falls; where it does not, to smaller ones in the same way."""
+    if not values:
+        return []
+    middle = len(values) // 2
+    tried = {middle: loss_of(values[middle])}
+    for way in (range(middle + 1, len(values)), range(middle - 1, -1, -1)):
+        for place in way:
+            lowest = min(tried.values())
+            tried[place] = loss_of(values[place])
+            if tried[place] >= lowest:
+                break
+        if min(tried, key=tried.get) != middle:
+            break
+    return [(values[place], tried[place]) for place in sorted(tried)]
 
 
 def middle_of(arm: Arm) -> dict:
@@ -322,18 +342,17 @@ def middle_of(arm: Arm) -> dict:
     return values[len(values) // 2]
 
 
-def best_of(arm: Arm, losses: list[float | None]) -> dict:
+def best_of(arm: Arm, tried: list[tuple[dict, float]]) -> dict:
     """What an arm is tuned to: the values whose run ended lowest; where none were tried those in
     the middle. Raises ValueError if no run ended.
 
-    losses: of what was tried, as in `tried_of`."""
-    if not losses:
+    tried: what `search` has found."""
+    if not tried:
         return middle_of(arm)
-    values = arm.grid()
-    ended = [(loss, i) for i, loss in enumerate(losses) if loss is not None]
-    if not ended:
+    values, loss = min(tried, key=lambda of_one: of_one[1])
+    if loss == math.inf:
         raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
-    return values[min(ended)[1]]
+    return values
 
 
 def known_entropy(config: Config) -> float | None:
