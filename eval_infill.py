@@ -2,9 +2,11 @@
 
     python eval_infill.py results/books_model --data data/books_english --num-passages 500
     python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json infill.json
+    python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
 Its likelihood is measured given both sides and given what stands before alone; and samples of it
-are compared with the true sentence by ROUGE. A model that can only continue has no other side.
+are compared with the true sentence by ROUGE. A model that can only continue has no other side. Nor
+has the last word of a passage (--last-word), which is predicted given all that stands before it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from checkpoints.load import Loaded, load
 from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta
 from data.tokenizers import get_tokenizer
-from evaluation.infilling import Passages, find_passages, middle_nll, rouge
+from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import autocast, pick_device, pick_dtype
@@ -41,6 +43,7 @@ HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", 
 
 
 DATA = Path(__file__).parent / "data"
+WORD = "passage"  # what is given of a last word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ class Arguments(ModelOptions, OutputOptions):
     """By default the evaluation set's own, the only one, or val."""
     num_passages: Count = 200
     """Blocks to search for a sentence; those without one are left out."""
+    last_word: bool = False
+    """In place of sentences: the last word of each of so many documents, as LAMBADA asks for it."""
     shortest: Count = 6
     """Tokens of the sentence, at least."""
     longest: Count = 40
@@ -97,8 +102,15 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
             f"{a.data} holds {dataset.meta['tokenizer']} tokens, but the model was trained on "
             f"{loaded.tokenizer} tokens: prepare the data with --tokenizer {loaded.tokenizer}"
         )
+    tokenizer = get_tokenizer(loaded.tokenizer)
+    if a.last_word:
+        size = loaded.model.config.block_size
+        found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
+        if not len(found):
+            raise ValueError(f"no document of two words or more ends in {a.data}")
+        return found
     blocks = dataset.blocks(list(range(min(a.num_passages, dataset.num_blocks))))
-    found = find_passages(blocks, get_tokenizer(loaded.tokenizer), a.shortest, a.longest)
+    found = find_passages(blocks, tokenizer, a.shortest, a.longest)
     if not len(found):
         raise ValueError(
             f"no sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks of {a.data}"
@@ -113,11 +125,11 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
     """A row for what is given and for every way to fill it in."""
     model, rows = loaded.model, []
     sides = ["left"] if model.config.l2r_only else ["left", "both"]
-    for side in sides:
+    for side in [WORD] if a.last_word else sides:
         nll = in_batches(
             passages, a.batch_size, lambda part, both=side == "both": middle_nll(model, part, both)
         )
-        for mode in ["l2r"] if side == "left" else ["l2r", "random", "adaptive"]:
+        for mode in ["l2r"] if side != "both" else ["l2r", "random", "adaptive"]:
             texts = fill_in(loaded, passages, side == "both", mode, a)
             scores = [rouge(*pair) for pair in texts]
             row = {"run": run, "given": side, "mode": mode, "nll": nll.tolist()}
@@ -174,9 +186,10 @@ def cells(row: dict) -> list[str]:
 
 def notes(rows: list[dict]) -> list[str]:
     """What the other side is worth, passage by passage."""
+    what = "last word" if rows[0]["given"] == WORD else "sentence"
     lines = [
-        f"{len(rows[0]['nll'])} sentences. nats/token: of the true sentence, token after token "
-        "from left to right, mean over sentences; ROUGE: F1 of samples against it."
+        f"{len(rows[0]['nll'])} {what}s. nats/token: of the true {what}, token after token from "
+        f"left to right, mean over {what}s; ROUGE: F1 of samples against it."
     ]
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}

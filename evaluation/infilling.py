@@ -1,6 +1,7 @@
-"""Infilling: how well a model predicts, and fills, the middle sentence of a passage.
+"""Infilling: how well a model predicts, and fills, the middle sentence of a passage, or its last
+word.
 
-N passages of T tokens; the middle of each is a sentence of its own, from `start` to `end`.
+N passages of T tokens; the middle of each goes from `start` to `end`.
 """
 
 from __future__ import annotations
@@ -68,6 +69,43 @@ def find_passages(blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: 
             starts.append(start)
             ends.append(end)
     return Passages(blocks[rows], torch.tensor(starts).long(), torch.tensor(ends).long())
+
+
+def find_last_words(
+    tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
+) -> Passages:
+    """The first `count` documents of two words or more in a row of tokens, of which the middle is
+    the last word with the space before it (Paperno et al. 2016, LAMBADA).
+
+    Of a longer document the last `length` tokens; shorter ones end with zeros, after the middle."""
+    document: list[int] = []
+    rows, starts, ends = [], [], []
+    for token in map(int, tokens):
+        if token != tokenizer.eot:
+            document.append(token)
+            continue
+        kept, document = document[-length:], []
+        if start := start_of_last_word(kept, tokenizer):
+            rows.append(kept + [0] * (length - len(kept)))
+            starts.append(start)
+            ends.append(len(kept))
+            if len(rows) == count:
+                break
+    return Passages(
+        torch.tensor(rows).view(-1, length).long(),
+        torch.tensor(starts).long(),
+        torch.tensor(ends).long(),
+    )
+
+
+def start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
+    """The place of the last token from which on a document reads as white space and a word; 0
+    where there is none."""
+    for start in range(len(document) - 1, 0, -1):
+        text = tokenizer.decode(document[start:])
+        if text[:1].isspace() and text.strip():
+            return start
+    return 0
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def of_generation(result: dict) -> Figures:
 
 def of_infilling(result: dict) -> Figures:
     """nll_left, nll_both (nats a token of the middle sentence), gain, their difference, whose error
-    is that of pairs; rouge1_GIVEN_MODE, rouge2_..., rougel_..."""
+    is that of pairs; rouge1_GIVEN_MODE, rouge2_..., rougel_...; of last words GIVEN is passage."""
     figures: Figures = {}
     for row in result["rows"]:
         figures[f"nll_{row['given']}"] = figure(row["nll"])

@@ -10,7 +10,15 @@ from reference import DECODERS, ENCODERS, make_system, order_through, random_tok
 
 import eval_infill
 from data.tokenizers import get_tokenizer
-from evaluation.infilling import Passages, find_passages, longest_common, middle_nll, rouge
+from evaluation.infilling import (
+    Passages,
+    find_last_words,
+    find_passages,
+    longest_common,
+    middle_nll,
+    rouge,
+)
+from experiments.measures import of_infilling
 
 T, TOKENS = 9, 11
 
@@ -33,6 +41,23 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     assert bytes(block[0, known].tolist()).decode() == text.replace(" The cat sat on it.", "")
     left = found.known(both_sides=False)[0]
     assert bytes(block[0, left].tolist()).decode() == text.partition(" The")[0]
+
+
+@pytest.mark.parametrize("name", ["bytes", "english"])
+def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
+    tokenizer = get_tokenizer(name)
+    documents = ["Who saw the cat", "One", "It was on the warm\u2019 mat ", "", "He came home late"]
+    row = [t for text in documents for t in [*tokenizer.encode(text), tokenizer.eot]]
+    row += tokenizer.encode("never ended")
+    found = find_last_words(row, tokenizer, 10, 20)
+    words = [tokenizer.decode(ids) for ids in found.middle(found.tokens)]
+    assert words == [" cat", " mat ", " late"] and found.tokens.shape == (3, 20)
+    contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
+    for ids, start, text in zip(found.tokens, found.start, contexts, strict=True):
+        given = tokenizer.decode(ids[:start]).strip("\ufffd")  # of a character that was cut
+        assert given and text.endswith(given)
+    assert len(find_last_words(row, tokenizer, 2, 20)) == 2
+    assert len(find_last_words(row, tokenizer, 10, 1)) == 0  # no room for what stands before
 
 
 def some_passages():
@@ -119,6 +144,27 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, sc
     assert rows[0]["nll"] != rows[1]["nll"] == rows[2]["nll"]
     assert f"{run}: the other side is worth" in out and f"{plain}: the other" not in out
     assert report.with_suffix(".md").read_text() == out
+
+
+def test_last_words_are_predicted_from_all_that_stands_before_them(
+    run, plain, encoder, tmp_path, script
+):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"we saw {i} cats"}) + "\n" for i in range(60)))
+    data, report = prepared("text", tmp_path / "rows", rows, split="val"), tmp_path / "words.json"
+    options = ("--data", data, "--last-word", "--num-passages", 5, "--json", report)
+    status, out, err = script(eval_infill, run, plain, encoder, *options)
+    assert status == 0, err
+    found = json.loads(report.read_text())["rows"]
+    assert [(r["given"], r["mode"], len(r["nll"])) for r in found] == [("passage", "l2r", 5)] * 3
+    assert "5 last words. nats/token: of the true last word" in out and "worth" not in out
+    figures = of_infilling({"rows": found[:1]})
+    assert figures["nll_passage"][0] == pytest.approx(sum(found[0]["nll"]) / 5)
+    assert "rouge1_passage_l2r" in figures and "gain" not in figures
+    rows.write_text('{"text": "cats"}\n' * 60)
+    data = prepared("text", tmp_path / "short", rows, split="val")
+    status, _, err = script(eval_infill, run, "--data", data, "--last-word")
+    assert status == 2 and "no document of two words or more ends in" in err
 
 
 @pytest.mark.parametrize(
