@@ -47,7 +47,8 @@ class Arguments:
     seeds: Count | None = None
     """By default as many as the experiment asks for."""
     recipes: tuple[str, ...] = ()
-    """By default all that it has."""
+    """By default all that it has. What fewer recipes or seeds come to is written to
+    out/findings/part."""
     jobs: Count = 1
     """Runs side by side, on a CPU; each has one thread."""
     quick: bool = False
@@ -150,8 +151,9 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     commits = {r["commit"] for arms in trained.values() for v in arms.values() for r in v["runs"]}
     found["at_scale"] = cost_of(experiment, plans_at_scale(experiment, recipes))
     found |= {"commit": ", ".join(sorted(commits)), "torch": versions()["torch"]}
-    folder = suite.OUT / "quick" if a.quick else report.RESULTS
-    write_results(experiment, found, folder)
+    whole = recipes == list(experiment.recipes) and seeds >= experiment.seeds
+    folder = suite.OUT / ("quick" if a.quick else "part")
+    write_results(experiment, found, report.RESULTS if whole and not a.quick else folder)
 
 
 def write_results(experiment: Experiment, found: dict, folder: Path) -> None:
@@ -167,11 +169,19 @@ def write_results(experiment: Experiment, found: dict, folder: Path) -> None:
 
 
 def prepare_quick_text(experiment: Experiment) -> None:
-    """The stories that the repository has, in bytes, in place of the experiment's data."""
-    folder = ROOT / "data" / "stories_bytes"
-    if not (folder / "meta.json").exists():
-        prepare(Prepare("stories", tokenizer="bytes", out=folder))
-    experiment.base["data"] = {"folder": str(folder)}
+    """The stories that the repository has, in bytes, in place of all texts that it has not; data
+    that are made from nothing are made."""
+    stories, generated = ROOT / "data" / "stories_bytes", {"polya", "latin5"}
+    if not (stories / "meta.json").exists():
+        prepare(Prepare("stories", tokenizer="bytes", out=stories))
+    experiment.base["data"] = {"folder": str(stories)}
+    for arm in (arm for arms in experiment.recipes.values() for arm in arms.values()):
+        folder = Path(arm.changes.get("data.folder", ""))
+        if folder.name in generated:
+            if not (ROOT / folder / "meta.json").exists():
+                prepare(Prepare(folder.name))
+        elif folder.name:
+            arm.changes["data.folder"] = str(stories)
 
 
 if __name__ == "__main__":

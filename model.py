@@ -598,10 +598,12 @@ class Transformer(nn.Module):
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations of forward and backward per token: 6 per weight of a matrix
         that every token passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B).
-        adaLN is left out: it runs per position."""
+        A second stream has all of it again but keys and values. adaLN is left out: it runs per
+        position."""
         c = self.config
-        matrices = 12 * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size
-        return 6 * matrices + 12 * c.n_layer * c.n_embd * length
+        streams, of_block = (2, 22) if c.target == "two_stream" else (1, 12)
+        matrices = of_block * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size
+        return 6 * matrices + streams * 12 * c.n_layer * c.n_embd * length
 
 
 # ---- the decoder ---------------------------------------------------------------------------------

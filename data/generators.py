@@ -160,9 +160,17 @@ def latin5_entropy() -> float:
     return math.log(count)
 
 
-ENTROPY_PER_TOKEN = {
-    "polya": lambda: polya_entropy() / (POLYA_LENGTH + 1),
-    "latin5": lambda: latin5_entropy() / (LATIN_SIZE**2 + 1),
+def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
+    """-log probability of a sequence of draws (see `polya_entropy`)."""
+    log_gamma, V, n = math.lgamma, len(LETTERS), len(text)
+    log_p = log_gamma(V * weight) - log_gamma(V * weight + n)
+    log_p += sum(log_gamma(text.count(v) + weight) - log_gamma(weight) for v in LETTERS)
+    return -log_p
+
+
+NATS_OF_TEXT: dict[str, Callable[[str], float]] = {
+    "polya": polya_nats,
+    "latin5": lambda square: latin5_entropy(),
 }
-"""Nats per token, end-of-text, which is certain, among the tokens: the least loss that a model of
-these data can have."""
+"""-log probability of a document, without the end-of-text that follows it for certain: the least
+loss that a model can have on it, but by luck."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluation.text_measures import mean_and_error
 from experiments.arms import run_alone
 from runtime.files import write_json
 from runtime.reports import commit
@@ -96,24 +96,19 @@ def of_generation(result: dict) -> Figures:
 
 
 def of_infilling(result: dict) -> Figures:
-    """nll_left, nll_both (nats a token of the middle sentence), gain, their difference, whose error
-    is that of pairs; rouge1_GIVEN_MODE, rouge2_..., rougel_...; of last words GIVEN is passage."""
+    """nll_left, nll_both (nats a token of the middle sentence), gain, their difference;
+    rouge1_GIVEN_MODE, rouge2_..., rougel_...; of last words GIVEN is passage. Without errors: all
+    runs are asked about the same sentences, and chance has no part in it."""
     figures: Figures = {}
+    nll = {row["given"]: statistics.mean(row["nll"]) for row in result["rows"]}
+    figures |= {f"nll_{given}": [mean, None] for given, mean in nll.items()}
     for row in result["rows"]:
-        figures[f"nll_{row['given']}"] = figure(row["nll"])
         for key in ("rouge_1", "rouge_2", "rouge_l"):
             name = f"{key.replace('_', '')}_{row['given']}_{row['mode']}"
-            figures[name] = figure(row[key])
-    nll = {row["given"]: row["nll"] for row in result["rows"]}
-    if len(nll) == 2:
-        gains = [left - both for left, both in zip(nll["left"], nll["both"], strict=True)]
-        figures["gain"] = figure(gains)
+            figures[name] = [statistics.mean(row[key]), None]
+    if {"left", "both"} <= nll.keys():
+        figures["gain"] = [nll["left"] - nll["both"], None]
     return figures
-
-
-def figure(values: list[float]) -> list[float | None]:
-    mean, error = mean_and_error(values)
-    return [mean, known(error)]
 
 
 # Of benchmarks: the figures of every repeat of each system, {NAME: {"why", "repeats"}}.
@@ -156,14 +151,21 @@ def of_lengths(result: dict) -> Figures:
 def of_memory(result: dict) -> Figures:
     systems = {}
     for name, fit in result["exponents"].items():
-        figures = {key: [exponent, None] for key, exponent in fit.items()}
         system, _, batch_size = name.rpartition("_")
-        for row in result["rows"]:
-            if (row["system"], row["batch_size"]) == (system, int(batch_size)):
-                for key in fit:
-                    figures[f"{key}_{row['length']}"] = [row[f"{key}_bytes"] / 2**20, None]
-        why = f"{SYSTEMS[system]}, {batch_size} at a time"
-        systems[name] = {"why": why, "repeats": [figures]}
+        rows = [
+            row
+            for row in result["rows"]
+            if (row["system"], row["batch_size"]) == (system, int(batch_size))
+        ]
+        repeats = []
+        for repeat in range(len(rows[0]["all_peak_bytes"])):
+            figures = {key: [exponent, None] for key, exponent in fit.items()}
+            for row in rows:
+                peak = row["all_peak_bytes"][repeat]
+                figures[f"peak_{row['length']}"] = [peak / 2**20, None]
+                figures[f"planned_{row['length']}"] = [row["planned_bytes"] / 2**20, None]
+            repeats.append(figures)
+        systems[name] = {"why": f"{SYSTEMS[system]}, {batch_size} at a time", "repeats": repeats}
     return systems
 
 

@@ -41,9 +41,10 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
     trained = any(main in run["losses"] for arm in arms.values() for run in arm["runs"])
     columns = {(main, share): f"{title_of(main)}, {share:.0%}" for share in SHARES if trained}
     columns |= {(kind, 1.0): title_of(kind) for kind in experiment.shown}
-    known = any(arm["entropy"] for arm in arms.values())
+    known = any("excess" in run["measured"] for arm in arms.values() for run in arm["runs"])
     head = ["arm", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
-    head += ["above the entropy"] * known + ["tuned"] * (not experiment.bench) + ["what it is"]
+    head += ["above the entropy"] * known + ["parameters", "tuned"] * (not experiment.bench)
+    head += ["what it is"]
     rows = []
     for name, arm in arms.items():
         cells = [name]
@@ -53,11 +54,10 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
             missing = None in reached
             cells.append("-" if missing else f"{statistics.mean(reached) / 1e6:.2f}M")
         if known:
-            ends, entropy = [at(run, main) for run in arm["runs"]], arm["entropy"]
-            told = entropy and None not in ends
-            cells.append(mean_cell([end - entropy for end in ends]) if told else "-")
+            cells.append(mean_cell([at(run, "excess") for run in arm["runs"]]))
         if not experiment.bench:
-            cells.append(tuned_cell(arm["tuned"]))
+            edge = " (edge)" if arm["edge"] else ""
+            cells += [f"{arm['parameters']:,}", tuned_cell(arm["tuned"]) + edge]
         rows.append([*cells, arm["why"]])
     return markdown_table(head, rows)
 
@@ -150,12 +150,16 @@ def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
         for kind in experiment.shown:
             runs = [run for run in arm["runs"] if kind in run["losses"]]
             raw = f"{kind.partition('_')[0]}_raw"
+            if kind == raw:
+                continue
             gaps = [
                 [a - b for a, b in zip(run["losses"][kind], run["losses"][raw], strict=True)]
                 for run in runs
             ]
             means = [statistics.mean(values) for values in zip(*gaps, strict=True)]
-            axes.plot(runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2]}")
+            axes.plot(
+                runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2] or 'averaged'}"
+            )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens", ylabel="averaged - last weights, nats per token")
 
@@ -239,7 +243,7 @@ DRAWINGS = {
 
 HEAD = """# Findings
 
-What is claimed of any-order models, each claim tested by runs that two CPU cores make in minutes.
+What is claimed of any-order models, each claim tested by runs of minutes on a CPU core.
 
     python findings.py E1 --jobs 2     # train an experiment, or go on with it; write its part
     python findings.py page            # this page
@@ -247,9 +251,11 @@ What is claimed of any-order models, each claim tested by runs that two CPU core
 **Rules.** A claim says that one loss is lower than another. Arms of a seed share batches and the
 orders under which they are validated. *Reproduced*: the difference has the claimed sign with every
 seed, and its mean is more than two standard errors (of seeds and of the Monte Carlo estimate
-together) from 0. *Reversed*: the mirror image. Else *unresolved*. Every arm has its rate tuned by
-its runs with seed 0, over the same values as the others of its recipe: from the middle one on for
-as long as the loss falls.
+together) from 0. *Reversed*: the mirror image. Else *unresolved*; and so where neither loss has
+come a tenth of a nat below the entropy of single tokens, *(plateau)*. Of what is expected to be
+alike the claim is that it is so within a margin. Every arm has its rate tuned by its runs with
+seed 0, over the same values as the others of its recipe: from the middle one on for as long as the
+loss falls; *(edge)*: beyond them it might fall further.
 Verdicts are computed; nobody writes them. Losses are in nats per token, of the averaged weights on
 held-out text; `+-` is half a 95% interval.
 """

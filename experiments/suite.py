@@ -17,13 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.generators import ENTROPY_PER_TOKEN
-from data.loader import read_tokens
+from data.generators import NATS_OF_TEXT
+from data.loader import TokenDataset, read_tokens
+from data.tokenizers import END_OF_TEXT, get_tokenizer
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
 from experiments.kept import Kept
 from experiments.measures import Figures, Measure, figures_of
 from experiments.verdicts import Claim, Ratio
 from runtime.schemas import damaged, from_values, read_results, read_toml
+from training import memory_plan
 from training.config import Config
 
 CONFIGS = ROOT / "configs" / "findings"
@@ -66,8 +68,8 @@ class Experiment:
     bench: Measure | None = None
     """In place of arms: a benchmark, whose systems are compared."""
     scale: dict[str, dict] = field(default_factory=dict)
-    """By arm, where it is not as here, what it is at the paper's scale (see `at_scale`); of a
-    benchmark {"command": ...}."""
+    """By arm, where it is not as here, what it is at the paper's scale (see `at_scale`), and under
+    `all` what all arms are; of a benchmark {"command": ...}."""
 
     figure: str
     """curves, sweep, averages, lines, points or frontier: see `experiments.report`."""
@@ -94,8 +96,8 @@ class Experiment:
         the `config` that `scale` names, in the fast recipe with _fast at the end, with what the
         arm changes, or else what `scale` does; none where there is no such config."""
         found = {}
-        for name in self.recipes[recipe] if recipe in ("paper", "fast") else ():
-            own = dict(self.scale.get(name, {}))
+        for name in self.recipes[recipe] if recipe in self.of_scale() else ():
+            own = self.scale.get("all", {}) | self.scale.get(name, {})
             changes = {} if "config" in own else self.alone[name].changes
             file = own.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
             path = CONFIGS.parent / f"{file}.toml"
@@ -104,6 +106,11 @@ class Experiment:
                 arm = Arm(name, changes | own, {}, "")
                 found[name] = config_of(base, arm, 0, {}, OUT / "at_scale" / self.name / recipe)
         return found
+
+    def of_scale(self) -> list[str]:
+        """The recipes that there are at the paper's scale."""
+        slow = "paper" if "paper" in self.recipes else "sinusoidal"
+        return [slow, "fast"]
 
     def others(self, recipe: str) -> dict[str, Arm]:
         """Of `runs`, those under a recipe."""
@@ -236,7 +243,8 @@ def train(
                 "why": arm.why,
                 "tuning": [{"tuned": value, "loss": loss} for value, loss in values],
                 "tuned": tuned,
-                "entropy": known_entropy(experiment.config(recipe, arm, 0, tuned)),
+                "edge": at_edge(arm, tuned, quick),
+                "parameters": parameters_of(experiment.config(recipe, arm, 0, tuned)),
                 "runs": [future.result() for future in of_arm],
             }
     return found
@@ -269,7 +277,6 @@ def benchmark(experiment: Experiment, quick: bool) -> Found:
                 "why": system["why"],
                 "tuning": [],
                 "tuned": {},
-                "entropy": None,
                 "runs": [
                     {"commit": measured_by, "tokens": [], "losses": {}, "measured": figures}
                     for figures in system["repeats"]
@@ -355,10 +362,27 @@ def best_of(arm: Arm, tried: list[tuple[dict, float]]) -> dict:
     return values
 
 
-def known_entropy(config: Config) -> float | None:
-    """Of the data of a run, nats per token, where it is known."""
-    entropy = ENTROPY_PER_TOKEN.get(Path(config.data.folder).name)
-    return entropy() if entropy else None
+def at_edge(arm: Arm, tuned: dict, quick: bool) -> bool:
+    """Whether what was best might be better still beyond what may be tried."""
+    values = values_of(arm, quick)
+    return bool(values) and tuned in (values[0], values[-1])
+
+
+def parameters_of(config: Config) -> int:
+    return sum(memory_plan.meta_model(config).num_params().values())
+
+
+@functools.cache
+def least_loss(folder: str, sequences: int, size: int) -> float | None:
+    """Of the first sequences of the validation split, in blocks of `size`, nats per token: what the
+    distribution that they were drawn from gives them, where it is known."""
+    exact = NATS_OF_TEXT.get(Path(folder).name)
+    if not exact:
+        return None
+    data = TokenDataset(folder, "val", size)
+    blocks = data.blocks(list(range(min(sequences, data.num_blocks))))
+    text = get_tokenizer(data.meta["tokenizer"]).decode(blocks.flatten())
+    return sum(map(exact, text.split(END_OF_TEXT)[:-1])) / blocks.numel()
 
 
 @functools.cache
@@ -371,9 +395,14 @@ def unigram(folder: str) -> float:
 
 def summary(run: Run) -> dict:
     """What is kept of a run: its validation losses and their errors, by tokens; and as `measured`
-    the entropy of single tokens of the text that they are of."""
+    the entropy of single tokens of the text that they are of, and `excess`, by how much its own
+    loss is above what those sequences have at least, where that is known."""
     result = {"seed": run.config.seed, "commit": run.commit, "tokens": [], "losses": {}}
     result["measured"] = {"unigram": [unigram(run.config.data.folder), None]}
+    config = run.config
+    least = least_loss(config.data.folder, config.eval.sequences, config.model.block_size)
+    if least is not None and run.loss is not None:
+        result["measured"]["excess"] = [round(run.loss - least, 6), None]
     for line in run.validations:
         result["tokens"].append(line["tokens"])
         key = own_loss(run.config)

@@ -7,6 +7,8 @@ import math
 import statistics
 from dataclasses import dataclass
 
+PLATEAU = "unresolved (plateau)"
+NOTHING = 0.1  # nats a token: what is learned of frequencies alone moves less than this
 Arms = dict[str, dict]
 """By name: {"runs": [one for each seed]}, as `experiments.suite.train` makes them."""
 
@@ -20,11 +22,14 @@ class Claim:
     says: str
     lower: str
     higher: str
+    margin: float = 0.0
+    """The lower one may be larger by less than this: of what is expected to be alike."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two differences, each of two sides as those of a claim: (a - b) / (c - d)."""
+    """Of two differences, each of two sides as those of a claim: (a - b) / (c - d). Where the
+    latter is not above 0 with every seed, there is nothing of which to take a share."""
 
     says: str
     of: tuple[str, str]
@@ -40,7 +45,7 @@ def judged(claim: Claim, kind: str, arms: Arms) -> dict | None:
     if sides is None:
         return None
     seeds = [(low, high) for low, high in zip(*sides, strict=True) if low and high]
-    differences = [high[0] - low[0] for low, high in seeds]
+    differences = [high[0] - low[0] + claim.margin for low, high in seeds]
     errors = [error or 0.0 for pair in seeds for _, error in pair]
     monte_carlo = math.sqrt(sum(e * e for e in errors)) / max(1, len(seeds))
     return {
@@ -48,7 +53,24 @@ def judged(claim: Claim, kind: str, arms: Arms) -> dict | None:
         "differences": differences,
         "monte_carlo_error": monte_carlo,
         **verdict(differences, monte_carlo),
+        **({"verdict": PLATEAU} if on_the_plateau(claim, kind, arms) else {}),
     }
+
+
+def on_the_plateau(claim: Claim, kind: str, arms: Arms) -> bool:
+    """Whether both sides are losses from which no more has been learned than how frequent single
+    tokens are. They tell of that, whatever the claim is about."""
+    names = [side.partition(":")[0] for side in (claim.lower, claim.higher)]
+    if claim.margin or any(is_number(name) for name in names):
+        return False
+    kinds = [side.partition(":")[2] or kind for side in (claim.lower, claim.higher)]
+    of_seeds = [
+        (run["losses"][kind][-1], run["measured"]["unigram"][0])
+        for name, kind in zip(names, kinds, strict=True)
+        for run in arms[name]["runs"]
+        if run["losses"].get(kind) and "unigram" in run.get("measured", {})
+    ]
+    return bool(of_seeds) and all(loss > unigram - NOTHING for loss, unigram in of_seeds)
 
 
 def ratio_of(ratio: Ratio, kind: str, arms: Arms) -> dict | None:
@@ -57,8 +79,9 @@ def ratio_of(ratio: Ratio, kind: str, arms: Arms) -> dict | None:
     if sides is None:
         return None
     seeds = [values for values in zip(*sides, strict=True) if all(values)]
-    values = [(a - b) / (c - d) for (a, _), (b, _), (c, _), (d, _) in seeds if c != d]
-    return {"says": ratio.says, "values": values}
+    parts = [(a - b, c - d) for (a, _), (b, _), (c, _), (d, _) in seeds]
+    whole = all(of > 0 for _, of in parts)
+    return {"says": ratio.says, "values": [part / of for part, of in parts] if whole else []}
 
 
 Figure = tuple[float, float | None]

@@ -39,6 +39,13 @@ def test_the_entropy_of_an_urn_is_that_of_all_its_sequences(letters, weight, len
     assert polya_entropy(letters, float(weight), length) == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.parametrize("text", ["a" * 63, "ponm" * 3, "abca", "h", ""])
+def test_the_least_loss_on_draws_from_the_urn_is_their_probability(text):
+    letters = [generators.LETTERS.index(letter) for letter in text]
+    expected = -math.log(urn_probability(letters, 16, Fraction(1, 10)))
+    assert generators.polya_nats(text) == pytest.approx(expected, abs=1e-10)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_from_the_urn_have_their_probabilities(seed):
     """How many different letters the first four draws have, and the entropy of whole sequences."""

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from helpers import (
     ALONE,
     LENGTH,
@@ -20,9 +21,10 @@ from matplotlib.figure import Figure
 import train
 from checkpoints import load as checkpoint
 from data.loader import TokenDataset
-from objectives import evaluation_masks
+from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
 from training import metrics, plots, validation
+from training.config import ObjectiveConfig, StageConfig
 from training.metrics import drop_later_lines, read_metrics
 
 RANDOM = OrderConfig("random")
@@ -57,6 +59,24 @@ def test_an_evaluation_line_holds_losses_of_both_weights_curves_and_costs(run):
         for key in ("grad_norm", "tokens", "tokens_per_second", "skipped_steps"):
             assert line[key] == steps[line["step"]][key], key
         assert 2**20 < line["memory_bytes"] < 2**40
+
+
+def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
+    """And by the last stage of its schedule, from the first step on."""
+    stages = StageConfig(0, "l2r", group=1), StageConfig(3, "random", group=4)
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=3, eval__draws=2, schedule=stages)
+    config = change(config, model__target="two_stream", objective=ObjectiveConfig("groupwise"))
+    assert validation.best_by(config) == "own"
+    train.train(config, ALONE)
+    line = lines_of(config.run_folder)[-1]
+    model, tokens = checkpoint.load_model(config.run_folder), val_data(data, 7)
+    for kind, group in (("own", 4), ("random", 1)):
+        draws = [
+            token_nll(model, tokens, OrderConfig("random"), 7, draw, range(7), 7, group=group)
+            for draw in range(2)
+        ]
+        assert line[f"val_loss_{kind}"] == pytest.approx(float(torch.stack(draws).mean()), abs=1e-5)
+    assert line["val_loss_own"] != line["val_loss_random"]
 
 
 def test_lines_that_hold_what_no_line_does_are_left_out(tmp_path):

@@ -399,15 +399,16 @@ def test_parameter_counts_of_the_published_sizes(layers, width, heads):
     }
 
 
+@pytest.mark.parametrize("target", ["input", "two_stream"])
 @pytest.mark.parametrize("length", [16, 64])
-def test_flops_per_token_is_what_pytorch_counts(length):
+def test_flops_per_token_is_what_pytorch_counts(length, target):
     """PyTorch's own count of one forward pass, times three for forward and backward. There the
     tables of adaLN are counted, so the model has none."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     config = ModelConfig(
-        vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target="input"
+        vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
     )
     model = AOGPT(config).eval()
     tokens, order = random_tokens(96, 2, length, 0), random_orders(2, length, 0)

@@ -9,7 +9,7 @@ and an evaluation line, every eval.interval steps,
 
     step
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
-                         fixed (the run's own)
+                         fixed or own (the run's own orders, in its groups)
     val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of those averaged with another
                          decay (optim.more_ema_decays)
     val_error_KIND       standard error of val_loss_KIND by its draws of orders, if eval.draws > 1

@@ -54,8 +54,11 @@ def evaluate(
     """
 
     def losses() -> Losses:
+        _, group = final_stage(config)
         return {
-            name: validation_loss(model, val_data, orders, config, procs)
+            name: validation_loss(
+                model, val_data, orders, config, procs, group if name == "own" else 1
+            )
             for name, orders in validation_orders(config).items()
         }
 
@@ -73,15 +76,16 @@ def evaluate(
 
 def validation_orders(config: Config) -> dict[str, OrderConfig]:
     """The distributions over orders that the model can be evaluated under, by name: those of the
-    any-order and of the left-to-right likelihood, and the run's own where they are others."""
+    any-order and of the left-to-right likelihood, and the run's own where they are others or come
+    in groups."""
     if config.model.is_encoder:  # an encoder knows no order
         return {"random": OrderConfig("random")}
     orders = {"l2r": OrderConfig("l2r")}
     if not config.model.l2r_only:
         orders["random"] = OrderConfig("random")
-    own = final_orders(config)
-    if own.kind not in ("l2r", "random", "mixture"):
-        orders["fixed" if own.is_fixed else "own"] = own
+    own, group = final_stage(config)
+    if group > 1 or own.kind not in ("l2r", "random", "mixture"):
+        orders["fixed" if own.is_fixed and group == 1 else "own"] = own
     return orders
 
 
@@ -93,14 +97,15 @@ def best_by(config: Config) -> str:
         if own in names:
             return own
     # A mixture is random orders but for a few. A model without target positions has l2r alone.
-    return "l2r" if final_orders(config).kind == "l2r" or "random" not in names else "random"
+    orders, _ = final_stage(config)
+    return "l2r" if orders.kind == "l2r" or "random" not in names else "random"
 
 
-def final_orders(config: Config) -> OrderConfig:
-    """A schedule of orders is judged by where it leads, from the first step on, so that all losses
-    of a run can be compared."""
-    orders, _ = config.stage(config.train.steps)
-    return orders
+def final_stage(config: Config) -> tuple[OrderConfig, int]:
+    """Orders and group size that a schedule leads to: it is judged by them from the first step on,
+    so that all losses of a run can be compared."""
+    orders, group = config.stage(config.train.steps)
+    return orders, group if config.objective.kind == "groupwise" else 1
 
 
 def validation_loss(
@@ -109,8 +114,9 @@ def validation_loss(
     orders: OrderConfig,
     config: Config,
     procs: Processes,
+    group: int = 1,
 ) -> Loss:
-    """Mean nats per token of the first eval.sequences blocks.
+    """Mean nats per token of the first eval.sequences blocks, predicted `group` at a time.
 
     Every block is scored under eval.draws orders (a single one where orders are not random), or
     sets of masked positions, which are the same in every evaluation of the run, so that the loss
@@ -140,7 +146,7 @@ def validation_loss(
         for draw in range(draws):
             of_draw = config.seed, draw, batch_rows, count
             with autocast(procs.device, dtype):
-                nll = token_nll(model, tokens, orders, *of_draw, roles=roles).cpu()
+                nll = token_nll(model, tokens, orders, *of_draw, group=group, roles=roles).cpu()
             if counts:
                 # A mean of means, or of records, which differ in length, a sum over tokens.
                 totals[draw] += nll.mean(dim=1).sum() if roles is None else nll.nansum()
