@@ -195,6 +195,15 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
                 "--bound iw needs orders that are drawn, and of an encoder those of a "
                 "distribution other than random, whose ELBO takes no order: give other --orders"
             )
+    if a.disagreement:
+        drawn = [orders for orders in named.values() if not orders.is_fixed]
+        if config.is_encoder and ("random" in named or "score_entropy" in named):
+            raise ValueError(
+                "--disagreement is of likelihoods along orders, which an ELBO takes none of: give "
+                "other --orders"
+            )
+        if len(named) < 2 and not (drawn and a.max_draws > 1):
+            raise ValueError("--disagreement needs two --orders, or two draws of one")
     if set(a.ensemble) != {1}:
         if no_ensemble:
             raise ValueError(

@@ -248,17 +248,16 @@ def _sliding(uniform: np.ndarray, window: int) -> torch.Tensor:
         drawn = (uniform[:, step] * size).astype(np.int64)
         order[:, step] = left[rows, drawn]
         # Move what stands before the one drawn one place on, and begin after it.
-        places = np.arange(size)[::-1]
-        for place in places[:-1]:
-            moves = place <= drawn
-            left[moves, place] = left[moves, place - 1]
+        moves = np.arange(1, size) <= drawn[:, None]
+        left[:, 1:size] = np.where(moves, left[:, : size - 1], left[:, 1:size])
         left = left[:, 1:]
     return torch.from_numpy(order)
 
 
 @functools.lru_cache(maxsize=4)
 def read_orders(file: str, length: int) -> np.ndarray:
-    """The orders in a file, int64 (M, length). Raises ValueError where they are none."""
+    """The orders in a file, int64 (M, length); for sequences that are shorter than they, those of
+    their positions. Raises ValueError where there are none."""
     try:
         # From memory, where a header that claims more than there is takes none.
         orders = np.load(io.BytesIO(read_bounded(Path(file), 2**30)), allow_pickle=False)
@@ -267,14 +266,14 @@ def read_orders(file: str, length: int) -> np.ndarray:
     of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
     if not of_integers or orders.ndim != 2 or not len(orders):
         raise ValueError(f"order.file {file} does not hold integers (M, T), an order a row")
-    if orders.shape[1] != length:
+    count, longest = orders.shape
+    if longest < length:
         raise ValueError(
-            f"order.file {file} holds orders of {orders.shape[1]} positions, but sequences have "
-            f"{length}"
+            f"order.file {file} holds orders of {longest} positions, but sequences have {length}"
         )
-    if not (np.sort(orders, axis=1) == np.arange(length)).all():
-        raise ValueError(f"order.file {file} has a row that is no permutation of 0..{length - 1}")
-    return orders.astype(np.int64)
+    if not (np.sort(orders, axis=1) == np.arange(longest)).all():
+        raise ValueError(f"order.file {file} has a row that is no permutation of 0..{longest - 1}")
+    return orders[orders < length].reshape(count, length).astype(np.int64)
 
 
 def _permutation(seed: int, length: int, draw: int = 0) -> torch.Tensor:

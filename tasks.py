@@ -48,7 +48,8 @@ class Arguments:
     tasks: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Tasks of configs/tasks/systems.toml, or: page."""
     seeds: Count | None = None
-    """By default as many as the file asks for."""
+    """By default as many as the file asks for. What fewer come to, or fewer records, is written to
+    out/findings/part."""
     jobs: Count = 1
     """Runs side by side, on a CPU; each has one thread."""
     limit: Count | None = None
@@ -80,8 +81,9 @@ def run(of: TaskExperiment, a: Arguments) -> None:
         prepare(Prepare(of.task))
     seeds = a.seeds or of.experiment.seeds
     total = suite.number_of_runs(of.experiment, [RECIPE], seeds, a.quick)
-    folder = suite.OUT / "quick" / "tasks" if a.quick else RESULTS
-    keep = None if a.quick else folder / f"{of.task}.runs.jsonl"
+    keep = None if a.quick else RESULTS / f"{of.task}.runs.jsonl"
+    whole = seeds >= of.experiment.seeds and a.limit is None and not a.quick
+    folder = RESULTS if whole else suite.OUT / ("quick" if a.quick else "part") / "tasks"
     with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
         found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update, keep)
     folder.mkdir(parents=True, exist_ok=True)

@@ -254,6 +254,11 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
             f"{config.data.folder} holds records, which are not cut: leave out "
             "data.random_length_prob"
         )
+    if data.of_records and config.model.l2r_only and config.order.kind != "l2r":
+        raise ValueError(
+            f"{config.data.folder} holds records, which a model that is not told its targets reads "
+            "with what is given in front: give order.kind = 'l2r', or another model.target"
+        )
     check_memory(config, procs)
     if data_vocab > model.vocab_size:
         raise ValueError(

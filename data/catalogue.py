@@ -141,7 +141,8 @@ class TaskData(Dataset):
     protocol: Literal["full", "sedd", "records"] = "records"
 
     def corpora(self, files: Files) -> dict[str, Corpus]:
-        documents = {"train": self.task.documents} | TASK_RECORDS
+        few = dict.fromkeys(TASK_RECORDS, self.task.keys) if self.task.keys else TASK_RECORDS
+        documents = {"train": self.task.documents} | few
         return {
             split: TaskRecords(self.task, split, [seed, number], number)
             for seed, (split, number) in enumerate(documents.items())
@@ -264,7 +265,10 @@ WIKITEXT = dict(
 )
 
 SCIENTIFIC_PAPERS = dict(
-    detokeniser="scientific_papers", repository="armanc/scientific_papers", field="article"
+    detokeniser="scientific_papers",
+    repository="armanc/scientific_papers",
+    field="article",
+    split="val",  # which the published evaluation scores
 )
 
 EVALUATION_SETS = (

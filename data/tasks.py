@@ -51,6 +51,8 @@ class Task:
     """The record of a key, with what is given in marks; see data/records.py."""
     documents: int
     """Records of the training split."""
+    keys: int | None = None
+    """Of the validation split and of the test split, where these are few: each is drawn once."""
     split: Callable[[str], str] = None
     """The split of a key; by default of its hash."""
     is_right: Callable[[str, str], bool] = str.__eq__
@@ -75,12 +77,14 @@ class TaskRecords(Corpus):
         return [{"task": self.task.name, "seed": self.seed, "documents": self.total}]
 
     def pieces(self) -> Iterator[Piece]:
-        generator = np.random.default_rng(self.seed)
+        generator, drawn = np.random.default_rng(self.seed), set()
         for number in range(self.total):
             key = self.task.draw(generator)
-            while self.task.split_of(key) != self.split:
+            while self.task.split_of(key) != self.split or key in drawn:
                 key = self.task.draw(generator)
             self.position = number + 1
+            if self.task.keys and self.split != "train":
+                drawn.add(key)
             yield self.task.record(key, generator), True
 
 
@@ -286,6 +290,12 @@ def draw_map(generator: np.random.Generator) -> str:
     return "".join(LETTERS[i] + LETTERS[j] for i, j in borders) + "="
 
 
+def split_of_map(borders: str) -> str:
+    """The same for a map whose borders are listed in another order."""
+    pairs = (borders[i : i + 2] for i in range(0, 2 * BORDERS, 2))
+    return split_by_hash("".join(sorted("".join(sorted(pair)) for pair in pairs)))
+
+
 def colouring_record(borders: str, generator: np.random.Generator) -> str:
     """A colour for each country, of all colourings that fit one at random."""
     order = generator.permutation(COUNTRIES)
@@ -314,7 +324,7 @@ def clashes(borders: str, colours: dict[str, str]) -> bool:
 
 def is_colouring(filled: str, made: str) -> bool:
     borders, answer = made[: 2 * BORDERS + 1], filled[2 * BORDERS + 1 :]
-    if not filled.startswith(borders) or set(answer) - set(COLOURS):
+    if not filled.startswith(borders) or len(answer) != COUNTRIES or set(answer) - set(COLOURS):
         return False
     return not clashes(borders, dict(zip(LETTERS, answer, strict=False)))
 
@@ -340,8 +350,9 @@ def shuffle_record(word: str, generator: np.random.Generator) -> str:
 
 def is_replacement(filled: str, made: str) -> bool:
     word, answer = made[:WORD], filled[WORD + 1 :]
-    wrong = [new for new, old in zip(answer, word, strict=True) if new != old]
-    return filled[: WORD + 1] == made[: WORD + 1] and wrong == ["?"]
+    if filled[: WORD + 1] != made[: WORD + 1] or len(answer) != WORD:
+        return False
+    return [new for new, old in zip(answer, word, strict=True) if new != old] == ["?"]
 
 
 def is_shuffle(filled: str, made: str) -> bool:
@@ -387,7 +398,15 @@ TASKS: dict[str, Task] = {
         Task("sudoku6", 2 * SIDE**2, draw_board, sudoku_record, 200_000, columns=SIDE),
         Task("star", 2 * ARMS * ARM + 4 + ARM + 1, draw_star, star_record, 200_000),
         Task("addition", 3 * DIGITS + 3, draw_sum, sum_record, 200_000),
-        Task("reversal", 2 * NAME + 1, draw_fact, fact_record, 20_000, split=split_of_fact),
+        Task(
+            "reversal",
+            2 * NAME + 1,
+            draw_fact,
+            fact_record,
+            20_000,
+            keys=FACTS // 4,
+            split=split_of_fact,
+        ),
         Task(
             "mirror",
             2 * MIRRORED + 1,
@@ -402,6 +421,7 @@ TASKS: dict[str, Task] = {
             draw_map,
             colouring_record,
             100_000,
+            split=split_of_map,
             is_right=is_colouring,
         ),
         Task("copy", 2 * WORD + 1, word, copy_record, 100_000, limit=copy_limit),

@@ -61,12 +61,16 @@ class EvalSet:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text per token of the rows; end-of-text is a token of none. NaN where
+        """Mean UTF-8 bytes of text per token of the rows, of records per token that is predicted;
+        end-of-text is a token of none. NaN where
         the tokenizer's file cannot be had, which scoring does not need."""
         try:
             lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
         except ValueError:
             return math.nan
+        if roles := self.roles(range(self.count)):
+            predicted = self.dataset.blocks(list(range(self.count)))[roles.predicted]
+            return float(lengths[predicted.numpy()].mean())
         tokens = self.dataset.tokens[: int(self.lengths().sum())]
         return float(lengths[tokens].mean())
 
@@ -79,8 +83,11 @@ class EvalSet:
 
     def entropies(self) -> dict[str, float]:
         """Unigram and bigram entropies, nats per token, of the training split, if there is one:
-        what a model reaches that knows how frequent tokens and pairs of them are, and no more."""
+        what a model reaches that knows how frequent tokens and pairs of them are, and no more. Of
+        records none: what is given and what fills their blocks up is not predicted."""
         meta = self.dataset.meta
+        if self.dataset.of_records:
+            return {}
         split = "train" if "train" in meta["splits"] else next(iter(meta["splits"]))
         tokens = read_tokens(self.folder, split)[:NGRAM_TOKENS]
         unigram, bigram = ngram_entropies(tokens, meta["vocab_size"])

@@ -108,7 +108,9 @@ class ScoringTask:
         """(N,) tokens of each row that count."""
         roles = self.eval_set.roles(range(self.eval_set.count))
         if roles is not None:
-            return roles.predicted[:, self.loaded.scored_from :].sum(dim=1)
+            # The first step of an order is given wherever anything is.
+            missing = self.loaded.scored_from * ~roles.given.any(dim=1)
+            return roles.predicted.sum(dim=1) - missing
         return self.eval_set.lengths() - self.loaded.scored_from
 
     def gain_draws(self, loss_draws: int) -> int:
@@ -289,7 +291,7 @@ def decoding_nll(
     # Equals are taken from left to right: a rule must say which.
     plan = dataclasses.replace(l2r_plan(B, length, given, group), unmask_by=rule)
     texts = tokens[:, : plan.order.shape[1]].cpu()
-    got = generate(model, plan, texts, forced=texts, batch_size=B)
+    got = generate(model, plan, texts, forced=texts)
     nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)
     return F.pad(nll, (0, T - nll.shape[1]), value=math.nan)
 

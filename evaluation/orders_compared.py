@@ -23,7 +23,8 @@ def disagreements(dataset: str, losses: dict[str, Tensor], weights: Tensor) -> l
     """A row for every pair of orders, and for two draws of the same ones, in nats per token.
 
     Args:
-        losses: by the name of the orders, (N, D) of each sequence in each draw.
+        losses: by the name of the orders, (N, D) of each sequence in each draw; exact
+            likelihoods along orders, of which there are two at least.
         weights: (N,) of mean 1: sequences count by their tokens.
     """
     first = {name: nll[:, 0].double() for name, nll in losses.items()}

@@ -7,7 +7,9 @@ answers the test split.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from experiments.arms import ROOT, read_arms, run_of
 from experiments.kept import Kept
 from experiments.report import tuned_cell
 from experiments.suite import Experiment
+from model import ModelConfig
 from runtime.processes import Processes
 from runtime.reports import markdown_table, new_figure, png
 from runtime.schemas import read_toml
@@ -52,7 +55,7 @@ class TaskExperiment:
 def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
     """All tasks of a file, by name."""
     values = read_toml(file)
-    tune, arms, tasks = values.pop("tune"), values.pop("arms"), values.pop("tasks")
+    arms, tasks = values.pop("arms"), values.pop("tasks")
     decoders = {
         name: DecodingOptions(**options) for name, options in values.pop("decoders").items()
     }
@@ -60,7 +63,7 @@ def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
     for task, changes in tasks.items():
         says = changes.pop("says")
         fixed = {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
-        recipe = {"tune": tune} | fixed | changes
+        recipe = fixed | changes
         tables = {"recipe": recipe} | {name: {"from": "recipe"} | arms[name] for name in arms}
         recipes = {RECIPE: read_arms(tables, f"task {task}")}
         del recipes[RECIPE]["recipe"]
@@ -78,21 +81,52 @@ def temperature_of(task: str) -> float:
     return 1.0 if TASKS[task].limit else 0.0
 
 
-def decode_all(loaded: Loaded, of: TaskExperiment, questions: Questions, seed: int) -> dict:
-    """What a run makes of every decoder that it can do: {decoder: `Answers.summary`}."""
+def possible_decoders(of: TaskExperiment, model: ModelConfig) -> dict[str, DecodingOptions]:
+    """Those of the decoders that a model can do, with all that they leave open."""
     found = {}
     for name, options in of.decoders.items():
         options = replace(
             options, temperature=temperature_of(of.task), batch_size=options.batch_size or BATCH
         )
         options = with_mode_defaults(options)
-        try:
-            check_mode(options, loaded.model.config)
-        except ValueError:  # a plain GPT goes from left to right, an encoder does not speculate
-            continue
-        alone = Processes(0, 1, torch.device("cpu"))
-        found[name] = answer(loaded, questions, options, seed, alone).summary()
+        with contextlib.suppress(ValueError):  # a plain GPT goes from left to right, say
+            check_mode(options, model)
+            found[name] = options
     return found
+
+
+class Decodings:
+    """What a run makes of the test split, decoder by decoder; it is loaded when the first of them
+    is not known yet, and trained first where it is not there."""
+
+    def __init__(self, of: TaskExperiment, config: Config, limit: int | None, kept: Kept):
+        self.of, self.config, self.limit, self.kept = of, config, limit, kept
+
+    def all(self) -> dict[str, dict]:
+        """{decoder: `Answers.summary`}."""
+        return {
+            name: self.kept.of(
+                self.config,
+                [[f"limit {self.limit}", *changes_of(options)]],
+                functools.partial(self.decode, options),
+            )
+            for name, options in possible_decoders(self.of, self.config.model).items()
+        }
+
+    def decode(self, options: DecodingOptions) -> dict:
+        alone = Processes(0, 1, torch.device("cpu"))
+        return answer(*self.asked, options, self.config.seed, alone).summary()
+
+    @functools.cached_property
+    def asked(self) -> tuple[Loaded, Questions]:
+        loaded = load(run_of(self.config).config.run_folder)
+        return loaded, open_questions(self.config.data.folder, "test", loaded, self.limit)
+
+
+def changes_of(options: DecodingOptions) -> list[str]:
+    """What options are, where they are not as by default: new options make no others of them."""
+    default = vars(DecodingOptions())
+    return [f"{key} {value}" for key, value in vars(options).items() if value != default[key]]
 
 
 def run_task(
@@ -106,25 +140,15 @@ def run_task(
 ) -> dict:
     """Train what is missing of a task, then decode with all of it. What the file `keep` holds of
     either is not done again, and what is done comes to it."""
-    experiment, asked = of.experiment, [repr(limit), *map(repr, of.decoders.items())]
+    experiment = of.experiment
     trained = suite.train(experiment, [RECIPE], seeds, jobs, quick, progress, keep)[RECIPE]
     kept = Kept(keep)
     for name, found in trained.items():
         arm = experiment.recipes[RECIPE][name]
         for run in found["runs"]:
             config = experiment.config(RECIPE, arm, run["seed"], found["tuned"], quick)
-            run |= kept.of(config, [asked], functools.partial(decoded, of, config, limit))
+            run["decoders"] = Decodings(of, config, limit, kept).all()
     return trained
-
-
-def decoded(of: TaskExperiment, config: Config, limit: int | None) -> dict:
-    """What a run, which is trained first where it is not there, makes of the test split."""
-    loaded = load(run_of(config).config.run_folder)
-    questions = open_questions(config.data.folder, "test", loaded, limit)
-    return {
-        "parameters": sum(loaded.model.num_params().values()),
-        "decoders": decode_all(loaded, of, questions, config.seed),
-    }
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -156,14 +180,13 @@ def task_table(arms: dict[str, dict]) -> list[str]:
     rows = []
     for name, arm in arms.items():
         for decoder in decoders_of(arm):
-            limits = values_of(arm, decoder, "limit")
             records = arm["runs"][0]["decoders"][decoder]["records"]
             rows.append(
                 [
                     name,
                     decoder,
                     share_cell(values_of(arm, decoder, "exact_match")),
-                    "" if None in limits else f"{statistics.mean(limits):.1%}",
+                    limit_cell(arm, decoder),
                     f"{mean_of(arm, decoder, 'nfe'):.1f}",
                     f"{mean_of(arm, decoder, 'token_forwards'):.0f}",
                     f"{1000 * mean_of(arm, decoder, 'seconds') / records:.1f}",
@@ -180,6 +203,51 @@ def best_decoder(arm: dict) -> str:
     )
 
 
+def answers_of(arm: dict, decoder: str) -> int:
+    return sum(run["decoders"][decoder]["records"] for run in arm["runs"])
+
+
+def distance(one: tuple[float, int], other: tuple[float, int]) -> float:
+    """Of two shares, each of so many answers, in standard errors of their difference. Where both
+    are all or nothing the error is that of one answer."""
+    variance = sum(max(p * (1 - p), 1 / n) / n for p, n in (one, other))
+    return (one[0] - other[0]) / math.sqrt(variance)
+
+
+def share_of(arm: dict, decoder: str) -> tuple[float, int]:
+    return mean_of(arm, decoder, "exact_match"), answers_of(arm, decoder)
+
+
+def tie(one: dict, decoder: str, other: dict, of_other: str) -> bool:
+    """Whether two are right as often, within two standard errors or a hundredth."""
+    first, second = share_of(one, decoder), share_of(other, of_other)
+    return abs(first[0] - second[0]) < 0.01 or abs(distance(first, second)) < 2
+
+
+def against_l2r(arms: dict[str, dict]) -> str:
+    """What any order is worth on a task: AO-GPT by its best decoder against the plain GPT."""
+    if not {"aogpt", "gpt"} <= arms.keys():
+        return "-"
+    decoders = [best_decoder(arms[name]) for name in ("aogpt", "gpt")]
+    if tie(arms["aogpt"], decoders[0], arms["gpt"], decoders[1]):
+        return "tie"
+    shares = [
+        mean_of(arms[n], d, "exact_match") for n, d in zip(("aogpt", "gpt"), decoders, strict=True)
+    ]
+    return "wins" if shares[0] > shares[1] else "loses"
+
+
+def limit_cell(arm: dict, decoder: str) -> str:
+    """The share of right answers that is possible, and whether it is met within two standard
+    errors; nothing where it is not known."""
+    limits = values_of(arm, decoder, "limit")
+    if None in limits:
+        return ""
+    limit, (share, count) = statistics.mean(limits), share_of(arm, decoder)
+    error = math.sqrt(max(limit * (1 - limit), 1 / count) / count)
+    return f"{limit:.1%}" + (" (met)" if abs(share - limit) <= 2 * error else "")
+
+
 def summary_table(results: dict[str, dict]) -> list[str]:
     """A line for every task: the best of each system, and what an encoder costs beside AO-GPT."""
     arms = list(next(iter(results.values())))
@@ -189,17 +257,19 @@ def summary_table(results: dict[str, dict]) -> list[str]:
         for arm in found.values():
             best = best_decoder(arm)
             cells.append(f"{share_cell(values_of(arm, best, 'exact_match'))} ({best})")
-        rows.append([task, *cells, cost_cell(found)])
-    return markdown_table(["task", *arms, "encoder / aogpt"], rows)
+        rows.append([task, *cells, against_l2r(found), cost_cell(found)])
+    return markdown_table(["task", *arms, "any order", "encoder / aogpt"], rows)
 
 
 def cost_cell(arms: dict[str, dict], decoder: str = "confidence") -> str:
     """How many times the inputs and the seconds of AO-GPT an encoder takes by the same decoder, one
-    position a step for both; nothing where either is hardly ever right."""
+    position a step for both; nothing where they are not right as often, or hardly ever."""
     pair = [arms[name] for name in ("encoder", "aogpt") if name in arms]
     if len(pair) < 2 or any(decoder not in decoders_of(arm) for arm in pair):
         return "-"
     if min(mean_of(arm, decoder, "exact_match") for arm in pair) < TOO_FEW:
+        return "-"
+    if not tie(pair[0], decoder, pair[1], decoder):
         return "-"
     ratios = []
     for key in ("token_forwards", "seconds"):
@@ -238,19 +308,21 @@ INTRODUCTION = """# Systems on tasks
     python tasks.py star sudoku6 --jobs 2     # train what is missing of these tasks, and decode
     python tasks.py page                      # this page
 
-Systems of equal size, each tuned alike on every task, trained over seeds, and asked a thousand
-records that share nothing with what they were trained on ([data](../docs/data.md)). Exact match:
-all of an answer is right, mean over seeds with half its 95% interval; decoded greedily, but copy,
-replace and shuffle at temperature 1, where what is *possible* for perfect conditionals is known in
-closed form. NFE: passes that a record took part in; inputs: tokens that they were fed, a record.
-A cell of the first table is a system's best decoder; its last column is what the encoder costs
-beside AO-GPT, both by confidence, one position a step."""
+Systems of equal size, each tuned alike, trained over seeds, and asked a thousand records (reversal:
+a hundred) whose keys none of those has that they were trained on ([data](../docs/data.md)). Exact
+match: all of an answer is right, mean over seeds with half its 95% interval; decoded greedily, but
+copy, replace and shuffle at temperature 1, where what is *possible* for perfect conditionals is
+known in closed form, and *met* if it is within two standard errors. NFE: passes that a record took
+part in; inputs: tokens that they were fed, a record. A cell of the first table is a system's best
+decoder. Any order *wins* if AO-GPT's is right more often than the plain GPT's, by two standard
+errors and a hundredth; the last column is what the encoder costs beside AO-GPT where both are right
+as often, by confidence, one position a step."""
 
 
 def page(tasks: dict[str, TaskExperiment], results: dict[str, dict]) -> str:
     """results: the arms of each task, as `run_task` gives them."""
     first = next(iter(results.values()))
-    sizes = ", ".join(f"{name} {arm['runs'][0]['parameters']:,}" for name, arm in first.items())
+    sizes = ", ".join(f"{name} {arm['parameters']:,}" for name, arm in first.items())
     setting = next(iter(tasks.values())).experiment.setting
     lines = [INTRODUCTION, "", f"{setting} Parameters: {sizes}.", "", *summary_table(results), ""]
     lines += ["![exact match over NFE](tasks/tasks.png)", ""]

@@ -653,5 +653,8 @@ def test_records_are_scored_on_what_is_predicted(evaluate, script, run, tmp_path
     for result in report.values():
         assert result["tokens"] == count
     assert report["l2r", 1]["nll"] == pytest.approx(total / count, rel=1e-5)
+    predicted = sum(len(row["text"]) for row in rows)  # end-of-text has no bytes
+    per_token = report["l2r", 1]["nll"] / math.log(2) * count / predicted
+    assert report["l2r", 1]["bits_per_byte"] == pytest.approx(per_token)
     status, _, err = script(eval_ppl, run, "--datasets", tmp_path / "records", "--ensemble", 2)
     assert status == 2 and "holds records" in err

@@ -258,6 +258,8 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
     counts = collections.Counter(map(tuple, orders_at(config, 0, 0, range(3000), 3).tolist()))
     assert counts.keys() == {(2, 0, 1), (0, 1, 2), (1, 2, 0)}
     assert chisquare(list(counts.values())).pvalue > LEVEL
+    shorter = set(map(tuple, orders_at(config, 0, 0, range(100), 2).tolist()))
+    assert shorter == {(0, 1), (1, 0)}  # the orders of their positions
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,13 @@ from data.loader import TokenDataset
 from data.records import GIVEN, spans
 from data.tasks import TASKS
 from evaluation.tasks import open_questions
+from experiments.kept import Kept
 from experiments.tasks import (
     RESULTS,
-    decode_all,
+    Decodings,
+    against_l2r,
     figure,
+    limit_cell,
     load_tasks,
     page,
     summary_table,
@@ -55,6 +58,9 @@ def test_records_fill_their_block_and_their_answer_is_right_and_hardly_any_other
             at += len(part)
         wrong = text[:-1] + "!"
         assert not task.is_right(wrong, text)
+        # Too short, as up to an early end-of-text, or too long.
+        for other in (text[:-1], text[: len(text) // 2], "", text + text[-1]):
+            assert not task.is_right(other, text)
 
 
 @pytest.mark.parametrize("name", [n for n in TASKS if n != "reversal"])
@@ -78,6 +84,22 @@ def test_prepared_splits_hold_the_records_of_their_keys(tmp_path):
         assert {TASKS["mirror"].split_of(row[:12]) for row in rows} == {split}
         words[split] = rows
     assert [len(rows) for rows in words.values()] == [300, 1000, 1000]
+
+
+def test_each_fact_is_asked_once(tmp_path):
+    folder, length = prepared("reversal", tmp_path / "facts", limit=50), TASKS["reversal"].length
+    for split in ("val", "test"):
+        data = TokenDataset(folder, split, length)
+        rows = {tuple(row) for row in data.blocks(range(data.num_blocks)).tolist()}
+        assert len(rows) == data.num_blocks == 100
+
+
+def test_a_map_whose_borders_are_listed_otherwise_is_in_the_same_split():
+    task = TASKS["colouring"]
+    for key, *_ in made(task, 40):
+        pairs = [key[i : i + 2] for i in range(0, 24, 2)]
+        other = "".join(pair[::-1] for pair in reversed(pairs)) + "="
+        assert task.split_of(other) == task.split_of(key)
 
 
 # ---- single tasks --------------------------------------------------------------------------------
@@ -303,13 +325,22 @@ def test_a_run_decodes_in_every_way_that_it_can(trained):
     run, gpt, data = trained
     found = load_tasks()
     questions = {n: open_questions(str(data[n]), None, load(run), limit=8) for n in data}
-    of_run = decode_all(load(run), found["shuffle"], questions["shuffle"], 0)
+    config = tiny_config("data", "out")
+
+    def decode_all(loaded, of, questions):
+        model, kind = loaded.model.config, "l2r" if loaded.model.config.l2r_only else "random"
+        of_model = dataclasses.replace(config, model=model, order=OrderConfig(kind))
+        decodings = Decodings(of, of_model, 8, Kept(None))
+        decodings.asked = loaded, questions
+        return decodings.all()
+
+    of_run = decode_all(load(run), found["shuffle"], questions["shuffle"])
     assert of_run.keys() == found["shuffle"].decoders.keys()
     assert of_run["random, 4 a step"]["nfe"] == 2
     assert of_run["random, 4 a step"]["limit"] == TASKS["shuffle"].limit([4, 4])
     assert of_run["speculative"]["limit"] == pytest.approx(1)
     assert of_run["threshold 0.9"]["limit"] is None
-    of_gpt = decode_all(load(gpt), found["reversal"], questions["reversal"], 0)
+    of_gpt = decode_all(load(gpt), found["reversal"], questions["reversal"])
     assert of_gpt.keys() == {"l2r"} and of_gpt["l2r"]["nfe"] == 4
 
 
@@ -321,7 +352,6 @@ def made_up(shares, nfe=8.0, seconds=1.0, **others):
             "seed": seed,
             "commit": "abc",
             "tokens": [5_000_000],
-            "parameters": 1234,
             "decoders": {
                 name: base
                 | {"exact_match": share, "nfe": nfe / (1 + ("fast" in name)), "seconds": seconds}
@@ -330,7 +360,7 @@ def made_up(shares, nfe=8.0, seconds=1.0, **others):
         }
         for seed, of_seed in enumerate(shares)
     ]
-    return {"tuned": {"optim.muon_lr": 0.02}, "runs": runs} | others
+    return {"tuned": {"optim.muon_lr": 0.02}, "parameters": 1234, "runs": runs} | others
 
 
 def test_the_tables_and_the_page_say_what_the_results_are():
@@ -348,7 +378,17 @@ def test_the_tables_and_the_page_say_what_the_results_are():
     (best,) = summary_table({"star": arms})[2:]
     cells = [cell.strip() for cell in best.split("|")[1:-1]]
     assert cells[1] == "97.0% +- 12.7% (confidence)" and cells[2].endswith("(fast)")
-    assert cells[4] == "4.0x inputs, 4.0x time"
+    assert cells[4] == "wins" and cells[5] == "-"  # the encoder is right less often
+    arms["encoder"] = made_up([{"confidence": 0.97, "fast": 0.5}] * 2, seconds=4.0)
+    assert "| wins | 4.0x inputs, 4.0x time |" in " ".join(summary_table({"star": arms})[2].split())
+    for share, word in ((0.25, "tie"), (0.1, "loses")):
+        arms["aogpt"] = made_up([{"l2r": share}, {"l2r": share}])
+        assert against_l2r(arms) == word
+    for share, cell in ((0.47, "50.0% (met)"), (0.6, "50.0%")):  # 200 answers: 3.5%
+        possible = made_up([{"random": share}] * 2)
+        for run in possible["runs"]:
+            run["decoders"]["random"]["limit"] = 0.5
+        assert limit_cell(possible, "random") == cell
     text = page(load_tasks(), {"star": arms})
     assert "aogpt 1,234" in text and "## star:" in text and "Not run yet: sudoku6" in text
     assert "5.0M tokens. Tuned: aogpt muon_lr 0.02" in text
