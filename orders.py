@@ -65,10 +65,10 @@ class OrderConfig(Table):
     left to right; random_blockwise: blocks from left to right, each in a random order of its own
     (block diffusion, arXiv 2503.09573); slots: blocks in random order, left to right inside them
     (ReFusion, arXiv 2512.13586); context_l2r: a random set of positions first, in ascending order,
-    then the others left to right (AC-GPT, arXiv 2606.14943); random_l2r: the same, but that set in
-    random order (Eso-LM, arXiv 2506.01928); sliding: always one of the first `window` positions
-    that are left, all equally probable (after Set Diffusion, arXiv 2607.01775); file: one of those
-    in a file."""
+    then the others left to right (after AC-GPT, arXiv 2606.14943, where that set is given);
+    random_l2r: the same, but that set in random order (Eso-LM, arXiv 2506.01928); sliding: always
+    one of the first `window` positions that are left, all equally probable (after Set Diffusion,
+    arXiv 2607.01775, whose windows are of sets); file: one of those in a file."""
     l2r_prob: Probability = 0.1
     """Share of left-to-right sequences (mixture only)."""
     block: Count = 32

@@ -71,7 +71,7 @@ class Plan:
     unmask_by: "order"; or where only the number of positions of each step is fixed and the model
         chooses which they are: "confidence", those whose likeliest token has the highest
         probability; "entropy", whose distribution has the least; "margin", whose likeliest token is
-        furthest above the second.
+        furthest above the second (Kim et al., arXiv 2502.06768).
     pace: not even that number is fixed. Positions of equal step are then those that the model
         chooses from next, in as many steps as it takes, before it goes on to the positions after
         them.
@@ -232,7 +232,8 @@ def adaptive_plan(
 
     threshold, entropy_bound: see `Pace`; `group` is then the most positions of a step, None: any
         number.
-    block: positions of blocks that are filled in one after the other (semi-autoregressive).
+    block: positions of blocks that are filled in one after the other (semi-autoregressive,
+        as LLaDA, arXiv 2502.09992).
     """
     if threshold is None and entropy_bound is None and block is None:
         plan = random_plan(batch_size, length, generator, given, group)
