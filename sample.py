@@ -59,6 +59,9 @@ class Arguments(SamplingOptions, ModelOptions, OutputOptions):
     prompts: Path | None = None
     """Many prompts: FILE.txt, one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
+    until_end: bool = False
+    """Leave out the end-of-text of each sample and what stands after it: of models that were
+    trained on records, to which nothing comes after it."""
     jsonl: Path | None = None
     """Write a JSON object per sample: text, prompt, tokens, the step and log-probability of each,
     settings. Log-probabilities, here and on the page, are the model's own, before temperature,
@@ -117,7 +120,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
     settings = origin.pop("settings") | origin
     prompts = [(request.kind, request.text) for request in requests]
-    records = sample_records(samples, tokenizer, prompts)
+    records = sample_records(samples, tokenizer, prompts, a.until_end)
     with outputs:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, with_settings(records, cost, settings))

@@ -12,6 +12,7 @@ def sample_records(
     samples: Generation,
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
+    until_end: bool = False,
 ) -> list[dict]:
     """A record of every sample.
 
@@ -19,6 +20,7 @@ def sample_records(
         samples: as many for each prompt, those of a prompt one after the other, as
             `modes.plan_samples` arranges them.
         prompts: of each, its key in the record, "prompt" or "infill", and its text.
+        until_end: leave out what stands after the first end-of-text that was generated.
 
     Returns: dicts with "text", "prompt_index", the prompt, "length" (in tokens), and, as long as
     the sample is, the lists "tokens", "step" (-1: given) and "log_probs" (nats, six digits), and
@@ -27,6 +29,10 @@ def sample_records(
     records = []
     nfe = samples.nfe.tolist()
     for number, (tokens, step, log_probs) in enumerate(samples.rows()):
+        if until_end:
+            ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
+            end = next(ends, len(tokens))
+            tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
         prompt_index = number * len(prompts) // len(samples)
         kind, text = prompts[prompt_index]
         records.append(

@@ -343,6 +343,20 @@ def test_the_answer_to_a_prompt_of_a_file_with_one_is_that_to_the_prompt(draw, p
         assert column(draw("--prompts", prompts(content)), "tokens") == column(alone, "tokens")
 
 
+def test_a_sample_may_end_where_its_text_does(draw):
+    """Of tokens drawn almost uniformly from 257, some 4 of these rows hold an end-of-text."""
+    options = "--mode", "random", "--num-samples", 64, "--temperature", 4.0
+    whole, ended = draw(*options), draw(*options, "--until-end")
+    ends = 0
+    for a, b in zip(whole, ended, strict=True):
+        end = a["tokens"].index(256) if 256 in a["tokens"] else len(a["tokens"])
+        ends += 256 in a["tokens"]
+        for key in ("tokens", "step", "log_probs"):
+            assert b[key] == a[key][:end]
+        assert b["length"] == end and "<|endoftext|>" not in b["text"]
+    assert ends
+
+
 def test_an_encoder_takes_every_mode_but_speculation(draw, script, encoder, prompts):
     for mode, options in MODES.items():
         if "speculative" not in mode:
