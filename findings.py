@@ -31,7 +31,7 @@ from experiments.arms import ROOT, write_config
 from experiments.suite import Experiment, load_experiment
 from experiments.verdicts import judged, ratio_of
 from runtime.command_line import run_script
-from runtime.files import write_atomically, write_json, write_text
+from runtime.files import to_json, write_atomically, write_text
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
 from training.memory_plan import RunPlan, find_gpu, plan_run
@@ -160,7 +160,7 @@ def write_results(experiment: Experiment, found: dict, folder: Path) -> None:
     """NAME.json, NAME.md and NAME.png; the table on the terminal."""
     file = folder / f"{experiment.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, found)
+    write_text(file, to_json(found) + "\n")
     lines = report.tables(experiment, found)
     write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
     image = report.figure(experiment, found)
