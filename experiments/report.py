@@ -13,7 +13,14 @@ from runtime.schemas import damaged, read_results
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, at which the table shows losses
-TITLES = {"own": "own orders", "l2r": "left to right", "random": "any order"}
+TITLES = {
+    "own": "own orders",
+    "l2r": "left to right",
+    "random": "any order",
+    "seconds": "exponent of seconds",
+    "forwards": "exponent of forwards",
+    "peak": "exponent of the peak",
+}
 
 
 def title_of(kind: str) -> str:
