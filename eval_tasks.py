@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import sys
 import traceback
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from typing import Annotated
 import tyro
 
 from checkpoints.load import Loaded, load
-from data.loader import find_dataset
+from data.loader import find_dataset, load_meta
 from data.sources import cause
 from data.tasks import TASKS
 from data.tokenizers import get_tokenizer
@@ -46,7 +47,7 @@ from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import markdown_table, provenance
-from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from sampling.modes import DecodingOptions, Mode, check_mode, with_mode_defaults
 from sampling.page import PageSample, render
 from sampling.token_choice import Temperature
 
@@ -68,14 +69,20 @@ def main() -> None:
 
 def names_records(words: list[str]) -> bool:
     """Whether the first task of a command line is a data set, and not one of the harness."""
-    after = words[words.index("--tasks") + 1 :] if "--tasks" in words else []
-    if not after:
-        return False
+    pairs = itertools.pairwise([*words, ""])
+    named = [word.partition("=")[2] or after for word, after in pairs if is_tasks(word)]
+    if not named or named[0] in TASKS:
+        return bool(named)
     try:
-        find_dataset(after[0])
+        meta = load_meta(find_dataset(named[0]))
     except FileNotFoundError:
-        return after[0] in TASKS  # not prepared yet
-    return True
+        return False
+    # The harness has tasks of the names of evaluation sets, such as lambada; a folder is one's own.
+    return meta.get("protocol") == "records" or Path(named[0]).is_dir()
+
+
+def is_tasks(word: str) -> bool:
+    return word == "--tasks" or word.startswith("--tasks=")
 
 
 # ---- records -------------------------------------------------------------------------------------
@@ -87,6 +94,8 @@ class RecordArguments(DecodingOptions, ModelOptions, OutputOptions):
     """Run folder (out/NAME), checkpoint, exported or released weights."""
     tasks: tuple[str, ...]
     """Prepared records: names under data/, or folders."""
+    mode: Mode | None = None
+    """As in sample.py; by default confidence, the surest position first, and of a plain GPT l2r."""
     split: str | None = None
     """By default test, where there is one."""
     temperature: Temperature | None = None
@@ -116,10 +125,11 @@ def fill_in(a: RecordArguments, procs: Processes) -> None:
         temperature = a.temperature
         if temperature is None:
             temperature = float(bool(questions.task and questions.task.limit))
-        options = with_mode_defaults(dataclasses.replace(a, temperature=temperature))
+        mode = a.mode or ("l2r" if loaded.model.config.l2r_only else "confidence")
+        options = with_mode_defaults(dataclasses.replace(a, temperature=temperature, mode=mode))
         check_mode(options, loaded.model.config)
         answers = answer(loaded, questions, options, a.seed, procs)
-        results.append({"task": questions.name, "mode": a.mode} | answers.summary())
+        results.append({"task": questions.name, "mode": mode} | answers.summary())
         of_samples = zip(answers.samples.step.tolist(), answers.samples.nfe.tolist(), strict=True)
         rows += [
             {"task": questions.name} | record | {"step": step, "nfe": nfe}

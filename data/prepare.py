@@ -250,6 +250,10 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         raise ValueError(
             f"{args.name} is made in splits of its own: leave out --split and --val-fraction"
         )
+    if args.seed and dataset.val_fraction is None:
+        raise ValueError(
+            f"--seed draws a validation split, and {args.name} has splits of its own: leave it out"
+        )
     if (args.val or args.test) and dataset.source != "always":
         raise ValueError(
             f"--val and --test are for text; the validation split of {args.name} is a share of its "

@@ -160,6 +160,11 @@ def with_mode_defaults(options: Options) -> Options:
         )
     options = dataclasses.replace(options, **defaults)
     of_choice = options.threshold, options.entropy_bound, options.block
+    if (options.threshold or 0) > 1 and options.unmask_by in ("confidence", "margin"):
+        raise ValueError(
+            f"--threshold is {options.threshold:g}, but {options.unmask_by} is a probability: give "
+            "a number from 0 to 1"
+        )
     if options.unmask_by == "random" and of_choice != (None, None, None):
         raise ValueError(
             "--threshold, --entropy-bound and --block are for positions that the model chooses: "

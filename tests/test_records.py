@@ -140,6 +140,7 @@ def test_records_without_what_makes_them_records_are_refused(tmp_path, key):
         ("copy", None, {"block_size": 8}, "records of copy have 17 tokens"),
         ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
         ("copy", None, {"split": "train"}, "splits of its own"),
+        ("copy", None, {"seed": 1}, "splits of its own"),
     ],
 )
 def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):

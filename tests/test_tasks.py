@@ -287,8 +287,34 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(traine
     arguments = "--tasks", data["reversal"], "--limit", 10, "--mode"
     status, out, err = script(eval_tasks, gpt, *arguments, "l2r")
     assert status == 0 and "reversal" in out, err
+    status, out, err = script(eval_tasks, gpt, f"--tasks={data['reversal']}", "--limit", 10)
+    assert status == 0 and "| l2r" in out, err
     status, _, err = script(eval_tasks, gpt, *arguments, "confidence")
     assert status == 2 and "takes --mode l2r" in err
+
+
+def test_names_of_the_harness_are_not_taken_for_data(tmp_path, monkeypatch):
+    """data/lambada is text to score, and lambada a task of the harness."""
+    protocols = {"lambada": "sedd", "questions": "records"}
+    monkeypatch.setattr(eval_tasks, "load_meta", lambda name: {"protocol": protocols[name]})
+
+    def find(name):
+        if name not in protocols:
+            raise FileNotFoundError(name)
+        return name
+
+    monkeypatch.setattr(eval_tasks, "find_dataset", find)
+    for words, ours in (
+        (["--tasks", "lambada"], False),
+        (["--tasks=lambada", "hellaswag"], False),
+        (["run", "--tasks", "questions", "--limit", "3"], True),
+        (["run", "--tasks=questions"], True),
+        (["run", "--tasks=sudoku6"], True),
+        (["run", "--tasks", "hellaswag"], False),
+        (["run", "--tasks"], False),
+        (["--help"], False),
+    ):
+        assert eval_tasks.names_records(words) == ours, words
 
 
 def test_what_cannot_be_answered_is_said(trained, script, data):
@@ -296,7 +322,8 @@ def test_what_cannot_be_answered_is_said(trained, script, data):
     for words, says in (
         (["--tasks", data], "holds text of which nothing is given"),
         (["--tasks", "colouring"], "make it with: python data/prepare.py colouring"),
-        (["--tasks", trained[2]["shuffle"], "--threshold", 0.5], "has no meaning with --mode mdm"),
+        (["--tasks", trained[2]["shuffle"], "--mode", "mdm", "--threshold", 0.5], "no meaning"),
+        (["--tasks", trained[2]["shuffle"], "--threshold", 90], "confidence is a probability"),
         (["--tasks", trained[2]["shuffle"], "--mode", "margin", "--unmask-by", "entropy"], "leave"),
     ):
         status, _, err = script(eval_tasks, run, *words)
