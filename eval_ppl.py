@@ -40,9 +40,11 @@ from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
-from sampling.plans import Score
+from sampling.plans import Pace, Rule, Score
 
 DATA = Path(__file__).parent / "data"
+# Of orders that the model chooses.
+RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
 # ---- options -------------------------------------------------------------------------------------
 
@@ -59,8 +61,9 @@ class Arguments(ModelOptions, OutputOptions):
     """Orders to score: l2r, random (any-order: the mean over uniform orders; an encoder's ELBO), or
     any distribution with its settings, as fixed_blockwise:block=32,seed=1 or mixture:l2r_prob=0.5;
     of SEDD also score_entropy, its own bound; confidence, entropy or margin: the order in which the
-    model itself would decode the text, most certain first, a pass for every step. By default l2r
-    and random, or what the model has of them in a single pass: an encoder takes as many passes as
+    model itself would decode the text, most certain first, a pass for every step, also at its pace,
+    as confidence:threshold=0.9 or entropy:entropy_bound=0.5,most=4,block=32. By default l2r and
+    random, or what the model has of them in a single pass: an encoder takes as many passes as
     tokens along an order."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
     """Sizes of order ensembles: probabilities averaged over that many orders of the context, for
@@ -151,6 +154,32 @@ def parse_orders(text: str) -> OrderConfig:
         raise ValueError(f"--orders {text}: {error}") from None
 
 
+def parse_rule(text: str) -> Rule | None:
+    """The model's own order that `score` or `score:setting=value,...` means; None of another."""
+    score, _, settings = text.partition(":")
+    if score not in get_args(Score):
+        return None
+    values: dict[str, float] = {}
+    for setting in settings.split(",") if settings else ():
+        name, _, value = setting.partition("=")
+        if name not in RULE_SETTINGS:
+            raise ValueError(
+                f"--orders {text}: {name!r} is no setting of {score}; it has "
+                f"{', '.join(RULE_SETTINGS)} (as in threshold=0.9)"
+            )
+        try:
+            values[name] = RULE_SETTINGS[name](value)
+        except ValueError:
+            needed = RULE_SETTINGS[name].__name__
+            raise ValueError(
+                f"--orders {text}: {name} is {value!r}, not of type {needed}"
+            ) from None
+        if not values[name] >= (name in ("block", "most")):
+            raise ValueError(f"--orders {text}: {name} is {value}; give a larger number")
+    block = values.pop("block", None)
+    return Rule(score, Pace(**values) if values else None, block)
+
+
 def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
     """The distributions to score, by name. Raises ValueError where the model has no such likelihood
     or no ensembles of it."""
@@ -165,7 +194,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
     named = {}
     for text in a.orders or possible:
-        if text in get_args(Score):  # one order for a text, which is not drawn
+        if parse_rule(text):  # one order for a text, which is not drawn
             named[text] = OrderConfig("l2r")
             continue
         own_bound = text == "score_entropy"
@@ -178,7 +207,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
                 f"--orders {text}: the model's block size is {config.block_size}; "
                 "give a smaller block"
             )
-        if config.l2r_only and (orders.kind != "l2r" or text in get_args(Score)):
+        if config.l2r_only and (orders.kind != "l2r" or parse_rule(text)):
             raise ValueError(
                 f"this model is not told its target position and has no {text!r} perplexity; "
                 "give --orders l2r"
@@ -260,7 +289,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 per_token=a.per_token is not None,
                 score_entropy=name == "score_entropy",
                 group=a.group,
-                rule=name if name in get_args(Score) else None,
+                rule=parse_rule(name),
                 bound=a.bound,
             )
             scores = score(task, runner)

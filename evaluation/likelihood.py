@@ -28,7 +28,7 @@ from orders import OrderConfig, Roles
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
 from runtime.processes import Processes
 from sampling.engine import generate
-from sampling.plans import Score, l2r_plan
+from sampling.plans import Pace, Rule, l2r_plan
 
 LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
 PRECISION_SAMPLE = 8  # blocks that are scored in both precisions
@@ -64,9 +64,9 @@ class ScoringTask:
     """SEDD's own bound instead of the likelihood of its outputs as probabilities."""
     group: int = 1
     """Steps of an order that are predicted at once."""
-    rule: Score | None = None
-    """Instead of `orders`: those in which the model itself would decode, the surest `group` of
-    positions first by this score (DUEL)."""
+    rule: Rule | None = None
+    """Instead of `orders`: those in which the model itself would decode (DUEL), without a pace
+    `group` of positions a step."""
     bound: Literal["mean", "iw"] = "mean"
     """Of several orders: the mean of their losses, or the importance-weighted bound, which is
     -log of the mean of the probabilities that all draws give a sequence."""
@@ -95,9 +95,12 @@ class ScoringTask:
         encoder = self.loaded.model.config.is_encoder
         return encoder and self.orders.kind == "random" and self.group == 1
 
-    def passes(self, lengths: Tensor) -> Tensor:
-        """Passes that a draw of the losses takes, for rows of these lengths, (N,)."""
+    def passes(self, lengths: Tensor) -> Tensor | None:
+        """Passes that a draw of the losses takes, for rows of these lengths, (N,); None where the
+        model decides."""
         config = self.loaded.model.config
+        if self.rule and (self.rule.pace or self.rule.block):
+            return None
         at_once = not self.rule and (
             config.target == "two_stream"
             or (self.group == 1 and (self.joint or not config.is_encoder))
@@ -277,19 +280,25 @@ def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor
 
 
 def decoding_nll(
-    model: Transformer, tokens: Tensor, rule: Score, group: int, roles: Roles | None = None
+    model: Transformer, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
     """-log p of every token along the order in which the model itself would decode the text, had it
     drawn these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted.
 
-    The rule takes the `group` positions that the model is surest of next, so the order of a text
-    follows from the model, and the product of the conditionals along it is a normalised likelihood:
-    the exact one of what greedy order and temperature 1 draw (DUEL, arXiv 2603.01367)."""
+    The rule takes the positions that the model is surest of next, without a pace `group` of them,
+    so the order of a text follows from the model, and the product of the conditionals along it is a
+    normalised likelihood: the exact one of what greedy order and temperature 1 draw (DUEL, arXiv
+    2603.01367)."""
     B, T = tokens.shape
     length = torch.full((B,), T) if roles is None else roles.lengths
     given = None if roles is None else roles.given[:, : int(length.max())]
     # Equals are taken from left to right: a rule must say which.
-    plan = dataclasses.replace(l2r_plan(B, length, given, group), unmask_by=rule)
+    plan = l2r_plan(B, length, given, group)
+    step, pace = plan.step, rule.pace
+    if pace or rule.block:  # positions of a step are those to choose from
+        step = torch.where(step >= 0, plan.order // (rule.block or max(T, 1)), step)
+        pace = pace or Pace(most=group)
+    plan = dataclasses.replace(plan, step=step, pace=pace, unmask_by=rule.score)
     texts = tokens[:, : plan.order.shape[1]].cpu()
     got = generate(model, plan, texts, forced=texts)
     nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)

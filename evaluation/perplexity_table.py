@@ -30,8 +30,9 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
         contexts = scores.contexts if size > 1 else 0
         # Inputs that the model is fed: for each draw so many passes of all tokens, and one for each
         # member of each context.
-        lengths = task.eval_set.lengths()
-        fed = int((lengths * (scores.draws * task.passes(lengths) + contexts * size)).sum())
+        lengths, fed = task.eval_set.lengths(), None
+        if (passes := task.passes(lengths)) is not None:
+            fed = int((lengths * (scores.draws * passes + contexts * size)).sum())
         row = {
             "dataset": task.eval_set.name,
             "data": task.eval_set.description(),
@@ -89,7 +90,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
             cells.append("")
         elif gains:
             cells.append(f"{r['gain']:.5f} +- {_number(r['gain_error'], 5)}")
-        cells.append(f"{r['token_forwards']:,}")
+        cells.append("-" if r["token_forwards"] is None else f"{r['token_forwards']:,}")
         if published:
             cells.append(f"{r['published'] or ''}")
         rows.append(cells)

@@ -58,6 +58,16 @@ class Pace:
                 )
 
 
+@dataclass(frozen=True)
+class Rule:
+    """How a model chooses its own order: by a score, so many positions a step (`pace`; None: a
+    fixed number), in blocks of so many that are filled in one after the other."""
+
+    score: Score
+    pace: Pace | None = None
+    block: int | None = None
+
+
 @dataclass
 class Plan:
     """Which positions are unmasked at which step, for B samples of up to T positions.

@@ -59,6 +59,7 @@ from orders import Roles
 from sampling import engine, token_choice
 from sampling.compiled import CompiledShapes, StepRunner
 from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
+from sampling.plans import Pace, Rule
 
 N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
 SAMPLES = 6000
@@ -288,11 +289,21 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(syste
 
 @pytest.mark.parametrize("rule", ["confidence", "entropy", "margin"])
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "target rotary", "encoder AO-GPT"])
-@pytest.mark.parametrize("group", [1, 2])
-def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group):
+@pytest.mark.parametrize(
+    "group, pace, block",
+    [
+        (1, None, None),
+        (2, None, None),
+        (1, Pace(threshold=0.4), None),
+        (1, Pace(entropy_bound=1.0, most=3), 2),
+        (2, None, 3),
+    ],
+)
+def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group, pace, block):
     """Also where rows are records of which a token is given: then for each value of it. Float32
     log-probabilities, as above."""
     model, sequences = enumerated(system, 5)[0], all_sequences(V, N)
+    rule = Rule(rule, pace, block)
     nll = decoding_nll(model, sequences, rule, group)
     assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) < 1e-6
     roles = Roles.of(torch.tensor([0, 1, 0, 0]).expand(len(sequences), N))

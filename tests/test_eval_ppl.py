@@ -530,6 +530,10 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
         ("--orders backwards", ["backwards", "l2r"]),
         ("--orders fixed_blockwise:blocks=3", ["'blocks' is no setting", "block, seed"]),
         ("--orders random:seed=5", ["'seed' is no setting of random; it has none"]),
+        ("--orders margin:seed=5", ["'seed' is no setting of margin; it has threshold, entropy"]),
+        ("--orders confidence:block=x", ["block is 'x', not of type int"]),
+        ("--orders entropy:most=0", ["most is 0; give a larger number"]),
+        ("--orders random --num-orders 1 --disagreement", ["needs two --orders, or two draws"]),
         ("--orders fixed_blockwise:block=17", ["block size is 16", "smaller block"]),
         ("--orders fixed_blockwise:block=x", ["block is 'x'", "int"]),
         ("--orders fixed_blockwise:block=0", ["--orders fixed_blockwise:block=0", "at least 1"]),
@@ -608,6 +612,18 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
         result = report[rule, 1]
         assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
         assert result["stopped"] == "exact" and result["monte_carlo_error"] == 0
+
+
+def test_the_models_own_order_may_have_its_pace(evaluate):
+    """One position a step is what is at most one a step, and sure of nothing."""
+    options = "--orders confidence confidence:threshold=1.0 entropy:most=2,block=8 --max-sequences"
+    report = evaluate(f"{options} 3")
+    rows = by_name(report)
+    one, paced = rows["confidence", 1], rows["confidence:threshold=1.0", 1]
+    assert paced["nll"] == pytest.approx(one["nll"], rel=1e-6)
+    assert one["token_forwards"] and paced["token_forwards"] is None
+    assert rows["entropy:most=2,block=8", 1]["nll"] != one["nll"]
+    assert "confidence:threshold=1.0" in report["terminal"]
 
 
 def test_weighted_bounds_and_disagreements_are_those_of_the_losses(evaluate, run, data):
