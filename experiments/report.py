@@ -153,6 +153,7 @@ def draw_sweep(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
 
 def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
     """Averages of the weights against the last weights, over tokens: below 0 they are better."""
+    main = f"ema{experiment.base['optim']['ema_decay']:g}"
     for name, arm in arms.items():
         for kind in experiment.shown:
             runs = [run for run in arm["runs"] if kind in run["losses"]]
@@ -165,7 +166,7 @@ def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
             ]
             means = [statistics.mean(values) for values in zip(*gaps, strict=True)]
             axes.plot(
-                runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2] or 'averaged'}"
+                runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2] or main}"
             )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens", ylabel="averaged - last weights, nats per token")
