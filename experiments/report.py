@@ -165,9 +165,7 @@ def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
                 for run in runs
             ]
             means = [statistics.mean(values) for values in zip(*gaps, strict=True)]
-            axes.plot(
-                runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2] or main}"
-            )
+            axes.plot(runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2] or main}")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens", ylabel="averaged - last weights, nats per token")
 
