@@ -58,6 +58,7 @@ def run(monkeypatch, capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     track, tmp_path, monkeypatch, capsys
 ):

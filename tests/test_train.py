@@ -926,6 +926,7 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, t
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_training_writes_no_modulation_of_every_token():
     """adaLN's six parts are gathered one by one and their gradients, too: a tensor of all parts for
     each token, (B, T, 6 D), would be written and read again."""
