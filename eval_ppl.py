@@ -131,23 +131,29 @@ def check_arguments(a: Arguments) -> Outputs:
     return Outputs(files, inputs, a.overwrite)
 
 
+def settings_of(text: str, types: dict[str, type], example: str) -> tuple[str, dict]:
+    """The name and the settings that `name` or `name:setting=value,...` means. types: of all
+    settings that there are; example: one of them, as it is written."""
+    name, _, written = text.partition(":")
+    values = {}
+    for setting in written.split(",") if written else ():
+        key, _, value = setting.partition("=")
+        if key not in types:
+            possible = f"it has {', '.join(types)} (as in {example})" if types else "it has none"
+            raise ValueError(f"--orders {text}: {key!r} is no setting of {name}; {possible}")
+        try:
+            values[key] = types[key](value)
+        except ValueError:
+            needed = types[key].__name__
+            raise ValueError(f"--orders {text}: {key} is {value!r}, not of type {needed}") from None
+    return name, values
+
+
 def parse_orders(text: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means."""
-    kind, _, settings = text.partition(":")
-    known = ORDER_SETTINGS.get(kind, ())
-    types, values = get_type_hints(OrderConfig), {}
-    for setting in settings.split(",") if settings else ():
-        name, _, value = setting.partition("=")
-        if name not in known:
-            possible = f"it has {', '.join(known)} (as in {known[0]}=1)" if known else "it has none"
-            raise ValueError(f"--orders {text}: {name!r} is no setting of {kind}; {possible}")
-        try:
-            values[name] = types[name](value)
-        except ValueError:
-            needed = types[name].__name__
-            raise ValueError(
-                f"--orders {text}: {name} is {value!r}, not of type {needed}"
-            ) from None
+    known, types = ORDER_SETTINGS.get(text.partition(":")[0], ()), get_type_hints(OrderConfig)
+    example = f"{known[0]}=1" if known else ""
+    kind, values = settings_of(text, {key: types[key] for key in known}, example)
     try:
         return OrderConfig(kind, **values)
     except ValueError as error:
@@ -156,26 +162,12 @@ def parse_orders(text: str) -> OrderConfig:
 
 def parse_rule(text: str) -> Rule | None:
     """The model's own order that `score` or `score:setting=value,...` means; None of another."""
-    score, _, settings = text.partition(":")
-    if score not in get_args(Score):
+    if text.partition(":")[0] not in get_args(Score):
         return None
-    values: dict[str, float] = {}
-    for setting in settings.split(",") if settings else ():
-        name, _, value = setting.partition("=")
-        if name not in RULE_SETTINGS:
-            raise ValueError(
-                f"--orders {text}: {name!r} is no setting of {score}; it has "
-                f"{', '.join(RULE_SETTINGS)} (as in threshold=0.9)"
-            )
-        try:
-            values[name] = RULE_SETTINGS[name](value)
-        except ValueError:
-            needed = RULE_SETTINGS[name].__name__
-            raise ValueError(
-                f"--orders {text}: {name} is {value!r}, not of type {needed}"
-            ) from None
-        if not values[name] >= (name in ("block", "most")):
-            raise ValueError(f"--orders {text}: {name} is {value}; give a larger number")
+    score, values = settings_of(text, RULE_SETTINGS, "threshold=0.9")
+    for key, value in values.items():
+        if not value >= (key in ("block", "most")):
+            raise ValueError(f"--orders {text}: {key} is {value}; give a larger number")
     block = values.pop("block", None)
     return Rule(score, Pace(**values) if values else None, block)
 

@@ -46,8 +46,8 @@ def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
             if kept["command"] == command:
                 return kept["figures"]
     report = file.with_suffix(".report.json")
-    report.unlink(missing_ok=True)  # of a measure that was cut off
-    done = run_alone(*command, "--json", str(report))
+    # What a measure that was cut off has left, is replaced.
+    done = run_alone(*command, "--json", str(report), "--overwrite")
     if done.returncode:
         raise ValueError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
     figures = READERS[measure.script](json.loads(report.read_text()))

@@ -203,38 +203,43 @@ def best_decoder(arm: dict) -> str:
     )
 
 
-def answers_of(arm: dict, decoder: str) -> int:
-    return sum(run["decoders"][decoder]["records"] for run in arm["runs"])
+@dataclass(frozen=True)
+class Share:
+    """Of right answers."""
+
+    value: float
+    answers: int
+    over_seeds: float = 0.0
+    """The standard error of the mean over seeds."""
+
+    def error(self) -> float:
+        """One standard error: the larger of that over answers, which is that of one answer where
+        all are right or none, and that over seeds."""
+        spread = max(self.value * (1 - self.value), 1 / self.answers)
+        return max(math.sqrt(spread / self.answers), self.over_seeds)
+
+    def ties(self, other: Share) -> bool:
+        """Whether they differ by less than two standard errors or a hundredth."""
+        difference = abs(self.value - other.value)
+        return difference < max(0.01, 2 * math.hypot(self.error(), other.error()))
 
 
-def distance(one: tuple[float, int], other: tuple[float, int]) -> float:
-    """Of two shares, each of so many answers, in standard errors of their difference. Where both
-    are all or nothing the error is that of one answer."""
-    variance = sum(max(p * (1 - p), 1 / n) / n for p, n in (one, other))
-    return (one[0] - other[0]) / math.sqrt(variance)
-
-
-def share_of(arm: dict, decoder: str) -> tuple[float, int]:
-    return mean_of(arm, decoder, "exact_match"), answers_of(arm, decoder)
-
-
-def tie(one: dict, decoder: str, other: dict, of_other: str) -> bool:
-    """Whether two are right as often, within two standard errors or a hundredth."""
-    first, second = share_of(one, decoder), share_of(other, of_other)
-    return abs(first[0] - second[0]) < 0.01 or abs(distance(first, second)) < 2
+def share_of(arm: dict, decoder: str) -> Share:
+    """Of the answers of all seeds."""
+    answers = sum(run["decoders"][decoder]["records"] for run in arm["runs"])
+    values = values_of(arm, decoder, "exact_match")
+    over_seeds = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Share(statistics.mean(values), answers, over_seeds)
 
 
 def against_l2r(arms: dict[str, dict]) -> str:
     """What any order is worth on a task: AO-GPT by its best decoder against the plain GPT."""
     if not {"aogpt", "gpt"} <= arms.keys():
         return "-"
-    decoders = [best_decoder(arms[name]) for name in ("aogpt", "gpt")]
-    if tie(arms["aogpt"], decoders[0], arms["gpt"], decoders[1]):
+    ours, gpt = (share_of(arms[name], best_decoder(arms[name])) for name in ("aogpt", "gpt"))
+    if ours.ties(gpt):
         return "tie"
-    shares = [
-        mean_of(arms[n], d, "exact_match") for n, d in zip(("aogpt", "gpt"), decoders, strict=True)
-    ]
-    return "wins" if shares[0] > shares[1] else "loses"
+    return "wins" if ours.value > gpt.value else "loses"
 
 
 def limit_cell(arm: dict, decoder: str) -> str:
@@ -243,9 +248,10 @@ def limit_cell(arm: dict, decoder: str) -> str:
     limits = values_of(arm, decoder, "limit")
     if None in limits:
         return ""
-    limit, (share, count) = statistics.mean(limits), share_of(arm, decoder)
-    error = math.sqrt(max(limit * (1 - limit), 1 / count) / count)
-    return f"{limit:.1%}" + (" (met)" if abs(share - limit) <= 2 * error else "")
+    share = share_of(arm, decoder)
+    limit = Share(statistics.mean(limits), share.answers, share.over_seeds)
+    met = abs(share.value - limit.value) <= 2 * limit.error()
+    return f"{limit.value:.1%}" + (" (met)" if met else "")
 
 
 def summary_table(results: dict[str, dict]) -> list[str]:
@@ -267,9 +273,8 @@ def cost_cell(arms: dict[str, dict], decoder: str = "confidence") -> str:
     pair = [arms[name] for name in ("encoder", "aogpt") if name in arms]
     if len(pair) < 2 or any(decoder not in decoders_of(arm) for arm in pair):
         return "-"
-    if min(mean_of(arm, decoder, "exact_match") for arm in pair) < TOO_FEW:
-        return "-"
-    if not tie(pair[0], decoder, pair[1], decoder):
+    encoder, ours = (share_of(arm, decoder) for arm in pair)
+    if min(encoder.value, ours.value) < TOO_FEW or not encoder.ties(ours):
         return "-"
     ratios = []
     for key in ("token_forwards", "seconds"):

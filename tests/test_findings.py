@@ -150,6 +150,28 @@ def measured(**figures):
     return {"tokens": [], "losses": {}, "measured": figures}
 
 
+def test_a_measure_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
+    """Its table, or its JSON, was written, and not the file of its figures."""
+    monkeypatch.setattr(of_arms, "ROOT", tmp_path)
+    for stale in ("m.report.md", "m.report.json"):
+        (tmp_path / stale).write_text("")
+    # As the scripts do, it replaces nothing that it is not told to.
+    (tmp_path / "eval_ppl.py").write_text(
+        "import json, pathlib, sys\n"
+        "file = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
+        "there = file.exists() or file.with_suffix('.md').exists()\n"
+        "assert not there or '--overwrite' in sys.argv, 'exists already'\n"
+        "row = {'orders': 'l2r', 'ensemble': 1, 'group': 1, 'nll': 2.0, 'monte_carlo_error': 0.1,"
+        " 'gain': None, 'bits_per_byte': None}\n"
+        "file.write_text(json.dumps({'results': [row]}))\n"
+    )
+    measure = measures.Measure("eval_ppl.py", ("RUN",))
+    for _ in range(2):  # made, and read
+        figures = measures.figures_of(measure, ["RUN"], tmp_path / "m.json")
+        assert figures == {"eval_l2r": [2.0, 0.1]}
+        (tmp_path / "eval_ppl.py").unlink(missing_ok=True)
+
+
 def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
     arms = {
         "a": {"runs": [measured(gain=[0.3, 0.1]), measured(gain=[0.5, None])]},
