@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from data.prepare import Prepare, prepare
 from experiments import report, suite
-from experiments.arms import ROOT, write_config
+from experiments.arms import ROOT, commits_of, write_config
 from experiments.suite import Experiment, load_experiment
 from experiments.verdicts import judged, ratio_of
 from runtime.command_line import run_script
@@ -148,9 +148,9 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
             recipe: [said for one in asked if (said := answer(one, kind, arms))]
             for recipe, arms in trained.items()
         }
-    commits = {r["commit"] for arms in trained.values() for v in arms.values() for r in v["runs"]}
+    runs = (run for arms in trained.values() for arm in arms.values() for run in arm["runs"])
     found["at_scale"] = cost_of(experiment, plans_at_scale(experiment, recipes))
-    found |= {"commit": ", ".join(sorted(commits)), "torch": versions()["torch"]}
+    found |= {"commit": commits_of(runs), "torch": versions()["torch"]}
     whole = recipes == list(experiment.recipes) and seeds >= experiment.seeds
     folder = suite.OUT / ("quick" if a.quick else "part")
     write_results(experiment, found, report.RESULTS if whole and not a.quick else folder)

@@ -29,6 +29,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from experiments.arms import (
     ROOT,
     Arm,
+    commits_of,
     config_of,
     crossing,
     own_loss,
@@ -164,7 +165,6 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         seeds = range(1, a.seeds)
         rest = pool.map(lambda seed: run(seed, best["tuned"]), seeds)
         runs = [best, *rest]
-    commits = sorted({result["commit"] for result in runs})
     config = configuration.to_dict(track.config(arm, 0, best["tuned"]))
     return {
         "arm": arm.name,
@@ -172,7 +172,7 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         "tuning": tuning,
         "runs": runs,
         "config": config,
-        "commit": ", ".join(commits),
+        "commit": commits_of(runs),
         "versions": versions(),
     }
 

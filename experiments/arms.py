@@ -21,7 +21,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +140,11 @@ def run_of(config: Config, processes: int = 1) -> Run:
     noted = config.run_folder / "commit"
     trained_by = text_of(noted) or "unknown"
     return Run(config, trained_by, read_metrics(config.run_folder / "metrics.jsonl"))
+
+
+def commits_of(results: Iterable[dict]) -> str:
+    """All commits that results of runs are of, each once; a run that was resumed has several."""
+    return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
 
 
 def text_of(path: Path) -> str:

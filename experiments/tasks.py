@@ -22,7 +22,7 @@ from data.tasks import TASKS
 from evaluation.tasks import Questions, answer, open_questions
 from evaluation.text_measures import mean_and_reach
 from experiments import suite
-from experiments.arms import ROOT, read_arms, run_of
+from experiments.arms import ROOT, commits_of, read_arms, run_of
 from experiments.kept import Kept
 from experiments.report import tuned_cell
 from experiments.suite import Experiment
@@ -333,11 +333,11 @@ def page(tasks: dict[str, TaskExperiment], results: dict[str, dict]) -> str:
     lines += ["![exact match over NFE](tasks/tasks.png)", ""]
     for task, arms in results.items():
         tuned = ", ".join(f"{name} {tuned_cell(arm['tuned'])}" for name, arm in arms.items())
-        commits = sorted({run["commit"] for arm in arms.values() for run in arm["runs"]})
+        commits = commits_of(run for arm in arms.values() for run in arm["runs"])
         tokens = {run["tokens"][-1] for arm in arms.values() for run in arm["runs"]}
         told = ", ".join(f"{n / 1e6:.1f}M" for n in sorted(tokens))
         lines += [f"## {task}: {tasks[task].says}", "", *task_table(arms), ""]
-        lines += [f"{told} tokens. Tuned: {tuned}. Commit {', '.join(commits)}.", ""]
+        lines += [f"{told} tokens. Tuned: {tuned}. Commit {commits}.", ""]
     if missing := [task for task in tasks if task not in results]:
         lines.append(f"Not run yet: {', '.join(missing)}.")
     return "\n".join(lines).rstrip() + "\n"
