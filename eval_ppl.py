@@ -173,15 +173,13 @@ def parse_rule(text: str) -> Rule | None:
 
 
 def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
-    """The distributions to score, by name. Raises ValueError where the model has no such likelihood
-    or no ensembles of it."""
-    possible, no_ensemble = ("l2r", "random"), None
+    """The distributions to score, by name. Raises ValueError where the model has no such
+    likelihood."""
+    possible = ("l2r", "random")
     if config.is_encoder:  # it sees a set of tokens, in no order
         possible = ("random", "score_entropy") if config.noise else ("random",)
-        no_ensemble = "is an encoder, whose predictions do not depend on the order of the context"
     elif config.l2r_only:  # a decoder that can only know the order it was trained on
         possible = ("l2r",)
-        no_ensemble = "is not told its target position: it knows one order only"
     if a.orders == ():
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
     named = {}
@@ -209,6 +207,12 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
             "--group is for models that are told their targets, scored as probabilities; leave it "
             "out, or name other --orders"
         )
+    return named
+
+
+def check_measures(a: Arguments, config: ModelConfig, named: dict[str, OrderConfig]) -> None:
+    """Raise ValueError where these orders of this model have no such bound, disagreement or
+    ensembles."""
     if a.bound == "iw":
         fixed = all(orders.is_fixed for orders in named.values())
         if fixed or (config.is_encoder and "random" in named):
@@ -226,16 +230,20 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
         if len(named) < 2 and not (drawn and a.max_draws > 1):
             raise ValueError("--disagreement needs two --orders, or two draws of one")
     if set(a.ensemble) != {1}:
-        if no_ensemble:
+        if config.is_encoder or config.l2r_only:
+            reason = (
+                "is an encoder, whose predictions do not depend on the order of the context"
+                if config.is_encoder
+                else "is not told its target position: it knows one order only"
+            )
             raise ValueError(
-                f"this model {no_ensemble}, so there is no ensemble of orders; leave out --ensemble"
+                f"this model {reason}, so there is no ensemble of orders; leave out --ensemble"
             )
         if all(orders.kind != "random" for orders in named.values()):
             raise ValueError(
                 f"ensembles are of uniformly random orders, not of {', '.join(named)}; "
                 "add random to --orders, or leave out --ensemble"
             )
-    return named
 
 
 def check_sets(a: Arguments, eval_sets: list[EvalSet], orders: dict[str, OrderConfig]) -> None:
@@ -256,6 +264,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     loaded = load(a.run, a.weights, procs.device, a.block_size)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     orders = choose_orders(a, config)
+    check_measures(a, config, orders)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
     check_sets(a, eval_sets, orders)
     runner = BatchRunner(procs, dtype, config.block_size, a.batch_size)
