@@ -118,7 +118,9 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     """PNG, a panel for each recipe, of what `experiment.figure` says."""
     recipes = found["recipes"]
     size = (5.2 * len(recipes), 4.2)
-    drawing, grid = new_figure(1, len(recipes), size, squeeze=False, sharey=True)
+    # The ends of a sweep are far away, and not every recipe goes there.
+    shared = experiment.figure != "sweep"
+    drawing, grid = new_figure(1, len(recipes), size, squeeze=False, sharey=shared)
     draw = DRAWINGS[experiment.figure]
     for axes, (recipe, arms) in zip(grid.flat, recipes.items(), strict=True):
         draw(axes, experiment, arms)
