@@ -166,7 +166,8 @@ def parse_rule(text: str) -> Rule | None:
         return None
     score, values = settings_of(text, RULE_SETTINGS, "threshold=0.9")
     for key, value in values.items():
-        if not value >= (key in ("block", "most")):
+        least = 1 if RULE_SETTINGS[key] is int else 0
+        if not value >= least:  # nor is that which is no number
             raise ValueError(f"--orders {text}: {key} is {value}; give a larger number")
     block = values.pop("block", None)
     return Rule(score, Pace(**values) if values else None, block)
@@ -211,8 +212,8 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
 
 
 def check_measures(a: Arguments, config: ModelConfig, named: dict[str, OrderConfig]) -> None:
-    """Raise ValueError where these orders of this model have no such bound, disagreement or
-    ensembles."""
+    """Raise ValueError where --bound, --disagreement or --ensemble asks for what these orders of
+    this model do not have."""
     if a.bound == "iw":
         fixed = all(orders.is_fixed for orders in named.values())
         if fixed or (config.is_encoder and "random" in named):
@@ -230,12 +231,12 @@ def check_measures(a: Arguments, config: ModelConfig, named: dict[str, OrderConf
         if len(named) < 2 and not (drawn and a.max_draws > 1):
             raise ValueError("--disagreement needs two --orders, or two draws of one")
     if set(a.ensemble) != {1}:
-        if config.is_encoder or config.l2r_only:
-            reason = (
-                "is an encoder, whose predictions do not depend on the order of the context"
-                if config.is_encoder
-                else "is not told its target position: it knows one order only"
-            )
+        reason = None
+        if config.is_encoder:
+            reason = "is an encoder, whose predictions do not depend on the order of the context"
+        elif config.l2r_only:
+            reason = "is not told its target position: it knows one order only"
+        if reason:
             raise ValueError(
                 f"this model {reason}, so there is no ensemble of orders; leave out --ensemble"
             )

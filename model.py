@@ -456,7 +456,7 @@ class Transformer(nn.Module):
 
     def make_inputs(self) -> None:
         """Make what turns positions, and what else a subclass is told, into vectors."""
-        raise NotImplementedError
+        raise NotImplementedError  # AOGPT and Encoder have their own
 
     def make_angles(self, device: torch.device | None = None) -> None:
         """Make the rotary angles of all positions, (block_size + 1, 2, D/H / 2). They are not

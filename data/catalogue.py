@@ -76,7 +76,7 @@ class Dataset:
     def corpora(self, files: Files) -> dict[str, Corpus]:
         """The documents of each split, not read yet. Raises ValueError or FileNotFoundError for
         files that do not fit."""
-        raise NotImplementedError
+        raise NotImplementedError  # every data set has its own
 
 
 # ---- to train on ---------------------------------------------------------------------------------

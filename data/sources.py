@@ -61,11 +61,11 @@ class Corpus:
         """Yields (text, end) from the beginning; can be called again.
 
         Raises ValueError for what cannot be read."""
-        raise NotImplementedError
+        raise NotImplementedError  # every corpus has its own
 
     def describe(self) -> list[dict]:
         """What identifies the contents, for meta.json: equal descriptions mean equal documents."""
-        raise NotImplementedError
+        raise NotImplementedError  # every corpus has its own
 
     def notes(self) -> list[str]:
         """What a user should know about the documents that have been read."""

@@ -40,11 +40,11 @@ class Tokenizer:
     def encode_array(self, text: str) -> np.ndarray:
         """Ids of `text` as an unsigned integer array (n,); "<|endoftext|>" in it is text like any
         other, never the special token."""
-        raise NotImplementedError
+        raise NotImplementedError  # every tokenizer has its own
 
     def _bytes_of(self, ids: list[int]) -> bytes:
         """The bytes that `ids` stand for; those of end-of-text are its name."""
-        raise NotImplementedError
+        raise NotImplementedError  # every tokenizer has its own
 
     def encode(self, text: str) -> list[int]:
         """`encode_array` as a list."""

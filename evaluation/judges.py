@@ -57,16 +57,16 @@ class Judge:
     def encode(self, text: str) -> list[int]:
         """The judge's ids of a text, in which "<|endoftext|>" ends a document, as samples have
         it."""
-        raise NotImplementedError
+        raise NotImplementedError  # every judge has its own
 
     def has_ids_of(self, tokenizer: str) -> bool:
         """Whether the ids of the project's tokenizer of that name mean the same to the judge."""
-        raise NotImplementedError
+        raise NotImplementedError  # every judge has its own
 
     def nll(self, tokens: Tensor) -> Tensor:
         """-log p of each token given those before it: LongTensor (B, T) -> float tensor (B, T).
         Without a start token the first column means nothing."""
-        raise NotImplementedError
+        raise NotImplementedError  # every judge has its own
 
     def score(
         self,

@@ -46,7 +46,7 @@ def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
             if kept["command"] == command:
                 return kept["figures"]
     report = file.with_suffix(".report.json")
-    # What a measure that was cut off has left, is replaced.
+    # A measure that was cut off may have left a report behind: replace it.
     done = run_alone(*command, "--json", str(report), "--overwrite")
     if done.returncode:
         raise ValueError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")

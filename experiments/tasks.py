@@ -244,7 +244,8 @@ def against_l2r(arms: dict[str, dict]) -> str:
 
 def limit_cell(arm: dict, decoder: str) -> str:
     """The share of right answers that is possible, and whether it is met within two standard
-    errors; nothing where it is not known."""
+    errors: those that as many answers would have if they were right as often as is possible, or
+    those over seeds. Nothing where it is not known."""
     limits = values_of(arm, decoder, "limit")
     if None in limits:
         return ""

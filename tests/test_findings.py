@@ -166,10 +166,9 @@ def test_a_measure_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
         "file.write_text(json.dumps({'results': [row]}))\n"
     )
     measure = measures.Measure("eval_ppl.py", ("RUN",))
-    for _ in range(2):  # made, and read
-        figures = measures.figures_of(measure, ["RUN"], tmp_path / "m.json")
-        assert figures == {"eval_l2r": [2.0, 0.1]}
-        (tmp_path / "eval_ppl.py").unlink(missing_ok=True)
+    assert measures.figures_of(measure, ["RUN"], tmp_path / "m.json") == {"eval_l2r": [2.0, 0.1]}
+    (tmp_path / "eval_ppl.py").unlink()  # from here on the figures can only be read
+    assert measures.figures_of(measure, ["RUN"], tmp_path / "m.json") == {"eval_l2r": [2.0, 0.1]}
 
 
 def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
