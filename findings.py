@@ -131,6 +131,7 @@ def cost_of(experiment: Experiment, plans: list[tuple[str, RunPlan]]) -> str:
 def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     """Train what is missing, and write JSON, table and figure."""
     seeds = a.seeds or experiment.seeds
+    keep = None if a.quick else report.RESULTS / f"{experiment.name}.runs.jsonl"
     if a.quick:
         prepare_quick_text(experiment)
     if experiment.bench:
@@ -138,22 +139,28 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     else:
         total = suite.number_of_runs(experiment, recipes, seeds, a.quick)
         with tqdm(total=total, unit="run", desc=experiment.name, disable=None) as bar:
-            keep = None if a.quick else report.RESULTS / f"{experiment.name}.runs.jsonl"
             of_runs = experiment, recipes, seeds, a.jobs, a.quick, bar.update, keep
             trained = suite.train(*of_runs)
-    kind, found = experiment.kind, {"experiment": experiment.name, "recipes": trained}
-    parts = {"claims": (experiment.claims, judged), "ratios": (experiment.ratios, ratio_of)}
-    for part, (asked, answer) in parts.items():
-        found[part] = {
-            recipe: [said for one in asked if (said := answer(one, kind, arms))]
-            for recipe, arms in trained.items()
-        }
+    found = {"experiment": experiment.name, "recipes": trained, **judgements(experiment, trained)}
+    found["others"] = suite.results_of_others(experiment, recipes, a.quick, keep)
     runs = (run for arms in trained.values() for arm in arms.values() for run in arm["runs"])
     found["at_scale"] = cost_of(experiment, plans_at_scale(experiment, recipes))
     found |= {"commit": commits_of(runs), "torch": versions()["torch"]}
     whole = recipes == list(experiment.recipes) and seeds >= experiment.seeds
     folder = suite.OUT / ("quick" if a.quick else "part")
     write_results(experiment, found, report.RESULTS if whole and not a.quick else folder)
+
+
+def judgements(experiment: Experiment, trained: suite.Found) -> dict:
+    """What the arms of each recipe say of the experiment's claims, and its ratios."""
+    parts = {"claims": (experiment.claims, judged), "ratios": (experiment.ratios, ratio_of)}
+    return {
+        part: {
+            recipe: [said for one in asked if (said := answer(one, experiment.kind, arms))]
+            for recipe, arms in trained.items()
+        }
+        for part, (asked, answer) in parts.items()
+    }
 
 
 def write_results(experiment: Experiment, found: dict, folder: Path) -> None:

@@ -34,9 +34,10 @@ from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan,
 from sampling.token_choice import TokenChoice
 
 System = Literal[
-    "ours", "baseline", "no-cache", "cache-only", "encoder", "l2r", "speculative", "gpt"
+    "ours", "baseline", "no-cache", "cache-only", "encoder", "l2r", "speculative", "gpt", "rotary"
 ]
 SLOW = ("no-cache", "encoder")  # systems of which a part of the model calls is timed
+OTHERS: tuple[System, ...] = ("encoder", "gpt", "rotary")  # models beside AO-GPT
 TITLES = {"ours": "AO-GPT", "encoder": "Encoder", "gpt": "GPT"}
 DRAFT = 8  # positions that speculation guesses at once
 ENTROPY = 4.0  # nats; language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140)
@@ -65,7 +66,7 @@ class DecodeOptions(BenchOptions):
     without a cache. encoder: decode.generate on an encoder of the same size. And, with plans of
     their own: cache-only, every unknown position predicted in every step, as without Lemma 4.1;
     l2r, one token a step from left to right; speculative, eight drafted at a time; gpt, a plain GPT
-    from left to right."""
+    from left to right. rotary: as ours, of a model of relative attention without adaLN."""
     temperature: Annotated[float, Ge(0)] = 0.9
     top_p: float = 0.95
     repeats: Count = 3
@@ -116,14 +117,11 @@ class DecodeBench:
         self.model.to(dtype)
         # A trained model has its own entropy; random weights are given that of a language model.
         self.models = {"ours": self.prepare(self.model, scale=1.0 if options.run else None)}
-        if "encoder" in options.systems:
-            config = encoder_config(self.model.config, self.vocab_size)
-            self.encoder = common.random_model(config, options.seed, device).to(dtype)
-            self.models["encoder"] = self.prepare(self.encoder, scale=None)
-        if "gpt" in options.systems:
-            config = dataclasses.replace(self.model.config, target="none")
-            self.gpt = common.random_model(config, options.seed, device).to(dtype)
-            self.models["gpt"] = self.prepare(self.gpt, scale=None)
+        self.others: dict[System, Transformer] = {}
+        for system in (s for s in OTHERS if s in options.systems):
+            config = other_config(system, self.model.config, self.vocab_size)
+            self.others[system] = common.random_model(config, options.seed, device).to(dtype)
+            self.models[system] = self.prepare(self.others[system], scale=None)
 
     def prepare(self, model: Transformer, scale: float | None) -> dict:
         """Give the model realistic logits; what the report says of it."""
@@ -203,15 +201,16 @@ class DecodeBench:
                 return decode_uncached(
                     self.model, plan, generator=on_device, calls=calls, **sampler
                 )
-            case "ours":
-                return self.engine(self.model).generate(plan, generator=generator)
+            case "ours" | "rotary":
+                model = self.others.get(system, self.model)
+                return self.engine(model).generate(plan, generator=generator)
             case "cache-only" | "l2r" | "speculative" | "gpt":
-                model = self.gpt if system == "gpt" else self.model
+                model = self.others.get(system, self.model)
                 return self.engine(model).generate(own_plan(system, plan), generator=generator)
             case "encoder":
                 plan = plan if calls is None else only_calls(plan, calls)
                 tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
-                return self.engine(self.encoder).generate(plan, tokens, generator=generator)
+                return self.engine(self.others[system]).generate(plan, tokens, generator=generator)
 
     def engine(self, model: Transformer) -> Engine:
         """Caches, packed weights and compiled steps are made once, as for many samples."""
@@ -321,6 +320,17 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
     if not is_ao_gpt(loaded.model.config):
         raise ValueError(f"{options.run} is not AO-GPT: give {AO_GPT}")
     return loaded.model, loaded.vocab_size
+
+
+def other_config(system: System, config: ModelConfig, vocab_size: int) -> ModelConfig:
+    """One of `OTHERS`, of the decoder's size."""
+    match system:
+        case "encoder":
+            return encoder_config(config, vocab_size)
+        case "gpt":
+            return dataclasses.replace(config, target="none")
+        case _:
+            return dataclasses.replace(config, position="rotary", target="rotary")
 
 
 def encoder_config(config: ModelConfig, vocab_size: int) -> ModelConfig:

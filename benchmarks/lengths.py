@@ -39,6 +39,7 @@ class LengthsOptions(BenchOptions):
         "l2r",
         "speculative",
         "gpt",
+        "rotary",
     )
     """As in bench.py decode."""
     repeats: Count = 3

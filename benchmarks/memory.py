@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import SIZES, BenchOptions
-from benchmarks.decode import encoder_config
+from benchmarks.decode import other_config
 from benchmarks.lengths import slope
 from model import Transformer
 from runtime.devices import pick_device, pick_dtype
@@ -116,10 +116,8 @@ def model_of(
 ) -> tuple[Transformer, int]:
     config, vocab_size = SIZES[options.size]
     config = dataclasses.replace(config, block_size=max(config.block_size, length))
-    if system == "encoder":
-        config = encoder_config(config, vocab_size)
-    if system == "rotary":
-        config = dataclasses.replace(config, position="rotary", target="rotary")
+    if system != "decoder":
+        config = other_config(system, config, vocab_size)
     dtype = pick_dtype(options.dtype, device)
     return common.random_model(config, options.seed, device).to(dtype), vocab_size
 

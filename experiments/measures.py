@@ -6,6 +6,7 @@ Figures are {name: [value, error or None]}; a claim names them as it names losse
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -93,6 +94,25 @@ def of_generation(result: dict) -> Figures:
         for key in ("entropy", "nfe"):
             figures[f"{key}_{name}"] = [row[key], known(row[f"{key}_standard_error"])]
     return figures
+
+
+def at_entropy(figures: Figures, entropy: float) -> Figures:
+    """Of generation: for every number of steps matched_mdmSTEPS, the judge's loss where samples
+    have this entropy, on the straight line between the two settings around it. None where all
+    settings are above or below it."""
+    settings: dict[str, list[tuple[float, float]]] = {}
+    for name, (loss, _) in figures.items():
+        if name.startswith("judge_"):
+            setting = name.removeprefix("judge_")
+            of_samples = figures[f"entropy_{setting}"][0]
+            settings.setdefault(setting.rpartition("_")[2], []).append((of_samples, loss))
+    found = {}
+    for steps, points in settings.items():
+        for (low, below), (high, above) in itertools.pairwise(sorted(points)):
+            if low <= entropy <= high:
+                share = (entropy - low) / (high - low)
+                found[f"matched_{steps}"] = [below + share * (above - below), None]
+    return found
 
 
 def of_infilling(result: dict) -> Figures:

@@ -3,28 +3,54 @@ from its JSON, so that they cannot say anything else."""
 
 from __future__ import annotations
 
+import re
 import statistics
 
 from evaluation.text_measures import mean_and_reach
 from experiments.arms import ROOT, crossing
 from experiments.suite import Experiment, load_experiment, names
+from experiments.verdicts import figure_of
 from runtime.reports import log_x, markdown_table, new_figure, png
 from runtime.schemas import damaged, read_results
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, at which the table shows losses
 TITLES = {
-    "own": "own orders",
-    "l2r": "left to right",
-    "random": "any order",
     "seconds": "exponent of seconds",
     "forwards": "exponent of forwards",
     "peak": "exponent of the peak",
+    "planned": "exponent of the plan",
+}
+# What the parts of a name mean, between underscores: `title_of`.
+PARTS = {
+    "own": "own orders",
+    "l2r": "left to right",
+    "random": "any order",
+    "raw": "last weights",
+    "eval": "",
+    r"ema(.+)": "average of {}",
+    r"m(\d+)": "{} orders",
+    r"g(\d+)": "groups of {}",
+    r"t([\d.]+)": "T {}",
+    r"p([\d.]+)": "top-p {}",
+    r"mdm(\d+)": "{} steps",
+    r"rouge(\w)": "ROUGE-{}",
+    r"(\d+)": "{} tokens",
 }
 
 
 def title_of(kind: str) -> str:
-    return TITLES.get(kind, kind)
+    """A loss or figure in words: eval_random_m8 -> any order, 8 orders."""
+    if kind in TITLES:
+        return TITLES[kind]
+    return ", ".join(filter(None, map(title_of_part, kind.split("_"))))
+
+
+def title_of_part(part: str) -> str:
+    for pattern, title in PARTS.items():
+        if found := re.fullmatch(pattern, part):
+            return title.format(*found.groups())
+    return part
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -39,7 +65,16 @@ def tables(experiment: Experiment, found: dict) -> list[str]:
         for ratio in found["ratios"][recipe]:
             values = ratio["values"]
             lines += [f"{ratio['says']}: {mean_cell(values)}", ""]
+        for name, run in found["others"].get(recipe, {}).items():
+            why = experiment.others(recipe)[name].why
+            lines += [f"*{name}* ({why}): {loss_cells(run)}", ""]
     return lines
+
+
+def loss_cells(run: dict) -> str:
+    """The last losses of one run, left to right and in any order."""
+    losses = {kind: at(run, kind) for kind in ("l2r", "random")}
+    return ", ".join(f"{title_of(k)} {v:.4f}" for k, v in losses.items() if v is not None)
 
 
 def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
@@ -76,15 +111,9 @@ def lines_of(run: dict, kind: str) -> list[dict]:
 
 
 def at(run: dict, kind: str, share: float = 1.0) -> float | None:
-    """A loss of a run after a share of its tokens: at the first evaluation from there on; or, at
-    the end, what was measured of it. None where there is none."""
-    if share == 1 and kind in run["measured"]:
-        return run["measured"][kind][0]
-    if not run["tokens"] or kind not in run["losses"]:
-        return None
-    wanted = share * run["tokens"][-1]
-    place = next(i for i, tokens in enumerate(run["tokens"]) if tokens >= wanted)
-    return run["losses"][kind][place]
+    """The value of `figure_of`."""
+    found = figure_of(run, kind, share)
+    return found[0] if found else None
 
 
 def mean_cell(values: list[float | None]) -> str:
@@ -154,20 +183,23 @@ def draw_sweep(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
 
 
 def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
-    """Averages of the weights against the last weights, over tokens: below 0 they are better."""
-    main = f"ema{experiment.base['optim']['ema_decay']:g}"
-    for name, arm in arms.items():
-        for kind in experiment.shown:
-            runs = [run for run in arm["runs"] if kind in run["losses"]]
-            raw = f"{kind.partition('_')[0]}_raw"
-            if kind == raw:
-                continue
-            gaps = [
-                [a - b for a, b in zip(run["losses"][kind], run["losses"][raw], strict=True)]
-                for run in runs
-            ]
-            means = [statistics.mean(values) for values in zip(*gaps, strict=True)]
-            axes.plot(runs[0]["tokens"], means, label=f"{name}, {kind.partition('_')[2] or main}")
+    """Averages of the weights against the last weights, over tokens: below 0 they are better. Means
+    of the seeds, and the ranges they span; a colour for each average, a style for each arm."""
+    raw = next(kind for kind in experiment.shown if kind.endswith("_raw"))
+    main = raw.removesuffix("_raw")
+    kinds = [kind for kind in experiment.shown if kind != raw]
+    for style, (name, arm) in zip(("-", "--", ":"), arms.items(), strict=False):
+        tokens = arm["runs"][0]["tokens"]
+        for number, kind in enumerate(kinds):
+            losses = [(run["losses"][kind], run["losses"][raw]) for run in arm["runs"]]
+            gaps = [[a - b for a, b in zip(*pair, strict=True)] for pair in losses]
+            values = list(zip(*gaps, strict=True))
+            of_main = f"{main}_ema{experiment.base['optim']['ema_decay']:g}"
+            label = f"{name}, {title_of(of_main if kind == main else kind).partition(', ')[2]}"
+            means = [statistics.mean(v) for v in values]
+            axes.plot(tokens, means, style, color=f"C{number}", label=label)
+            low, high = ([f(v) for v in values] for f in (min, max))
+            axes.fill_between(tokens, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens", ylabel="averaged - last weights, nats per token")
 

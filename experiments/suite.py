@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,10 @@ import numpy as np
 from data.generators import NATS_OF_TEXT
 from data.loader import TokenDataset, read_tokens
 from data.tokenizers import END_OF_TEXT, get_tokenizer
+from evaluation.text_measures import unigram_entropy
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
 from experiments.kept import Kept
-from experiments.measures import Figures, Measure, figures_of
+from experiments.measures import Figures, Measure, at_entropy, figures_of
 from experiments.verdicts import Claim, Ratio
 from runtime.schemas import damaged, from_values, read_results, read_toml
 from training import memory_plan
@@ -98,6 +100,8 @@ class Experiment:
         found = {}
         for name in self.recipes[recipe] if recipe in self.of_scale() else ():
             own = self.scale.get("all", {}) | self.scale.get(name, {})
+            if recipe == "fast":  # whose rate comes to nothing at the end of every run
+                own.pop("optim.decay_steps", None)
             changes = {} if "config" in own else self.alone[name].changes
             file = own.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
             path = CONFIGS.parent / f"{file}.toml"
@@ -250,6 +254,20 @@ def train(
     return found
 
 
+def results_of_others(
+    experiment: Experiment, recipes: list[str], quick: bool, keep: Path | None
+) -> dict[str, dict[str, dict]]:
+    """By recipe and name: what the runs that arms begin from or are measured with came to."""
+    kept, found = Kept(keep), {}
+    for recipe in recipes:
+        configs = {n: experiment.other_run(recipe, n, quick) for n in experiment.others(recipe)}
+        found[recipe] = {
+            name: kept.of(config, [], lambda config=config: summary(run_of(config)))
+            for name, config in configs.items()
+        }
+    return found
+
+
 class Others:
     """The runs that arms begin from or are measured with: trained when the first arm asks."""
 
@@ -313,6 +331,9 @@ def measured(experiment: Experiment, commands: Commands, config: Config) -> Figu
     for number, words in commands:
         file = config.run_folder.with_name(f"{config.name}.{experiment.name}.{number}.json")
         figures |= figures_of(experiment.measures[number], words, file)
+    if any(name.startswith("judge_") for name in figures):
+        own = entropy_of_blocks(config.data.folder, config.model.block_size)
+        figures |= at_entropy(figures, own) | {"entropy_of_text": [own, None]}
     return figures
 
 
@@ -391,6 +412,14 @@ def unigram(folder: str) -> float:
     counts = np.bincount(read_tokens(Path(folder), "val"))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+@functools.cache
+def entropy_of_blocks(folder: str, size: int) -> float:
+    """`unigram_entropy` of a block of the validation text, mean of the first thousand blocks."""
+    data = TokenDataset(folder, "val", size)
+    blocks = data.blocks(list(range(min(1000, data.num_blocks))))
+    return statistics.mean(map(unigram_entropy, blocks.tolist()))
 
 
 def summary(run: Run) -> dict:

@@ -8,6 +8,8 @@ import statistics
 from dataclasses import dataclass
 
 PLATEAU = "unresolved (plateau)"
+UNFINISHED = "unresolved (a run did not end)"
+UNMEASURED = "not measured"
 NOTHING = 0.1  # nats a token: what is learned of frequencies alone moves less than this
 Arms = dict[str, dict]
 """By name: {"runs": [one for each seed]}, as `experiments.suite.train` makes them."""
@@ -15,9 +17,9 @@ Arms = dict[str, dict]
 
 @dataclass(frozen=True)
 class Claim:
-    """That one figure is lower than another. A side is ARM, ARM:KIND or a number. KIND is a loss of
-    metrics.jsonl, as in val_loss_KIND, or a figure of a measure; by default that of the
-    experiment."""
+    """That one figure is lower than another. A side is ARM, ARM:KIND, ARM:KIND@SHARE or a number.
+    KIND is a loss of metrics.jsonl, as in val_loss_KIND, or a figure of a measure; by default that
+    of the experiment. SHARE is that of the tokens after which a loss is looked at; by default 1."""
 
     says: str
     lower: str
@@ -48,29 +50,37 @@ def judged(claim: Claim, kind: str, arms: Arms) -> dict | None:
     differences = [high[0] - low[0] + claim.margin for low, high in seeds]
     errors = [error or 0.0 for pair in seeds for _, error in pair]
     monte_carlo = math.sqrt(sum(e * e for e in errors)) / max(1, len(seeds))
-    return {
-        "says": claim.says,
-        "differences": differences,
-        "monte_carlo_error": monte_carlo,
-        **verdict(differences, monte_carlo),
-        **({"verdict": PLATEAU} if on_the_plateau(claim, kind, arms) else {}),
-    }
+    found = verdict(differences, monte_carlo)
+    if not seeds:
+        found["verdict"] = UNMEASURED
+    elif len(seeds) < len(sides[0]):
+        found["verdict"] = UNFINISHED  # those that ended may be the lucky ones
+    elif on_the_plateau(claim, kind, arms):
+        found["verdict"] = PLATEAU
+    of_chance = {"differences": differences, "monte_carlo_error": monte_carlo}
+    return {"says": claim.says, **of_chance, **found}
 
 
 def on_the_plateau(claim: Claim, kind: str, arms: Arms) -> bool:
     """Whether both sides are losses from which no more has been learned than how frequent single
     tokens are. They tell of that, whatever the claim is about."""
-    names = [side.partition(":")[0] for side in (claim.lower, claim.higher)]
-    if claim.margin or any(is_number(name) for name in names):
+    sides = [parts_of(side, kind) for side in (claim.lower, claim.higher)]
+    if claim.margin or any(is_number(arm) for arm, *_ in sides):
         return False
-    kinds = [side.partition(":")[2] or kind for side in (claim.lower, claim.higher)]
     of_seeds = [
-        (run["losses"][kind][-1], run["measured"]["unigram"][0])
-        for name, kind in zip(names, kinds, strict=True)
-        for run in arms[name]["runs"]
-        if run["losses"].get(kind) and "unigram" in run.get("measured", {})
+        (figure_of(run, of, share), run["measured"]["unigram"][0])
+        for arm, of, share in sides
+        for run in arms[arm]["runs"]
+        if is_loss(run, of) and "unigram" in run.get("measured", {})
     ]
-    return bool(of_seeds) and all(loss > unigram - NOTHING for loss, unigram in of_seeds)
+    return bool(of_seeds) and all(
+        loss is not None and loss[0] > unigram - NOTHING for loss, unigram in of_seeds
+    )
+
+
+def is_loss(run: dict, kind: str) -> bool:
+    """Whether a figure is a loss of the text that a run is validated on."""
+    return kind in run["losses"] or kind.startswith("eval_")
 
 
 def ratio_of(ratio: Ratio, kind: str, arms: Arms) -> dict | None:
@@ -88,9 +98,16 @@ Figure = tuple[float, float | None]
 """A value and its error, if it is known."""
 
 
+def parts_of(side: str, kind: str) -> tuple[str, str, float]:
+    """The arm (or number), KIND and SHARE of a side."""
+    arm, _, named = side.partition(":")
+    named, _, share = named.partition("@")
+    return arm, named or kind, float(share or 1)
+
+
 def sides_of(sides: tuple[str, ...], kind: str, arms: Arms) -> list[list[Figure | None]] | None:
     """The figures of each side, one a seed; None where an arm is missing."""
-    split = [side.partition(":") for side in sides]
+    split = [parts_of(side, kind) for side in sides]
     names = [arm for arm, *_ in split if not is_number(arm)]
     if any(name not in arms for name in names):
         return None
@@ -98,8 +115,8 @@ def sides_of(sides: tuple[str, ...], kind: str, arms: Arms) -> list[list[Figure 
     return [
         [(float(arm), None)] * seeds
         if is_number(arm)
-        else [figure_of(run, of or kind) for run in arms[arm]["runs"][:seeds]]
-        for arm, _, of in split
+        else [figure_of(run, of, share) for run in arms[arm]["runs"][:seeds]]
+        for arm, of, share in split
     ]
 
 
@@ -111,16 +128,18 @@ def is_number(text: str) -> bool:
     return True
 
 
-def figure_of(run: dict, kind: str) -> Figure | None:
-    """What was measured of a run, or its last loss of this kind; None of one that did not end or
-    has no such figure."""
-    if kind in run.get("measured", {}):
+def figure_of(run: dict, kind: str, share: float = 1.0) -> Figure | None:
+    """What was measured of a run at its end; or its loss of this kind after a share of its tokens,
+    at the first evaluation from there on. None of one that did not end or has no such figure."""
+    if share == 1 and kind in run.get("measured", {}):
         value, error = run["measured"][kind]
         return value, error
     if not run["tokens"] or kind not in run["losses"]:
         return None
+    wanted = share * run["tokens"][-1]
+    place = next(i for i, tokens in enumerate(run["tokens"]) if tokens >= wanted)
     errors = run["losses"].get(f"{kind}_error")
-    return run["losses"][kind][-1], errors[-1] if errors else None
+    return run["losses"][kind][place], errors[place] if errors else None
 
 
 def verdict(differences: list[float], monte_carlo: float) -> dict:

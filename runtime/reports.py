@@ -26,11 +26,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, with "-dirty" after it where files have been changed since."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    root = Path(__file__).resolve().parents[1]
-    found = subprocess.run(describe, cwd=root, capture_output=True, text=True).stdout.strip()
-    return found or "unknown"
+    """The commit of this code, with "-dirty" after it where files have been changed since, other
+    than results, which runs write."""
+
+    def git(*words: str) -> str:
+        root = Path(__file__).resolve().parents[1]
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
+    return (git("describe", "--always") or "unknown") + "-dirty" * bool(changed)
 
 
 def command() -> str:

@@ -312,7 +312,7 @@ OWN_PLANS = ("cache-only", "l2r", "speculative", "gpt")
 
 def test_systems_with_plans_of_their_own_decode_as_many_tokens():
     sizes = {"size": "tiny", "batch_size": 3, "length": 200, "repeats": 1, "device": "cpu"}
-    options = bench.DecodeOptions(systems=("ours", *OWN_PLANS), steps=(50,), **sizes)
+    options = bench.DecodeOptions(systems=("ours", "rotary", *OWN_PLANS), steps=(50,), **sizes)
     made = bench.DecodeBench(options, torch.device("cpu"), torch.float32)
     rows = {row["system"]: row for row in made.rows(50, rates=None)}
     assert made.model.config.block_size == 200  # random weights are as long as need be
@@ -320,7 +320,8 @@ def test_systems_with_plans_of_their_own_decode_as_many_tokens():
     assert rows["cache-only"]["model_calls"] == 50
     # Of n known inputs each call feeds those that are new, and a copy for all 200 - n unknown ones.
     assert rows["cache-only"]["token_forwards"] > 3 * sum(200 - 4 * n for n in range(50))
-    assert rows["ours"]["token_forwards"] < 3 * 2 * 200
+    assert rows["rotary"]["token_forwards"] == rows["ours"]["token_forwards"] < 3 * 2 * 200
+    assert made.others["rotary"].config.target == "rotary"
     assert "times_floor" not in rows["ours"]
 
 

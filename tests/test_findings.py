@@ -24,6 +24,7 @@ from experiments.suite import load_experiment
 from experiments.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
 from runtime.schemas import FileError
 from training import config as configuration
+from training.optimizers import learning_rates
 
 SHIPPED = suite.names()
 
@@ -56,7 +57,7 @@ def test_claims_are_of_arms_and_losses_that_there_are(name):
     sides = [side for claim in experiment.claims for side in (claim.lower, claim.higher)]
     sides += [side for ratio in experiment.ratios for side in (*ratio.of, *ratio.to)]
     if experiment.bench:
-        arms = set(SYSTEMS) | {f"{system}_{size}" for system in SYSTEMS for size in (1, 4)}
+        arms = set(SYSTEMS) | {f"{system}_{size}" for system in SYSTEMS for size in (1, 8)}
         words = experiment.bench.arguments
         assert int(words[words.index("--repeats") + 1]) >= 2  # of one, nothing can be said
     for side in sides:
@@ -66,8 +67,20 @@ def test_claims_are_of_arms_and_losses_that_there_are(name):
 
 
 def test_the_page_is_made_of_the_results_that_are_shipped():
-    if findings.PAGE.exists():
-        assert findings.PAGE.read_text() == report.page()
+    assert findings.PAGE.read_text() == report.page()
+
+
+@pytest.mark.parametrize("file", sorted(report.RESULTS.glob("E*.json")), ids=lambda file: file.stem)
+def test_verdicts_and_tables_are_those_of_the_runs_that_are_shipped(file):
+    """Nobody has written a verdict by hand; and every claim is of something that was measured."""
+    experiment, found = load_experiment(file.stem), json.loads(file.read_text())
+    assert findings.judgements(experiment, found["recipes"]) == {
+        part: found[part] for part in ("claims", "ratios")
+    }
+    table = "\n".join(report.tables(experiment, found)) + "\n"
+    assert file.with_suffix(".md").read_text() == table
+    said = [claim for claims in found["claims"].values() for claim in claims]
+    assert said and not any(claim["verdict"] == verdicts.UNMEASURED for claim in said)
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -97,11 +110,19 @@ def test_runs_at_the_papers_scale_have_the_papers_size_and_what_their_arm_change
         schedules = {arm: configs["sinusoidal", arm].schedule for arm in ("direct", "curriculum")}
         assert [stage.kind for stage in schedules["direct"]] == ["l2r", "random"]
         assert {stage.group for stage in schedules["curriculum"]} == {1, 2, 3, 4}
-    if name in ("E1", "E2", "E3", "E4"):
-        lengths = {(c.train.steps, c.optim.decay_steps) for c in configs.values()}
-        assert lengths == {(20_000, 500_000)}
+    if name in ("E1", "E2", "E3"):
+        lengths = {
+            (recipe, c.train.steps, c.optim.decay_steps) for (recipe, _), c in configs.items()
+        }
+        assert lengths == {("paper", 20_000, 500_000), ("fast", 20_000, 0)}
     if name == "E4":
         assert all(len(c.optim.more_ema_decays) == 3 for c in configs.values())
+        for recipe, peak in (("sinusoidal", "lr"), ("fast", "muon_lr")):
+            last = [
+                learning_rates(19_999, configs[recipe, arm])[peak]
+                for arm in ("constant", "falling")
+            ]
+            assert last[1] < 0.02 * last[0]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +163,15 @@ def test_a_claim_is_judged_by_paired_differences_at_the_end_and_the_errors_of_bo
     left = judged(Claim("", "b:l2r", "a:l2r"), "own", arms)
     assert left["differences"] == pytest.approx([-0.25, -0.3]) and left["monte_carlo_error"] == 0
     assert judged(Claim("", "a", "c"), "own", arms) is None
-    arms["b"]["runs"][0] = {"seed": 0, "tokens": [], "losses": {}, "commit": ""}  # did not end
-    assert judged(Claim("", "a", "b"), "own", arms)["differences"] == pytest.approx([0.6])
+    at_half = judged(Claim("", "a:own@0.5", "b:own"), "own", arms)
+    assert at_half["differences"] == pytest.approx([2.5 - 9, 2.7 - 9])
+    assert at_half["monte_carlo_error"] == pytest.approx(math.sqrt(2 * (1 + 0.04**2)) / 2)
+    # Two seeds agree, but the third did not end: those that did may be the lucky ones.
+    arms["a"]["runs"].append(result(2, 2.0, 0.03))
+    arms["b"]["runs"].append({"seed": 2, "tokens": [], "losses": {}, "commit": ""})
+    left_out = judged(Claim("", "a", "b"), "own", arms)
+    assert left_out["differences"] == pytest.approx([0.5, 0.6])
+    assert left_out["verdict"] == "unresolved (a run did not end)"
 
 
 def measured(**figures):
@@ -181,7 +209,7 @@ def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
     assert found["monte_carlo_error"] == pytest.approx(0.1 / 2)
     # of a loss and a figure of one name the figure counts
     assert judged(Claim("", "b", "1.5"), "own", arms)["differences"] == [0.5, -0.5]
-    assert judged(Claim("", "a:speed", "1"), "own", arms)["verdict"] == "unresolved"
+    assert judged(Claim("", "a:speed", "1"), "own", arms)["verdict"] == "not measured"
     assert judged(Claim("", "c:gain", "1"), "own", arms) is None
 
 
@@ -195,6 +223,11 @@ def test_two_losses_that_are_still_frequencies_of_tokens_tell_nothing():
     for lower, higher, word in (("c", "b", "reproduced"), ("a", "c", "reversed")):
         assert judged(Claim("", lower, higher), "own", arms)["verdict"] == word
     assert judged(Claim("", "a", "3.5"), "own", arms)["verdict"] == "reproduced"
+    for arm, loss in (("a", 2.95), ("b", 2.99)):  # measured of the same text; or of another
+        for run in arms[arm]["runs"]:
+            run["measured"] |= {"eval_random": [loss, 0.01], "ptb_random": [loss, 0.01]}
+    for kind, word in (("eval_random", "unresolved (plateau)"), ("ptb_random", "reproduced")):
+        assert judged(Claim("", f"a:{kind}", f"b:{kind}"), "own", arms)["verdict"] == word
     # Alike within a margin: the difference is what it is below the margin.
     alike = judged(Claim("", "b", "a", margin=0.03), "own", arms)
     assert alike["verdict"] == "reproduced" and alike["differences"] == pytest.approx([0.01, 0.01])
@@ -229,6 +262,10 @@ def test_figures_are_read_from_what_scripts_write():
         "entropy_t0.9_p1_mdm8": [2.5, 0.1],
         "nfe_t0.9_p1_mdm8": [7.5, 0.2],
     }
+    lower = {"judge_t0.7_p1_mdm8": [1.0, None], "entropy_t0.7_p1_mdm8": [2.1, 0.1]}
+    matched = measures.at_entropy(figures | lower, 2.2)
+    assert matched == {"matched_mdm8": [pytest.approx(1.25), None]}
+    assert measures.at_entropy(figures | lower, 2.6) == {}  # above both
     rouge = {"rouge_1": [0.5, 0.7], "rouge_2": [0.0, 0.0], "rouge_l": [0.5, 0.5]}
     rows = [
         {"given": "left", "mode": "l2r", "nll": [3.0, 2.0]} | rouge,
