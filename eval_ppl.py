@@ -170,7 +170,10 @@ def parse_rule(text: str) -> Rule | None:
         if not value >= least:  # nor is that which is no number
             raise ValueError(f"--orders {text}: {key} is {value}; give a larger number")
     block = values.pop("block", None)
-    return Rule(score, Pace(**values) if values else None, block)
+    try:
+        return Rule(score, Pace(**values) if values else None, block)
+    except ValueError as error:
+        raise ValueError(f"--orders {text}: {error}") from None
 
 
 def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
@@ -185,7 +188,12 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
     named = {}
     for text in a.orders or possible:
-        if parse_rule(text):  # one order for a text, which is not drawn
+        if rule := parse_rule(text):  # one order for a text, which is not drawn
+            if rule.pace and a.group > 1:
+                raise ValueError(
+                    f"--orders {text} says itself how many positions a step takes; leave out "
+                    f"--group, or write most={a.group} there"
+                )
             named[text] = OrderConfig("l2r")
             continue
         own_bound = text == "score_entropy"

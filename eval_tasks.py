@@ -1,6 +1,6 @@
 """Tasks that have right answers: records that are filled in, and those of lm-evaluation-harness.
 
-    python eval_tasks.py out/sudoku --tasks sudoku6 --mode confidence --threshold 0.9 --html FILE
+    python eval_tasks.py out/sudoku6 --tasks sudoku6 --mode confidence --threshold 0.9 --html FILE
     python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
     python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
     python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
@@ -34,13 +34,12 @@ from typing import Annotated
 
 import tyro
 
-from checkpoints.load import Loaded, load
+from checkpoints.load import load
 from data.loader import find_dataset, load_meta
 from data.sources import cause
 from data.tasks import TASKS
-from data.tokenizers import get_tokenizer
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
-from evaluation.tasks import Answers, Questions, answer, open_questions
+from evaluation.tasks import answer, open_questions, page_of
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import out_of_memory, pick_dtype
 from runtime.outputs import OutputOptions, Outputs
@@ -48,11 +47,10 @@ from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import markdown_table, provenance
 from sampling.modes import DecodingOptions, Mode, check_mode, with_mode_defaults
-from sampling.page import PageSample, render
 from sampling.token_choice import Temperature
 
+DECODING = {field.name for field in dataclasses.fields(DecodingOptions)}
 HEAD = ["task", "mode", "exact match", "std. error", "limit", "records", "NFE", "seconds"]
-SHOWN = 16  # records on a page
 
 
 def main() -> None:
@@ -124,18 +122,20 @@ def fill_in(a: RecordArguments, procs: Processes) -> None:
         questions = open_questions(name, a.split, loaded, a.limit)
         temperature = a.temperature
         if temperature is None:
-            temperature = float(bool(questions.task and questions.task.limit))
+            temperature = questions.task.temperature if questions.task else 0.0
         mode = a.mode or ("l2r" if loaded.model.config.l2r_only else "confidence")
         options = with_mode_defaults(dataclasses.replace(a, temperature=temperature, mode=mode))
         check_mode(options, loaded.model.config)
         answers = answer(loaded, questions, options, a.seed, procs)
-        results.append({"task": questions.name, "mode": mode} | answers.summary())
+        used = {key: value for key, value in vars(options).items() if key in DECODING}
+        results.append({"task": questions.name} | used | {"mode": mode} | answers.summary())
         of_samples = zip(answers.samples.step.tolist(), answers.samples.nfe.tolist(), strict=True)
         rows += [
             {"task": questions.name} | record | {"step": step, "nfe": nfe}
             for record, (step, nfe) in zip(answers.records, of_samples, strict=True)
         ]
-        page = page or page_of(loaded, questions, answers, results[-1])
+        told = {key: value for key, value in results[-1].items() if value is not None}
+        page = page or page_of(loaded, questions, answers, told)
     if not procs.main:
         return
     print(loaded.describe(), "", *markdown_table(HEAD, [cells(r) for r in results], 2), sep="\n")
@@ -152,16 +152,6 @@ def cells(result: dict) -> list[str]:
     numbers = f"{result['exact_match']:.4f}", f"{result['standard_error']:.4f}", limit
     cost = str(result["records"]), f"{result['nfe']:.1f}", f"{result['seconds']:.1f}"
     return [result["task"], result["mode"], *numbers, *cost]
-
-
-def page_of(loaded: Loaded, questions: Questions, answers: Answers, result: dict) -> str:
-    """The page of the first records."""
-    pieces, columns = get_tokenizer(loaded.tokenizer).pieces, None
-    if questions.task:
-        columns = questions.task.columns
-    rows = list(answers.samples.rows())[:SHOWN]
-    shown = [PageSample(pieces(tokens), *of_steps, columns) for tokens, *of_steps in rows]
-    return render(shown, {key: value for key, value in result.items() if value is not None})
 
 
 # ---- lm-evaluation-harness -----------------------------------------------------------------------
@@ -245,10 +235,11 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            near = difflib.get_close_matches(name, [*TASKS, *manager.all_tasks], n=3)
             hint = f"did you mean {', '.join(near)}? " if near else ""
             raise ValueError(
-                f"there is no task {name!r}: {hint}Tasks of your own are found with "
+                f"there is no task {name!r}, and no folder of prepared records: {hint}Records are "
+                "made by data/prepare.py; tasks of the harness of your own are found with "
                 "--include-path FOLDER"
             )
         found += matching

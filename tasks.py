@@ -1,9 +1,10 @@
 """Tasks where order matters, or does not: AO-GPT, an encoder, a plain GPT and a two-stream decoder
 of equal size, decoded in many ways, and how often they are right.
 
-    python tasks.py star sudoku6 --jobs 2      # train what is missing, write results/tasks/*.json
-    python tasks.py star --quick               # does it run? A few steps of every system
-    python tasks.py page                       # results/tasks.md, of all tasks that have results
+    python tasks.py --jobs 2                 # train what is missing of all tasks; results/tasks.md
+    python tasks.py star sudoku6 --jobs 2    # of these; results/tasks/*.json
+    python tasks.py star --quick             # does it run? A few steps of every system
+    python tasks.py page                     # results/tasks.md, of all tasks that have results
 
 Systems, decoders and tasks are those of configs/tasks/systems.toml. A data set that is not there
 is made first; runs that are there are not trained again, nor those whose results stand in
@@ -24,12 +25,14 @@ import tyro
 from tqdm import tqdm
 
 from data.prepare import Prepare, prepare
+from data.tasks import TASKS
 from experiments import suite
 from experiments.arms import ROOT
 from experiments.tasks import (
     RECIPE,
     RESULTS,
     TaskExperiment,
+    board_page,
     figure,
     load_tasks,
     page,
@@ -45,8 +48,10 @@ from runtime.schemas import damaged, read_results
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    tasks: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Tasks of configs/tasks/systems.toml, or: page."""
+    tasks: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[TASK ...]")
+    ] = ()
+    """Tasks of configs/tasks/systems.toml, or: page. By default all, and then the page."""
     seeds: Count | None = None
     """By default as many as the file asks for. What fewer come to, or fewer records, is written to
     out/findings/part."""
@@ -68,11 +73,19 @@ def main() -> None:
         return
     for name in a.tasks:
         if name not in known:
-            raise ValueError(f"there is no task {name!r}; choose of {', '.join(known)}, or page")
-    if not a.tasks:
-        raise ValueError(f"name a task: {', '.join(known)}; or page")
-    for name in a.tasks:
+            raise ValueError(
+                f"there is no task {name!r}; choose of {', '.join(known)}, or page alone"
+            )
+    for name in a.tasks or known:
         run(known[name], a)
+    if not a.tasks and is_whole(a, known):
+        write_page(known)
+
+
+def is_whole(a: Arguments, tasks: dict[str, TaskExperiment]) -> bool:
+    """Whether nothing of what the file asks for is left out."""
+    seeds = max(of.experiment.seeds for of in tasks.values())
+    return (a.seeds or seeds) >= seeds and a.limit is None and not a.quick
 
 
 def run(of: TaskExperiment, a: Arguments) -> None:
@@ -82,7 +95,7 @@ def run(of: TaskExperiment, a: Arguments) -> None:
     seeds = a.seeds or of.experiment.seeds
     total = suite.number_of_runs(of.experiment, [RECIPE], seeds, a.quick)
     keep = None if a.quick else RESULTS / f"{of.task}.runs.jsonl"
-    whole = seeds >= of.experiment.seeds and a.limit is None and not a.quick
+    whole = is_whole(a, {of.task: of})
     folder = RESULTS if whole else suite.OUT / ("quick" if a.quick else "part") / "tasks"
     with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
         found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update, keep)
@@ -90,6 +103,8 @@ def run(of: TaskExperiment, a: Arguments) -> None:
     file = folder / f"{of.task}.json"
     write_json(file, {"task": of.task, "arms": found, "versions": versions()})
     print(*task_table(found), f"wrote {file}", sep="\n")
+    if whole and TASKS[of.task].board:
+        write_text(file.with_suffix(".html"), board_page(of, found))
 
 
 def write_page(known: dict[str, TaskExperiment]) -> None:

@@ -90,7 +90,8 @@ class Prepare:
     text: your own files, given with --source.
     shuffled: the same, in pieces of 63 characters in random order.
     records: .jsonl files of {"prompt": given, "text": predicted}, or of
-    {"text": "some [GIVEN]parts[/GIVEN] of it given"}, each in its own block.
+    {"text": "some [GIVEN]parts[/GIVEN] of it given"}, or of {"text": ...,
+    "given": "0110..."}, a mask of its characters; each in its own block.
     infill: your own files in pieces of 128 characters, each a record whose
     middle is predicted, given both sides.
     polya, latin5: made of random numbers, with a known entropy.
@@ -110,12 +111,16 @@ class Prepare:
     lm1b: also the published news.en files.
     All but .parquet can end in .gz or .xz, too."""
     val: Annotated[tuple[Path, ...], _option("FILE ...", "a share of the documents")] = ()
-    """text: files of the validation split."""
+    """text, shuffled, records, infill: files of the validation split."""
     test: Annotated[tuple[Path, ...], _option("FILE ...", "no test split")] = ()
-    """text: files of the test split."""
+    """The same: files of the test split."""
     tokenizer: Annotated[
         str | None,
-        _option("gpt2|english|bytes", "english for stories, bytes for pydocs, gpt2 for the others"),
+        _option(
+            "gpt2|english|bytes",
+            "english for stories; bytes for pydocs, tasks, infill, shuffled and what is made of "
+            "random numbers; gpt2 for the others",
+        ),
     ] = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, or bytes as they are."""
     field: Annotated[
@@ -123,7 +128,10 @@ class Prepare:
     ] = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     split: Annotated[
-        str | None, _option("train|val|test", "wikitext2: train, other evaluation sets: test")
+        str | None,
+        _option(
+            "train|val|test", "wikitext2: train, pubmed and arxiv: val, other evaluation sets: test"
+        ),
     ] = None
     """Evaluation sets: the split to download, or which --source is.
     Others: write all documents to this split."""

@@ -74,7 +74,7 @@ def encode_record(
     if missing < 0:
         raise ValueError(
             f"the record {record[:40]!r}... has {len(ids)} tokens, more than a block of "
-            f"{block_size}: raise --block-size, or leave it out"
+            f"{block_size}: give a larger --block-size"
         )
     ids, roles = ids + [tokenizer.eot] * missing, roles + [ABSENT] * missing
     return np.array(ids), np.array(roles, np.uint8)

@@ -60,8 +60,14 @@ class Task:
     limit: Callable[[Sequence[int]], float] | None = None
     """(sizes of the groups of positions drawn in parallel, one after the other) -> the share of
     right answers of a model whose every conditional is exact, at temperature 1."""
-    columns: int | None = None
-    """Characters of a line, where the record is a board."""
+    board: tuple[int, int, int, int] | None = None
+    """Of records that are boards, one after the other: rows and columns of a board, and of the
+    boxes that it is made of."""
+
+    @property
+    def temperature(self) -> float:
+        """Of answers: 0, the likeliest tokens; 1 where the limit is that of samples."""
+        return 1.0 if self.limit else 0.0
 
     def split_of(self, key: str) -> str:
         return (self.split or split_by_hash)(key)
@@ -297,7 +303,8 @@ def split_of_map(borders: str) -> str:
 
 
 def colouring_record(borders: str, generator: np.random.Generator) -> str:
-    """A colour for each country, of all colourings that fit one at random."""
+    """A colour for each country: the first colouring that fits, of those tried in a random order
+    (which makes not all of them equally likely)."""
     order = generator.permutation(COUNTRIES)
     colours: dict[str, str] = {}
 
@@ -395,7 +402,14 @@ def word(generator: np.random.Generator) -> str:
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("sudoku6", 2 * SIDE**2, draw_board, sudoku_record, 200_000, columns=SIDE),
+        Task(
+            "sudoku6",
+            2 * SIDE**2,
+            draw_board,
+            sudoku_record,
+            200_000,
+            board=(SIDE, SIDE, BOX_ROWS, BOX_COLUMNS),
+        ),
         Task("star", 2 * ARMS * ARM + 4 + ARM + 1, draw_star, star_record, 200_000),
         Task("addition", 3 * DIGITS + 3, draw_sum, sum_record, 200_000),
         Task(

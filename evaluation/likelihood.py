@@ -99,11 +99,10 @@ class ScoringTask:
         """Passes that a draw of the losses takes, for rows of these lengths, (N,); None where the
         model decides."""
         config = self.loaded.model.config
-        if self.rule and (self.rule.pace or self.rule.block):
+        if self.rule:
             return None
-        at_once = not self.rule and (
-            config.target == "two_stream"
-            or (self.group == 1 and (self.joint or not config.is_encoder))
+        at_once = config.target == "two_stream" or (
+            self.group == 1 and (self.joint or not config.is_encoder)
         )
         return torch.ones_like(lengths) if at_once else -(-lengths // self.group)
 
@@ -184,7 +183,7 @@ class BatchRunner:
         gone, and their memory can be used again."""
         device = self.procs.device
         try:
-            with autocast(device, dtype):
+            with torch.no_grad(), autocast(device, dtype):
                 return work(task.eval_set.tokens(rows).to(device), rows).cpu()
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
@@ -288,7 +287,8 @@ def decoding_nll(
     The rule takes the positions that the model is surest of next, without a pace `group` of them,
     so the order of a text follows from the model, and the product of the conditionals along it is a
     normalised likelihood: the exact one of what greedy order and temperature 1 draw (DUEL, arXiv
-    2603.01367)."""
+    2603.01367), over all ids of the model, as all likelihoods here are (samplers draw none that are
+    not the tokenizer's, to which a trained model gives hardly anything)."""
     B, T = tokens.shape
     length = torch.full((B,), T) if roles is None else roles.lengths
     given = None if roles is None else roles.given[:, : int(length.max())]

@@ -141,8 +141,9 @@ def notes(results: list[dict], target_se: float | None) -> list[str]:
         )
     if any(r["bound"] == "iw" for r in results):
         lines.append(
-            "weighted over K: -log of the mean probability of a sequence over K orders, which is "
-            "between the mean over orders and -log of the mean over all"
+            "weighted over K: -log of the mean probability of a sequence over K orders; in "
+            "expectation over the orders drawn it is between the mean over orders and -log of the "
+            "mean over all"
         )
     if any(r["published"] for r in results):
         lines.append(

@@ -5,6 +5,7 @@ N records of T tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +24,10 @@ from orders import Roles
 from runtime.processes import Processes
 from sampling.engine import Generation
 from sampling.modes import DecodingOptions, PlannedSamples, generate_distributed, mode_plan
+from sampling.page import PageSample, render
 from sampling.plans import Plan, group_sizes
+
+ON_PAGE = 16  # records
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Questions:
     @property
     def is_right(self) -> Callable[[str, str], bool]:
         return self.task.is_right if self.task else str.__eq__
+
+    def first(self, count: int) -> Questions:
+        """The first of them."""
+        roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
+        return Questions(self.name, self.tokens[:count], roles, self.task)
 
     def given_first(self) -> Questions:
         """With what is given at the beginning of every record, as a model is asked that can only
@@ -158,3 +167,16 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
     else:
         sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
     return math.fsum(map(task.limit, sizes)) / len(sizes)
+
+
+def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
+    """HTML on which the first records fill in, step by step. told: settings, shown as they are."""
+    pieces = get_tokenizer(loaded.tokenizer).pieces
+    board = questions.task.board if questions.task else None
+    shown = [
+        PageSample(pieces(tokens), step, log_probs, board, "right" if record["right"] else "wrong")
+        for (tokens, step, log_probs), record in zip(
+            itertools.islice(answers.samples.rows(), ON_PAGE), answers.records, strict=False
+        )
+    ]
+    return render(shown, told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 
 from checkpoints.load import Loaded, load
 from data.tasks import TASKS
-from evaluation.tasks import Questions, answer, open_questions
+from evaluation.tasks import ON_PAGE, Answers, Questions, answer, open_questions, page_of
 from evaluation.text_measures import mean_and_reach
 from experiments import suite
 from experiments.arms import ROOT, commits_of, read_arms, run_of
@@ -49,7 +50,7 @@ class TaskExperiment:
     """What is asked."""
     experiment: Experiment
     decoders: dict[str, DecodingOptions]
-    """By name; without a temperature of their own, see `temperature_of`."""
+    """By name; without a temperature, which is the task's."""
 
 
 def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
@@ -76,17 +77,12 @@ def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
 # ---- decoding ------------------------------------------------------------------------------------
 
 
-def temperature_of(task: str) -> float:
-    """0, the likeliest tokens; 1 where the limit of samples is known."""
-    return 1.0 if TASKS[task].limit else 0.0
-
-
 def possible_decoders(of: TaskExperiment, model: ModelConfig) -> dict[str, DecodingOptions]:
     """Those of the decoders that a model can do, with all that they leave open."""
     found = {}
     for name, options in of.decoders.items():
         options = replace(
-            options, temperature=temperature_of(of.task), batch_size=options.batch_size or BATCH
+            options, temperature=TASKS[of.task].temperature, batch_size=options.batch_size or BATCH
         )
         options = with_mode_defaults(options)
         with contextlib.suppress(ValueError):  # a plain GPT goes from left to right, say
@@ -114,13 +110,32 @@ class Decodings:
         }
 
     def decode(self, options: DecodingOptions) -> dict:
+        loaded, questions = self.asked
+        self.answer(loaded, questions.first(options.batch_size), options)  # what is made once
+        return self.answer(loaded, questions, options).summary()
+
+    def answer(self, loaded: Loaded, questions: Questions, options: DecodingOptions) -> Answers:
         alone = Processes(0, 1, torch.device("cpu"))
-        return answer(*self.asked, options, self.config.seed, alone).summary()
+        return answer(loaded, questions, options, self.config.seed, alone)
+
+    def page(self) -> str:
+        """HTML on which some records fill in, by confidence."""
+        loaded, questions = self.asked
+        options = possible_decoders(self.of, self.config.model)[ANY_ORDER]
+        answers = self.answer(loaded, questions.first(ON_PAGE), options)
+        return page_of(loaded, questions, answers, {"task": self.of.task, "decoded": ANY_ORDER})
 
     @functools.cached_property
     def asked(self) -> tuple[Loaded, Questions]:
         loaded = load(run_of(self.config).config.run_folder)
         return loaded, open_questions(self.config.data.folder, "test", loaded, self.limit)
+
+
+def board_page(of: TaskExperiment, arms: dict[str, dict]) -> str:
+    """The page of AO-GPT with seed 0, which is trained first where it is not there."""
+    arm = of.experiment.recipes[RECIPE]["aogpt"]
+    config = of.experiment.config(RECIPE, arm, 0, arms["aogpt"]["tuned"])
+    return Decodings(of, config, ON_PAGE, Kept(None)).page()
 
 
 def changes_of(options: DecodingOptions) -> list[str]:
@@ -195,134 +210,222 @@ def task_table(arms: dict[str, dict]) -> list[str]:
     return markdown_table(HEAD, rows, left=2)
 
 
-def best_decoder(arm: dict) -> str:
-    """The one that is right most often; of equals the one with the fewest steps."""
-    return max(
-        decoders_of(arm),
-        key=lambda d: (round(mean_of(arm, d, "exact_match"), 3), -mean_of(arm, d, "nfe")),
-    )
+# ---- verdicts ------------------------------------------------------------------------------------
+
+ANY_ORDER, LEFT_TO_RIGHT = "confidence", "l2r"  # the decoders that are compared, chosen beforehand
+DIFFERENT, SAME = 0.01, 0.05  # shares of right answers: more than this apart, or less
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of right answers."""
+    """Of right answers, and its standard error."""
 
     value: float
-    answers: int
-    over_seeds: float = 0.0
-    """The standard error of the mean over seeds."""
-
-    def error(self) -> float:
-        """One standard error: the larger of that over answers, which is that of one answer where
-        all are right or none, and that over seeds."""
-        spread = max(self.value * (1 - self.value), 1 / self.answers)
-        return max(math.sqrt(spread / self.answers), self.over_seeds)
-
-    def ties(self, other: Share) -> bool:
-        """Whether they differ by less than two standard errors or a hundredth."""
-        difference = abs(self.value - other.value)
-        return difference < max(0.01, 2 * math.hypot(self.error(), other.error()))
+    error: float
 
 
 def share_of(arm: dict, decoder: str) -> Share:
-    """Of the answers of all seeds."""
-    answers = sum(run["decoders"][decoder]["records"] for run in arm["runs"])
+    """Of the answers of all seeds. The error is the larger of that over answers, which is that of
+    one answer where all are right or none, and that over seeds."""
     values = values_of(arm, decoder, "exact_match")
+    share = statistics.mean(values)
     over_seeds = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return Share(statistics.mean(values), answers, over_seeds)
+    return Share(share, max(error_of(share, answers_of(arm, decoder)), over_seeds))
+
+
+def answers_of(arm: dict, decoder: str) -> int:
+    return sum(run["decoders"][decoder]["records"] for run in arm["runs"])
+
+
+def error_of(share: float, answers: int) -> float:
+    """The standard error of a share of so many answers; that of one where all are right or none."""
+    return math.sqrt(max(share * (1 - share), 1 / answers) / answers)
+
+
+def compared(ours: Share, other: Share) -> str:
+    """wins or loses: they differ by two standard errors and by a hundredth; tie: with as much to
+    either side they are less than five hundredths apart; else unresolved."""
+    difference = ours.value - other.value
+    reach = 2 * math.hypot(ours.error, other.error)
+    if abs(difference) > max(DIFFERENT, reach):
+        return "wins" if difference > 0 else "loses"
+    return "tie" if abs(difference) + reach <= SAME else "unresolved"
 
 
 def against_l2r(arms: dict[str, dict]) -> str:
-    """What any order is worth on a task: AO-GPT by its best decoder against the plain GPT."""
+    """What any order is worth on a task: AO-GPT by confidence against the plain GPT."""
     if not {"aogpt", "gpt"} <= arms.keys():
         return "-"
-    ours, gpt = (share_of(arms[name], best_decoder(arms[name])) for name in ("aogpt", "gpt"))
-    if ours.ties(gpt):
-        return "tie"
-    return "wins" if ours.value > gpt.value else "loses"
+    return compared(share_of(arms["aogpt"], ANY_ORDER), share_of(arms["gpt"], LEFT_TO_RIGHT))
+
+
+def limit_of(arm: dict, decoder: str) -> float | None:
+    """The share of right answers that is possible; None where it is not known."""
+    limits = values_of(arm, decoder, "limit")
+    return None if None in limits else statistics.mean(limits)
+
+
+def meets_limit(arm: dict, decoder: str) -> bool:
+    """Whether the share of right answers is what is possible, within three standard errors of as
+    many answers that are right as often, or a hundredth of it: no model's conditionals are exact.
+    (Three, since of dozens of cells some are two away by chance.)"""
+    limit = limit_of(arm, decoder)
+    reach = max(3 * error_of(limit, answers_of(arm, decoder)), 0.01 * limit)
+    return abs(mean_of(arm, decoder, "exact_match") - limit) <= reach
 
 
 def limit_cell(arm: dict, decoder: str) -> str:
-    """The share of right answers that is possible, and whether it is met within two standard
-    errors: those that as many answers would have if they were right as often as is possible, or
-    those over seeds. Nothing where it is not known."""
-    limits = values_of(arm, decoder, "limit")
-    if None in limits:
+    limit = limit_of(arm, decoder)
+    if limit is None:
         return ""
-    share = share_of(arm, decoder)
-    limit = Share(statistics.mean(limits), share.answers, share.over_seeds)
-    met = abs(share.value - limit.value) <= 2 * limit.error()
-    return f"{limit.value:.1%}" + (" (met)" if met else "")
+    return f"{limit:.1%} ({'met' if meets_limit(arm, decoder) else 'not met'})"
 
 
 def summary_table(results: dict[str, dict]) -> list[str]:
-    """A line for every task: the best of each system, and what an encoder costs beside AO-GPT."""
-    arms = list(next(iter(results.values())))
+    """A line for every task: how often each system is right, and what any order is worth."""
+    arms = next(iter(results.values()))
+    shown = [
+        (name, decoder)
+        for name in arms
+        for decoder in {"aogpt": (LEFT_TO_RIGHT, ANY_ORDER), "gpt": (LEFT_TO_RIGHT,)}.get(
+            name, (ANY_ORDER,)
+        )
+    ]
+    rows = [
+        [
+            task,
+            *(share_cell(values_of(found[name], by, "exact_match")) for name, by in shown),
+            against_l2r(found),
+        ]
+        for task, found in results.items()
+    ]
+    head = ["task", *(f"{name}, {by}" for name, by in shown), "any order"]
+    return markdown_table(head, rows)
+
+
+def cost_table(results: dict[str, dict]) -> list[str]:
+    """How many times the inputs and the seconds of AO-GPT an encoder takes, where both are right as
+    often by the same decoder in as many steps, and not hardly ever."""
     rows = []
-    for task, found in results.items():
-        cells = []
-        for arm in found.values():
-            best = best_decoder(arm)
-            cells.append(f"{share_cell(values_of(arm, best, 'exact_match'))} ({best})")
-        rows.append([task, *cells, against_l2r(found), cost_cell(found)])
-    return markdown_table(["task", *arms, "any order", "encoder / aogpt"], rows)
+    for task, arms in results.items():
+        if not {"aogpt", "encoder"} <= arms.keys():
+            continue
+        encoder, ours = arms["encoder"], arms["aogpt"]
+        for decoder in (name for name in decoders_of(ours) if name in decoders_of(encoder)):
+            shares = [share_of(arm, decoder) for arm in (ours, encoder)]
+            steps = [mean_of(arm, decoder, "nfe") for arm in (ours, encoder)]
+            few = min(share.value for share in shares) < TOO_FEW
+            if few or steps[0] != steps[1] or compared(*shares) != "tie":
+                continue
+            ratios = [
+                mean_of(encoder, decoder, key) / mean_of(ours, decoder, key)
+                for key in ("token_forwards", "seconds")
+            ]
+            cells = [f"{share.value:.1%}" for share in shares]
+            rows.append([task, decoder, f"{steps[0]:.1f}", *cells, *(f"{r:.1f}" for r in ratios)])
+    head = ["task", "decoded", "NFE", "aogpt", "encoder", "inputs, times", "seconds, times"]
+    return markdown_table(head, rows, left=2) if rows else ["Nowhere."]
 
 
-def cost_cell(arms: dict[str, dict], decoder: str = "confidence") -> str:
-    """How many times the inputs and the seconds of AO-GPT an encoder takes by the same decoder, one
-    position a step for both; nothing where they are not right as often, or hardly ever."""
-    pair = [arms[name] for name in ("encoder", "aogpt") if name in arms]
-    if len(pair) < 2 or any(decoder not in decoders_of(arm) for arm in pair):
-        return "-"
-    encoder, ours = (share_of(arm, decoder) for arm in pair)
-    if min(encoder.value, ours.value) < TOO_FEW or not encoder.ties(ours):
-        return "-"
-    ratios = []
-    for key in ("token_forwards", "seconds"):
-        of_encoder, of_decoder = (mean_of(arm, decoder, key) for arm in pair)
-        ratios.append(of_encoder / of_decoder)
-    return "{:.1f}x inputs, {:.1f}x time".format(*ratios)
+def conclusions(results: dict[str, dict]) -> list[str]:
+    """What the tables come to, in sentences."""
+    verdicts = {task: against_l2r(arms) for task, arms in results.items()}
+    of_word = {
+        word: ", ".join(task for task, found in verdicts.items() if found == word) or "nowhere"
+        for word in ("wins", "tie", "loses", "unresolved")
+    }
+    far = [
+        task
+        for task, arms in results.items()
+        if verdicts[task] == "wins"
+        and share_of(arms["aogpt"], ANY_ORDER).value > 0.95
+        and share_of(arms["gpt"], LEFT_TO_RIGHT).value < 0.5
+    ]
+    cells = [
+        (meets_limit(arm, decoder), f"{task}, {name}, {decoder}")
+        for task, arms in results.items()
+        for name, arm in arms.items()
+        for decoder in decoders_of(arm)
+        if limit_of(arm, decoder) is not None
+    ]
+    not_met = "; ".join(cell for met, cell in cells if not met) or "none"
+    return [
+        "- Any order wins: {wins}. It ties: {tie}. It loses: {loses}. Unresolved: "
+        "{unresolved}.".format(**of_word),
+        f"- AO-GPT is right in more than 95%, and the plain GPT in less than half: "
+        f"{', '.join(far) or 'nowhere'}.",
+        f"- What is possible is met in {sum(met for met, _ in cells)} of {len(cells)} ways to "
+        f"decode. Not met: {not_met}.",
+    ]
 
 
 # ---- the figure and the page ---------------------------------------------------------------------
 
 
+MARKERS = {  # by the first word of a decoder's name
+    "l2r": ">",
+    "random": "o",
+    "confidence": "s",
+    "margin": "^",
+    "threshold": "D",
+    "entropy": "v",
+    "speculative": "*",
+}
+
+
 def figure(results: dict[str, dict]) -> bytes:
-    """PNG: a panel for each task, exact match over NFE, a point for each system and decoder."""
+    """PNG: a panel for each task, exact match over NFE, a point with its 95% interval for each
+    system (its colour) and decoder (its marker)."""
     columns = min(3, len(results))
     rows = -(-len(results) // columns)
-    drawing, grid = new_figure(rows, columns, (4.6 * columns, 3.6 * rows), squeeze=False)
+    drawing, grid = new_figure(rows, columns, (4.6 * columns, 3.6 * rows + 0.5), squeeze=False)
     for axes in grid.flat[len(results) :]:
         axes.remove()
     for axes, (task, arms) in zip(grid.flat, results.items(), strict=False):
         for number, (name, arm) in enumerate(arms.items()):
-            points = sorted(
-                (mean_of(arm, d, "nfe"), mean_of(arm, d, "exact_match"), d)
-                for d in decoders_of(arm)
-            )
-            nfe, share, _ = zip(*points, strict=True)
-            axes.plot(nfe, share, "osD^"[number % 4], label=name, alpha=0.7, markersize=5)
+            axes.plot([], [], "s", color=f"C{number}", label=name)
+            for decoder in decoders_of(arm):
+                share, reach = mean_and_reach(values_of(arm, decoder, "exact_match"))
+                axes.errorbar(
+                    mean_of(arm, decoder, "nfe"),
+                    share,
+                    yerr=reach if len(arm["runs"]) > 1 else None,
+                    marker=MARKERS.get(re.split(r"\W", decoder)[0], "P"),
+                    color=f"C{number}",
+                    alpha=0.7,
+                    markersize=5,
+                    capsize=2,
+                    linewidth=1,
+                )
         axes.set(title=task, xlabel="NFE", ylabel="exact match", ylim=(-0.05, 1.05))
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
+    for name, marker in MARKERS.items():
+        grid.flat[0].plot([], [], marker, color="gray", label=name)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    drawing.legend(handles[-len(MARKERS) :], labels[-len(MARKERS) :], ncols=7, loc="lower center")
     return png(drawing, dpi=120)
 
 
 INTRODUCTION = """# Systems on tasks
 
-    python tasks.py star sudoku6 --jobs 2     # train what is missing of these tasks, and decode
-    python tasks.py page                      # this page
+    python tasks.py --jobs 2        # train what is missing of all tasks, decode, write this page
+    python tasks.py star sudoku6    # of these
+    python tasks.py page            # this page, of what there is
 
 Systems of equal size, each tuned alike, trained over seeds, and asked a thousand records (reversal:
 a hundred) whose keys none of those has that they were trained on ([data](../docs/data.md)). Exact
 match: all of an answer is right, mean over seeds with half its 95% interval; decoded greedily, but
 copy, replace and shuffle at temperature 1, where what is *possible* for perfect conditionals is
-known in closed form, and *met* if it is within two standard errors. NFE: passes that a record took
-part in; inputs: tokens that they were fed, a record. A cell of the first table is a system's best
-decoder. Any order *wins* if AO-GPT's is right more often than the plain GPT's, by two standard
-errors and a hundredth; the last column is what the encoder costs beside AO-GPT where both are right
-as often, by confidence, one position a step."""
+known in closed form, and *met* if it is within three standard errors, or a hundredth of it. NFE:
+passes that a record took part in; inputs: tokens that they were fed, a record. Decoders: *l2r* from
+left to right, *random* in random order, the others in the order of which the model is surest, and
+*speculative* in random order. *Any order* is AO-GPT by confidence, one position a step, against
+the plain GPT: it *wins* or *loses* if they differ by two standard errors and a hundredth, *ties* if
+by less than five hundredths with as much to either side, and is else *unresolved*. That a flexible
+order can also do harm is no new observation ("The Flexibility Trap", arXiv 2601.15165). A sentence
+in the middle of a book's page is filled in by [E10](findings.md) of the findings."""
 
 
 def page(tasks: dict[str, TaskExperiment], results: dict[str, dict]) -> str:
@@ -331,7 +434,13 @@ def page(tasks: dict[str, TaskExperiment], results: dict[str, dict]) -> str:
     sizes = ", ".join(f"{name} {arm['parameters']:,}" for name, arm in first.items())
     setting = next(iter(tasks.values())).experiment.setting
     lines = [INTRODUCTION, "", f"{setting} Parameters: {sizes}.", "", *summary_table(results), ""]
-    lines += ["![exact match over NFE](tasks/tasks.png)", ""]
+    lines += [*conclusions(results), "", "![exact match over NFE](tasks/tasks.png)", ""]
+    lines += [
+        "## What an encoder costs beside AO-GPT, where they tie",
+        "",
+        *cost_table(results),
+        "",
+    ]
     for task, arms in results.items():
         tuned = ", ".join(f"{name} {tuned_cell(arm['tuned'])}" for name, arm in arms.items())
         commits = commits_of(run for arm in arms.values() for run in arm["runs"])
@@ -339,6 +448,9 @@ def page(tasks: dict[str, TaskExperiment], results: dict[str, dict]) -> str:
         told = ", ".join(f"{n / 1e6:.1f}M" for n in sorted(tokens))
         lines += [f"## {task}: {tasks[task].says}", "", *task_table(arms), ""]
         lines += [f"{told} tokens. Tuned: {tuned}. Commit {commits}.", ""]
+        if TASKS[task].board:
+            file = f"tasks/{task}.html"
+            lines += [f"[A page]({file}) on which some of them fill in, in AO-GPT's own order.", ""]
     if missing := [task for task in tasks if task not in results]:
         lines.append(f"Not run yet: {', '.join(missing)}.")
     return "\n".join(lines).rstrip() + "\n"

@@ -25,6 +25,7 @@ from sampling.plans import (
     Schedule,
     Score,
     adaptive_plan,
+    check_threshold,
     l2r_plan,
     mdm_plan,
     random_plan,
@@ -86,7 +87,8 @@ class DecodingOptions:
     """adaptive: in a step so many that their entropies (nats), without the largest, add up to at
     most this (EB-sampler); one at least."""
     block: Count | None = None
-    """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive)."""
+    """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive);
+    counted from the beginning of a sample, prompt and all."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """speculative: tokens guessed at once; by default 8."""
     draft_by: Literal["model", "ngram"] | None = None
@@ -160,11 +162,8 @@ def with_mode_defaults(options: Options) -> Options:
         )
     options = dataclasses.replace(options, **defaults)
     of_choice = options.threshold, options.entropy_bound, options.block
-    if (options.threshold or 0) > 1 and options.unmask_by in ("confidence", "margin"):
-        raise ValueError(
-            f"--threshold is {options.threshold:g}, but {options.unmask_by} is a probability: give "
-            "a number from 0 to 1"
-        )
+    if options.threshold is not None and options.unmask_by != "random":
+        check_threshold(options.unmask_by, options.threshold)
     if options.unmask_by == "random" and of_choice != (None, None, None):
         raise ValueError(
             "--threshold, --entropy-bound and --block are for positions that the model chooses: "

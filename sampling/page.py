@@ -22,13 +22,16 @@ class PageSample:
     step: the step, from 0, at which each token was unmasked; -1 for given ones (the prompt).
     log_probs: the log-probability in nats of each token under the model, when it was drawn;
         whatever stands at given ones is ignored.
-    columns: tokens of a line, for what is a board; None: lines are as long as the page is wide.
+    board: of what is boards, one after the other, a token a cell: rows and columns of a board, and
+        of the boxes that it is made of. None: lines are as long as the page is wide.
+    caption: what is said of the sample.
     """
 
     pieces: list[str]
     step: list[int]
     log_probs: list[float]
-    columns: int | None = None
+    board: tuple[int, int, int, int] | None = None
+    caption: str = ""
 
     def __post_init__(self):
         if not len(self.pieces) == len(self.step) == len(self.log_probs):

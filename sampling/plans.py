@@ -67,6 +67,19 @@ class Rule:
     pace: Pace | None = None
     block: int | None = None
 
+    def __post_init__(self):
+        if self.pace and self.pace.threshold is not None:
+            check_threshold(self.score, self.pace.threshold)
+
+
+def check_threshold(score: Score, threshold: float) -> None:
+    """Raise ValueError for one that no position could reach."""
+    if score != "entropy" and threshold > 1:
+        raise ValueError(
+            f"the threshold is {threshold:g}, but {score} is a probability: give a number from 0 "
+            "to 1"
+        )
+
 
 @dataclass
 class Plan:

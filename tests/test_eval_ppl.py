@@ -517,6 +517,9 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
     [
         ("--max-sequences 0", ["--max-sequences is 0", "at least 1"]),
         ("--num-orders 0", ["--num-orders is 0"]),
+        ("--orders confidence:threshold=0.9 --group 2", ["leave out --group, or write most=2"]),
+        ("--orders confidence:threshold=90", ["threshold=90", "confidence is a probability"]),
+        ("--orders margin:threshold=1.5", ["margin is a probability"]),
         ("--batch-size -2", ["--batch-size is -2"]),
         ("--seed -1", ["seed", "-1"]),
         ("--target-se 0", ["--target-se is 0"]),
@@ -621,7 +624,7 @@ def test_the_models_own_order_may_have_its_pace(evaluate):
     rows = by_name(report)
     one, paced = rows["confidence", 1], rows["confidence:threshold=1.0", 1]
     assert paced["nll"] == pytest.approx(one["nll"], rel=1e-6)
-    assert one["token_forwards"] and paced["token_forwards"] is None
+    assert one["token_forwards"] is paced["token_forwards"] is None  # the model decides
     assert rows["entropy:most=2,block=8", 1]["nll"] != one["nll"]
     assert "confidence:threshold=1.0" in report["terminal"]
 

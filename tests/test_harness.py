@@ -685,7 +685,8 @@ def test_the_model_is_registered_under_its_name(run, tasks):
     "arguments, message",
     [
         ("RUN --tasks tiny_chose --include-path TASKS", "did you mean tiny_choose"),
-        ("RUN --tasks tiny_roll", "no task 'tiny_roll': Tasks of your own are found with --inc"),
+        ("RUN --tasks tiny_roll", "no task 'tiny_roll', and no folder of prepared records: "),
+        ("RUN --tasks sudok6", "did you mean sudoku6?"),
         ("RUN --tasks a --include-path TASKS/no", "there is no such folder"),
         ("RUN --tasks a --limit 0", "--limit is 0; give a number at least 1"),
         ("RUN --tasks a --num-orders 0", "--num-orders is 0"),

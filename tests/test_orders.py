@@ -64,6 +64,18 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length):
     assert torch.equal(orders_at(config, 5, 7, range(5), length), whole[:5])
 
 
+def test_of_orders_from_a_file_a_row_does_not_depend_on_those_drawn_with_it(tmp_path):
+    file, table = tmp_path / "orders.npy", np.stack([np.random.permutation(8) for _ in range(64)])
+    np.save(file, table)
+    config = OrderConfig("file", file=str(file))
+    whole = orders_at(config, 5, 7, range(200), 8)
+    parts = [orders_at(config, 5, 7, range(r, r + 10), 8) for r in range(0, 200, 10)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert {tuple(row) for row in whole.tolist()} <= {tuple(row) for row in table.tolist()}
+    for seed, step in ((6, 7), (5, 8)):
+        assert not torch.equal(orders_at(config, seed, step, range(200), 8), whole)
+
+
 @pytest.mark.parametrize("kind", ["random", "mixture", *NEW])
 def test_seed_step_and_row_all_matter(kind):
     """Orders of 64 positions collide with probability below 1e-14, the sets of context_l2r with

@@ -277,7 +277,7 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
     for position in range(len(HOSTILE)):
         tab.locator("#text .token").nth(position).focus()
     assert tab.locator("#text *:not(span), #tip img, img").count() == 0
-    assert tab.title() == "Generation order" and tab.locator("body > *").count() == 8
+    assert tab.title() == "Generation order" and tab.locator("body > *").count() == 9
 
 
 def test_scrubbing_through_a_thousand_steps_touches_every_token_once(show):
@@ -298,3 +298,31 @@ def test_scrubbing_through_a_thousand_steps_touches_every_token_once(show):
     assert touched == T
     tab.locator("#sample").select_option("63")
     assert len(state(tab)[0]) == T
+
+
+def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(show):
+    """Two boards of 4 x 4 in boxes of 2 x 2: what is given, and its solution."""
+    pieces, step = list("1203" * 8), [-1] * 16 + list(range(16))
+    board = (4, 4, 2, 2)
+    samples = [
+        PageSample(pieces, step, [-0.5] * 32, board, caption) for caption in ("right", "wrong")
+    ]
+    tab = show(samples)
+    boxes = tab.evaluate(
+        """() => [...document.querySelectorAll("#text .token")].map(
+            (token) => { const b = token.getBoundingClientRect(); return [b.x, b.y, b.width]; })"""
+    )
+    columns, rows = ([box[axis] for box in boxes] for axis in (0, 1))
+    assert all(columns[i] == columns[i % 4] for i in range(32)) and len(set(columns[:4])) == 4
+    assert all(rows[i] == rows[i - i % 4] for i in range(32)) and len(set(rows)) == 8
+    gaps = [rows[4 * i + 4] - rows[4 * i] for i in range(7)]
+    assert gaps[3] > 1.5 * max(gaps[:3] + gaps[4:])
+    thick = tab.evaluate(
+        """() => [...document.querySelectorAll("#text .token")].map((token) =>
+            ["borderRightWidth", "borderBottomWidth"].map((key) => getComputedStyle(token)[key]))"""
+    )
+    for i, (right, below) in enumerate(thick):
+        assert (right == "3px") == (i % 4 == 1) and (below == "3px") == (i // 4 % 4 == 1)
+    assert tab.locator("#caption").inner_text() == "right"
+    tab.locator("#sample").select_option("1")
+    assert tab.locator("#caption").inner_text() == "wrong"
