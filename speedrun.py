@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
     begin()
 
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from evaluation.text_measures import mean_and_reach
 from experiments.arms import (
     ROOT,
     Arm,
@@ -50,6 +52,8 @@ from training.config import Config
 
 TRACKS, RESULTS = ROOT / "configs" / "speedrun", ROOT / "results" / "speedrun"
 OUT = Path("out") / "speedrun"
+# What 2% of the tokens are worth, as a share of what four times the tokens are.
+WORTH = math.log(1.02) / math.log(4)
 # Losses of the averaged weights in metrics.jsonl, nats per token.
 ANY_ORDER, L2R = "val_loss_random", "val_loss_l2r"
 
@@ -233,10 +237,16 @@ def row(result: dict) -> list[str]:
         f"{ended[0]['tokens'] / 1e6:.2f}M",
         "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M",
         f"{minutes:.1f}",
-        tuned_cell(ended[0]["tuned"]),
+        tuned_cell(ended[0]["tuned"]) + " (edge)" * at_edge(result),
         result["commit"],
         result["why"],
     ]
+
+
+def at_edge(result: dict) -> bool:
+    """Whether the best of the values that were tried is the first or the last of them."""
+    tried = [run["tuned"] for run in result["tuning"]]
+    return len(tried) > 1 and result["runs"][0]["tuned"] in (tried[0], tried[-1])
 
 
 def mean_loss(runs: list[dict], key: str) -> str:
@@ -255,15 +265,46 @@ def table(track: Track) -> list[str]:
     folder, advice = RESULTS / track.name, "remove it, and run its arm again"
 
     def place(result: dict) -> tuple[int, float]:
-        ended = runs_that_ended(result)
-        return ended[0]["tokens"], statistics.mean(r["loss"] for r in ended)
+        return tokens_of(result), statistics.mean(losses_of(result).values())
 
     with damaged(folder, "remove the file that is none of an arm, and run that again"):
         known = [read_results(file, advice) for file in folder.glob("*.json")]
         known.sort(key=place)
-        lines = markdown_table(HEAD, [row(result) for result in known])
+        lines = [*markdown_table(HEAD, [row(result) for result in known]), *ingredients(known)]
     missing = [name for name in track.arms if not track.result(name).exists()]
-    return [*lines, *([f"not run yet: {', '.join(missing)}"] if missing else [])]
+    return [*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])]
+
+
+def ingredients(known: list[dict]) -> list[str]:
+    """What one change to "fast" gives, seed by seed: arms "fast-..." with as many tokens."""
+    by_name = {result["arm"]: result for result in known}
+    if not {"fast", "fast-x4"} <= by_name.keys():
+        return []
+    fast = losses_of(by_name["fast"])
+    longer = losses_of(by_name["fast-x4"])
+    ends = (statistics.mean(losses.values()) for losses in (fast, longer))
+    worth = WORTH * (next(ends) - next(ends))
+    rows = []
+    for name, result in by_name.items():
+        own = losses_of(result)
+        shared = fast.keys() & own.keys()
+        if not name.startswith("fast-") or tokens_of(result) != tokens_of(by_name["fast"]):
+            continue
+        mean, reach = mean_and_reach([own[seed] - fast[seed] for seed in shared])
+        word = "no difference" if abs(mean) < reach else "costs" if mean > 0 else "pays"
+        if word == "pays" and -mean < worth:
+            word = "too little"
+        rows.append([name, f"{mean:+.4f} +- {reach:.4f}", word, result["why"]])
+    return ["", *markdown_table(["one change", "any order", "it", "what it is"], sorted(rows))]
+
+
+def losses_of(result: dict) -> dict[int, float]:
+    """By seed."""
+    return {run["seed"]: run["loss"] for run in runs_that_ended(result)}
+
+
+def tokens_of(result: dict) -> int:
+    return runs_that_ended(result)[0]["tokens"]
 
 
 if __name__ == "__main__":

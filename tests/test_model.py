@@ -271,12 +271,28 @@ GROUPS = {
 @pytest.mark.parametrize("tables", [True, False], ids=["adaLN known", "adaLN on demand"])
 @pytest.mark.parametrize("spares", [(0, 0, 0), (5, 3, 2)], ids=["tight", "padded"])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("system", ["AO-GPT", "sigma-GPT", "two_stream", "target rotary"])
+@pytest.mark.parametrize(
+    "system",
+    [
+        "AO-GPT",
+        "sigma-GPT",
+        "two_stream",
+        "target rotary",
+        "AO-GPT, rotary",
+        "sigma-GPT, rotary",
+        "shared, both",
+        "per_block, rotary",
+        "two_stream, rotary",
+        "target rotary, both",
+    ],
+)
 @torch.no_grad()
 def test_cached_logits_are_those_of_the_uncached_forward(system, groups, spares, tables):
     """Float32, logits of size 1 to 5: both ways round at about 1e-6 and differ in summation order
     only."""
-    model = make_system(system, 1, torch.float32, scale=0.7, n_embd=24)
+    system, _, position = system.partition(", ")
+    changes = {"position": position} if position else {}
+    model = make_system(system, 1, torch.float32, scale=0.7, n_embd=24, **changes)
     tokens, order = random_tokens(TOKENS, 3, 8, seed=3), random_orders(3, 8, seed=4)
     known, sizes = map(torch.tensor, GROUPS[groups])
     modulations = model.modulations() if tables else None

@@ -33,6 +33,42 @@ def test_the_results_that_are_shipped_make_a_table(name):
     results = list((ROOT / "results" / "speedrun" / name).glob("*.json"))
     lines = speedrun.table(load_track(name))
     assert all(any(f"| {path.stem} " in line for line in lines) for path in results)
+    page = (ROOT / "results" / "speedrun.md").read_text().splitlines()
+    assert not set(lines) - set(page)
+
+
+def made_up(arm, losses, tokens=100, tuned=(1, 2, 3), best=2):
+    runs = [
+        {"seed": n, "loss": loss, "tokens": tokens, "tuned": {"x": best}}
+        for n, loss in enumerate(losses)
+    ]
+    tuning = [{"tuned": {"x": value}} for value in tuned]
+    return {"arm": arm, "why": "", "runs": runs, "tuning": tuning}
+
+
+def test_what_one_change_gives_is_told_by_its_seeds():
+    """Four times the tokens are worth 1 nat, so 2% of them 0.0143. Of three differences that are a
+    hundredth apart the 95% interval is 4.30 * 0.01 / sqrt(3) = 0.0248 to either side."""
+    known = [made_up("fast", [2.0, 2.1, 2.2]), made_up("fast-x4", [1.0, 1.1, 1.2], tokens=400)]
+    for arm, shift in (("fast-a", -0.1), ("fast-b", 0.1), ("fast-c", -0.02), ("fast-d", 0.0)):
+        spread = 0.001 if arm == "fast-d" else 0.01
+        losses = [2.0 + shift - spread, 2.1 + shift, 2.2 + shift + spread]
+        known.append(made_up(arm, losses))
+    known.append(made_up("fast-e", [1.995, 2.095, 2.195]))
+    known.append(made_up("fast2", [1.0, 1.0, 1.0]))
+    found = {}
+    for line in speedrun.ingredients(known)[3:]:
+        arm, difference, word, _ = (cell.strip() for cell in line.split("|")[1:-1])
+        found[arm] = difference, word
+    assert found == {
+        "fast-a": ("-0.1000 +- 0.0248", "pays"),
+        "fast-b": ("+0.1000 +- 0.0248", "costs"),
+        "fast-c": ("-0.0200 +- 0.0248", "no difference"),
+        "fast-d": ("+0.0000 +- 0.0025", "no difference"),
+        "fast-e": ("-0.0050 +- 0.0000", "too little"),
+    }
+    assert speedrun.ingredients(known[:1]) == []
+    assert not speedrun.at_edge(known[0]) and speedrun.at_edge(made_up("a", [1.0], best=3))
 
 
 @pytest.fixture
