@@ -34,7 +34,7 @@ def test_the_results_that_are_shipped_make_a_table(name):
     lines = speedrun.table(load_track(name))
     assert all(any(f"| {path.stem} " in line for line in lines) for path in results)
     page = (ROOT / "results" / "speedrun.md").read_text().splitlines()
-    assert not set(lines) - set(page)
+    assert not results or not set(lines) - set(page)
 
 
 def made_up(arm, losses, tokens=100, tuned=(1, 2, 3), best=2):
