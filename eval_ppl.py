@@ -277,7 +277,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
     check_sets(a, eval_sets, orders)
     runner = BatchRunner(procs, dtype, config.block_size, a.batch_size)
-    entropies = {s.name: s.entropies() for s in eval_sets} if procs.main else {}
+    frequencies = {s.name: s.frequencies() for s in eval_sets} if procs.main else {}
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
 
@@ -310,9 +310,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 losses_by_array[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
             # After every task, so that a job that is killed loses none.
             if procs.main:
-                lines = [loaded.describe(), "", *markdown(results, entropies), ""]
+                lines = [loaded.describe(), "", *markdown(results, frequencies), ""]
                 lines += notes(results, a.target_se) + ensemble_notes(a, orders)
-                found = {"results": results, "entropies": entropies}
+                found = {"results": results, "frequencies": frequencies}
                 if a.disagreement:
                     scored = task.scored_tokens().double()
                     of_set = disagreements(eval_set.name, by_order, scored / scored.mean())

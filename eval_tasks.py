@@ -50,7 +50,7 @@ from sampling.modes import DecodingOptions, Mode, check_mode, with_mode_defaults
 from sampling.token_choice import Temperature
 
 DECODING = {field.name for field in dataclasses.fields(DecodingOptions)}
-HEAD = ["task", "mode", "exact match", "std. error", "limit", "records", "NFE", "seconds"]
+HEAD = ["task", "mode", "exact match", "std. error", "possible", "records", "NFE", "seconds"]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What is claimed of any-order models, tested: experiments of arms, seeds and verdicts.
 
-    python findings.py E1 --seeds 1 --quick     # does it run? Three minutes, a small book
+    python findings.py E1 --seeds 1 --quick     # does it run? Three minutes, nine small books
     python findings.py E1 --jobs 2              # train what is missing, write results/findings/E1.*
     python findings.py E1 --configs             # write the runs' configs, to launch them by hand
     python findings.py E1 --scale               # the same at the paper's scale: configs, and costs
@@ -52,7 +52,7 @@ class Arguments:
     jobs: Count = 1
     """Runs side by side, on a CPU; each has one thread."""
     quick: bool = False
-    """A few steps of every arm, untuned, on the book that the repository has: to see that
+    """A few steps of every arm, untuned, on the books that the repository has: to see that
     everything runs. Results go to out/findings/quick."""
     configs: bool = False
     """Train nothing: write the configs of the runs of seed 0 with every value that is tried, and
@@ -75,6 +75,10 @@ def main() -> None:
         if recipe not in experiment.recipes:
             known = ", ".join(experiment.recipes)
             raise ValueError(f"{experiment.name} has no recipe {recipe!r}; it has {known}")
+    if (a.scale or a.configs) and (a.seeds or a.jobs > 1 or a.quick):
+        raise ValueError(
+            "--scale and --configs train nothing: leave out --seeds, --jobs and --quick"
+        )
     if a.scale:
         print(*write_scaled(experiment, recipes), sep="\n")
     elif a.configs:
@@ -125,7 +129,10 @@ def cost_of(experiment: Experiment, plans: list[tuple[str, RunPlan]]) -> str:
         return f"`{experiment.scale['command']}`"
     command = f"`python findings.py {experiment.name} --scale`"
     days = sum(days_of(plan) for _, plan in plans)
-    return f"{command} writes {len(plans)} configs a seed, {days:.0f} days of an {GPU} at 40%."
+    return (
+        f"{command} writes {len(plans)} configs a seed, {days:.1f} days of an {GPU} at 40% of its "
+        "peak."
+    )
 
 
 def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:

@@ -84,7 +84,8 @@ class ModelConfig(Table):
     """Id of [MASK] in an encoder: the first id after the tokenizer's; below vocab_size."""
     position: Literal["learned", "rotary", "both"] = "learned"
     """learned: a table with a row per position, added to the inputs. rotary: rotated queries and
-    keys, base 10000; those of a decoder as `Rotation` says. both: the two together."""
+    keys, base 10000; of a decoder keys by the position of their input, queries by that of their
+    target. both: the two together."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = True
     """Biases of LayerNorm."""

@@ -71,11 +71,11 @@ def main() -> None:
     if a.tasks == ("page",):
         write_page(known)
         return
+    if "page" in a.tasks:
+        raise ValueError("page is of all tasks that have results: give it alone")
     for name in a.tasks:
         if name not in known:
-            raise ValueError(
-                f"there is no task {name!r}; choose of {', '.join(known)}, or page alone"
-            )
+            raise ValueError(f"there is no task {name!r}; choose of {', '.join(known)}, or page")
     for name in a.tasks or known:
         run(known[name], a)
     if not a.tasks and is_whole(a, known):

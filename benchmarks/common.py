@@ -1,4 +1,4 @@
-"""What both benchmarks share: their options, the models' sizes, the machine and its rates, the
+"""What all benchmarks share: their options, the models' sizes, the machine and its rates, the
 report."""
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def load_meta(folder) -> Meta:
         lack = "is not a prepared dataset: it has no meta.json"
         raise FileNotFoundError(
             f"{folder}{f' {lack}' if folder.is_dir() else ': no such dataset folder'}; "
-            "make one with: python data/prepare.py NAME --out DIR"
+            f"make one with: python data/prepare.py NAME --out {folder} (--help names them)"
         )
     advice = "prepare the dataset again"
     if (version := read_json(path, Format, advice)["format"]) > FORMAT:
@@ -427,34 +427,43 @@ class TokenDataset:
 # ---- what a model should beat --------------------------------------------------------------------
 
 
-def ngram_entropies(tokens: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Plug-in entropies of `tokens` (n,), ids below `vocab_size`: (H(X_i), H(X_i | X_{i-1})) in
-    nats per token.
+def frequency_losses(
+    counted: np.ndarray, tokens: np.ndarray, vocab_size: int
+) -> tuple[float, float]:
+    """Mean loss of `tokens` (m,) but the first, nats per token, of who knows how frequent tokens
+    are in `counted` (n,), and of who knows how frequent pairs of neighbours are, too: the two marks
+    that a training curve should fall below.
 
-    What a model that knows only the frequencies of tokens, and of pairs of neighbours, would reach:
-    the two marks a training curve should fall below. Exact; holds the distinct pairs, never a
-    vocab_size**2 table. Raises ValueError for fewer than two tokens or an id outside the
-    vocabulary.
-    """
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or ids.size < 2:
-        raise ValueError(
-            f"entropies of pairs need a flat array of at least 2 tokens, got shape {ids.shape}"
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(
-            f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}"
-        )
-    pairs = ids[:-1].astype(np.int64)  # a pair as one number, in place: there are many
+    Counts are smoothed, since not every pair has been seen: unigrams by one more of each, bigrams
+    by interpolation with them (Witten and Bell 1991: as often as a token was followed by one that
+    had not followed it before, it is again). Holds the distinct pairs, never a vocab_size**2 table.
+    Raises ValueError for fewer than two tokens or an id outside the vocabulary."""
+    for ids in (counted, tokens):
+        if ids.ndim != 1 or ids.size < 2:
+            raise ValueError(
+                f"pairs need a flat array of at least 2 tokens, got one of shape {ids.shape}"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise ValueError(
+                f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}"
+            )
+    unigram = (np.bincount(counted, minlength=vocab_size) + 1) / (counted.size + vocab_size)
+    pairs, seen = np.unique(pairs_of(counted, vocab_size), return_counts=True)
+    followed = np.bincount(counted[:-1], minlength=vocab_size)
+    different = np.bincount(pairs // vocab_size, minlength=vocab_size)
+    wanted = pairs_of(tokens, vocab_size)
+    place = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+    times = np.where(pairs[place] == wanted, seen[place], 0)
+    before, of_next = tokens[:-1], unigram[tokens[1:]]
+    total = followed[before] + different[before]
+    shares = (times + different[before] * of_next) / np.maximum(total, 1)
+    bigram = np.where(total > 0, shares, of_next)
+    return float(-np.log(of_next).mean()), float(-np.log(bigram).mean())
+
+
+def pairs_of(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Neighbours as one number each, in place: there are many."""
+    pairs = ids[:-1].astype(np.int64)
     pairs *= vocab_size
     pairs += ids[1:]
-    joint = _entropy(np.unique(pairs, return_counts=True)[1])
-    previous = _entropy(np.bincount(ids[:-1], minlength=vocab_size))
-    return _entropy(np.bincount(ids, minlength=vocab_size)), max(joint - previous, 0.0)
-
-
-def _entropy(counts: np.ndarray) -> float:
-    """Of the distribution that these counts are of, in nats."""
-    counts = counts[counts > 0].astype(np.float64)
-    total = counts.sum()
-    return float(np.log(total) - (counts * np.log(counts)).sum() / total)
+    return pairs

@@ -440,9 +440,11 @@ def report(target: Path, meta: dict) -> None:
     if settings["dataset"] == "openwebtext":
         config = "aogpt_small"
     options = f"--name {target.name} --data.folder {_shown(target)}"
+    if target == Path(__file__).resolve().parent / "stories":  # the quickstart's own
+        options = ""
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
-    print(f"next: python train.py configs/{config}.toml {options}")
+    print(f"next: python train.py configs/{config}.toml {options}".rstrip())
 
 
 def _shown(path: Path) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +19,14 @@ from data.loader import (
     TokenDataset,
     evaluation_split,
     find_dataset,
+    frequency_losses,
     load_meta,
-    ngram_entropies,
     read_tokens,
 )
 from data.tokenizers import get_tokenizer
 from orders import Roles
 
-NGRAM_TOKENS = 10_000_000  # of the training split: more do not change its entropies visibly
+NGRAM_TOKENS = 10_000_000  # of the training split: more do not change what they lose visibly
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,11 @@ class EvalSet:
         if roles := self.roles(range(self.count)):
             predicted = self.dataset.blocks(list(range(self.count)))[roles.predicted]
             return float(lengths[predicted.numpy()].mean())
-        tokens = self.dataset.tokens[: int(self.lengths().sum())]
-        return float(lengths[tokens].mean())
+        return float(lengths[self.text()].mean())
+
+    def text(self) -> np.ndarray:
+        """The tokens of the rows, but of records, one after the other."""
+        return self.dataset.tokens[: int(self.lengths().sum())]
 
     def description(self) -> dict:
         """What a result must name for another to reproduce it: above all the file's checksum."""
@@ -81,17 +85,16 @@ class EvalSet:
         place = {"split": self.split, "block_size": self.dataset.block_size}
         return known | place | meta["splits"][self.split]
 
-    def entropies(self) -> dict[str, float]:
-        """Unigram and bigram entropies, nats per token, of the training split, if there is one:
-        what a model reaches that knows how frequent tokens and pairs of them are, and no more. Of
-        records none: what is given and what fills their blocks up is not predicted."""
+    def frequencies(self) -> dict[str, float]:
+        """What tables of frequencies of the training split lose on these rows, nats per token;
+        nothing where there is no such split, and nothing of records: what is given and what fills
+        their blocks up is not predicted."""
         meta = self.dataset.meta
-        if self.dataset.of_records:
+        if self.dataset.of_records or "train" not in meta["splits"]:
             return {}
-        split = "train" if "train" in meta["splits"] else next(iter(meta["splits"]))
-        tokens = read_tokens(self.folder, split)[:NGRAM_TOKENS]
-        unigram, bigram = ngram_entropies(tokens, meta["vocab_size"])
-        return {f"unigram entropy of {split}": unigram, f"bigram entropy of {split}": bigram}
+        counted = read_tokens(self.folder, "train")[:NGRAM_TOKENS]
+        losses = frequency_losses(counted, self.text(), meta["vocab_size"])
+        return dict(zip(("unigrams of train", "bigrams of train"), losses, strict=True))
 
 
 def open_eval_set(

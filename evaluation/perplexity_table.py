@@ -66,8 +66,8 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
     return rows
 
 
-def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> list[str]:
-    """The lines of the table: the results, then the entropies of each text."""
+def markdown(results: list[dict], frequencies: dict[str, dict[str, float]]) -> list[str]:
+    """The lines of the table: the results, then what tables of frequencies lose on each text."""
     gains = any(r["gain"] is not None for r in results)
     published = any(r["published"] for r in results)
     head = HEAD + ["gain"] * gains + ["token-forwards"] + ["published"] * published
@@ -94,7 +94,7 @@ def markdown(results: list[dict], entropies: dict[str, dict[str, float]]) -> lis
         if published:
             cells.append(f"{r['published'] or ''}")
         rows.append(cells)
-    for text, values in entropies.items():
+    for text, values in frequencies.items():
         for name, nats in values.items():
             cells = [text, name, "", f"{nats:.4f}", "", ""]
             cells += [f"{nats / math.log(2):.4f}", "", f"{math.exp(nats):.3f}"]

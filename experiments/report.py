@@ -60,7 +60,9 @@ def tables(experiment: Experiment, found: dict) -> list[str]:
     """Of each recipe: the losses of the arms, the verdicts, and ratios."""
     lines = []
     for recipe, arms in found["recipes"].items():
-        lines += [f"**{recipe}**", "", *losses_table(experiment, arms), ""]
+        why = experiment.whys.get(recipe)
+        lines += [f"**{recipe}**" + (f": {why}." if why else ""), ""]
+        lines += [*losses_table(experiment, arms), ""]
         lines += [*claims_table(found["claims"][recipe]), ""]
         for ratio in found["ratios"][recipe]:
             values = ratio["values"]
@@ -288,16 +290,17 @@ What is claimed of any-order models, each claim tested by runs of minutes on a C
     python findings.py E1 --jobs 2     # train an experiment, or go on with it; write its part
     python findings.py page            # this page
 
-**Rules.** A claim says that one loss is lower than another. Arms of a seed share batches and the
-orders under which they are validated. *Reproduced*: the difference has the claimed sign with every
-seed, and its mean is more than two standard errors (of seeds and of the Monte Carlo estimate
-together) from 0. *Reversed*: the mirror image. Else *unresolved*; and so where neither loss has
-come a tenth of a nat below the entropy of single tokens, *(plateau)*. Of what is expected to be
-alike the claim is that it is so within a margin. Every arm has its rate tuned by its runs with
-seed 0, over the same values as the others of its recipe: from the middle one on for as long as the
-loss falls; *(edge)*: beyond them it might fall further.
-Verdicts are computed; nobody writes them. Losses are in nats per token, of the averaged weights on
-held-out text; `+-` is half a 95% interval.
+**Rules.** A claim says that one figure is lower than another, a loss if nothing else is said, the
+paper's claim or one of our own. Arms of a seed share batches and the orders under which they are
+validated; of a benchmark its repeats stand in place of seeds. *Reproduced*: the difference has the
+claimed sign with every seed, and its mean is more than two standard errors (of seeds and of the
+Monte Carlo estimate together) from 0. *Reversed*: the mirror image. Else *unresolved*; and so where
+neither loss has come a tenth of a nat below the entropy of single tokens, *(plateau)*. Of what is
+expected to be alike the claim is that it is so within a margin. Every arm has its rate tuned by its
+runs with seed 0, over the same values as the others of its recipe: from the middle one on for as
+long as the loss falls; *(edge)*: beyond them it might fall further. Verdicts are computed; nobody
+writes them. Losses are in nats per token, of the averaged weights on held-out text; `+-` is half a
+95% interval.
 """
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.generators import NATS_OF_TEXT
-from data.loader import TokenDataset, read_tokens
+from data.loader import TokenDataset, find_dataset, read_tokens
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.text_measures import unigram_entropy
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
@@ -60,6 +60,8 @@ class Experiment:
     base: dict = field(default_factory=dict)
     recipes: dict[str, dict[str, Arm]] = field(default_factory=dict)
     """The arms under each recipe."""
+    whys: dict[str, str] = field(default_factory=dict)
+    """What each recipe is."""
     alone: dict[str, Arm] = field(default_factory=dict)
     """The arms without any recipe."""
     runs: dict[str, dict[str, Arm]] = field(default_factory=dict)
@@ -108,7 +110,8 @@ class Experiment:
             if path.is_file():
                 base = read_toml(path)
                 arm = Arm(name, changes | own, {}, "")
-                found[name] = config_of(base, arm, 0, {}, OUT / "at_scale" / self.name / recipe)
+                folder = "fast" if recipe == "fast" else "paper"  # as that config's recipe is
+                found[name] = config_of(base, arm, 0, {}, OUT / "at_scale" / self.name / folder)
         return found
 
     def of_scale(self) -> list[str]:
@@ -144,8 +147,9 @@ def experiment_of(name: str) -> Experiment:
         values |= {part: of_models[part] for part in ("base", "recipes", "arms")}
     arms, others = values.pop("arms", {}), values.pop("runs", {})
     x = values.pop("x", {}) | {arm: t.pop("x") for arm, t in arms.items() if "x" in t}
-    recipes, runs = {}, {}
+    recipes, runs, whys = {}, {}, {}
     for recipe, changes in values.pop("recipes", {}).items():
+        whys[recipe] = changes.get("why", "")
         chosen = changes.pop("arms", list(arms))
         # An arm is laid over the recipe, as over an arm above it.
         tables = {arm: {"from": "recipe"} | t for arm, t in (arms | others).items()}
@@ -157,7 +161,7 @@ def experiment_of(name: str) -> Experiment:
     for key, kind in parts.items():
         values[key] = from_values(values.get(key, []), list[kind], source)
     bench = from_values(values.pop("bench"), Measure, source) if "bench" in values else None
-    own = {"recipes": recipes, "alone": alone, "runs": runs, "x": x, "bench": bench}
+    own = {"recipes": recipes, "whys": whys, "alone": alone, "runs": runs, "x": x, "bench": bench}
     return Experiment(name=name, **own, **values)
 
 
@@ -185,7 +189,7 @@ Found = dict[str, dict[str, dict]]
 
 
 def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
-    """About how many of all arms there will be: to tune one takes three, or one more or less."""
+    """About how many of all arms there will be: to tune one takes three, as a rule."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
     return sum(min(3, len(values_of(arm, quick))) + seeds for arm in arms)
 
@@ -207,6 +211,8 @@ def train(
     Arms are tuned at full length: in short runs, whose losses still stand on the plateau from which
     any order is learned, rates cannot be told apart, and what is best there is not best later.
     What is tried is that of `search`."""
+    if not quick:
+        check_data(experiment)
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
     kept, others = Kept(keep), Others(experiment, quick)
 
@@ -266,6 +272,15 @@ def results_of_others(
             for name, config in configs.items()
         }
     return found
+
+
+def check_data(experiment: Experiment) -> None:
+    """Raise FileNotFoundError for a data set that a measure names and that is not there: measures
+    come after hours of runs."""
+    for measure in experiment.measures:
+        for word in measure.arguments:
+            if word.startswith("data/"):
+                find_dataset(word)
 
 
 class Others:

@@ -26,8 +26,8 @@ from data.loader import (
     dtype_name,
     evaluation_split,
     find_dataset,
+    frequency_losses,
     load_meta,
-    ngram_entropies,
     read_tokens,
 )
 from data.tokenizers import TOKENIZERS, BytesTokenizer, get_tokenizer
@@ -489,33 +489,52 @@ def test_find_dataset(tmp_path, monkeypatch):
             find_dataset(name)
 
 
-# ---- entropies -----------------------------------------------------------------------------------
+# ---- frequencies ---------------------------------------------------------------------------------
 
 
-def test_entropies_of_hand_computed_cases():
-    # a b a b a: three a and two b; the next token follows from the one before
-    unigram, bigram = ngram_entropies(np.array([0, 1, 0, 1, 0], dtype=np.uint16), 2)
-    assert unigram == pytest.approx(-(0.6 * math.log(0.6) + 0.4 * math.log(0.4))) and bigram == 0
-    # a a b a: pairs aa, ab, ba; after a (twice) a or b, after b (once) a
-    assert ngram_entropies(np.array([0, 0, 1, 0]), 2)[1] == pytest.approx(2 / 3 * math.log(2))
-    assert ngram_entropies(np.array([7, 7, 7]), 8) == (0, 0)
+def test_frequencies_of_a_case_by_hand():
+    """a b a b a of two tokens: three a and two b, with one more each 4/7 and 3/7; a was followed by
+    b alone, twice, b by a alone, twice."""
+    counted = np.array([0, 1, 0, 1, 0], dtype=np.uint16)
+    unigram, bigram = frequency_losses(counted, np.array([0, 1, 1, 0], dtype=np.uint16), 2)
+    assert unigram == pytest.approx(-(2 * math.log(3 / 7) + math.log(4 / 7)) / 3)
+    after_a, after_b = (2 + 3 / 7) / 3, (1 * 3 / 7) / 3  # b after a; b after b, never seen
+    again = (2 + 4 / 7) / 3  # a after b
+    expected = -(math.log(after_a) + math.log(after_b) + math.log(again)) / 3
+    assert bigram == pytest.approx(expected)
     # large ids: the code of a pair does not fit the dtype of the ids
     tokens = np.array([50256, 50255, 50256, 50254] * 5 + [50256], dtype=np.uint16)
-    assert ngram_entropies(tokens, 50257)[1] == pytest.approx(0.5 * math.log(2))
+    of_pairs = frequency_losses(tokens, tokens, 50257)[1]
+    assert of_pairs == pytest.approx(0.5 * -math.log(5 / 12) + 0.5 * -math.log(5 / 6), rel=1e-3)
 
 
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=50))
-def test_entropies_against_brute_force(tokens):
-    pairs = list(itertools.pairwise(tokens))
-    expected = -sum(
-        math.log(pairs.count(p) / sum(q[0] == p[0] for q in pairs)) for p in pairs
-    ) / len(pairs)
-    unigram = -sum(math.log(tokens.count(t) / len(tokens)) for t in tokens) / len(tokens)
-    assert ngram_entropies(np.array(tokens), 5) == pytest.approx((unigram, expected), abs=1e-12)
+@given(*[st.lists(st.integers(0, 4), min_size=2, max_size=50)] * 2)
+def test_frequencies_against_brute_force(counted, tokens):
+    """Whose conditionals sum to 1."""
+    unigram = {t: (counted.count(t) + 1) / (len(counted) + 5) for t in range(5)}
+    pairs = list(itertools.pairwise(counted))
+
+    def after(a, b):
+        followers = [y for x, y in pairs if x == a]
+        if not followers:
+            return unigram[b]
+        different = len(set(followers))
+        return (followers.count(b) + different * unigram[b]) / (len(followers) + different)
+
+    assert all(sum(after(a, b) for b in range(5)) == pytest.approx(1) for a in range(5))
+    asked = list(itertools.pairwise(tokens))
+    expected = (
+        -sum(math.log(unigram[b]) for _, b in asked) / len(asked),
+        -sum(math.log(after(a, b)) for a, b in asked) / len(asked),
+    )
+    found = frequency_losses(np.array(counted), np.array(tokens), 5)
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_entropy_errors():
-    with pytest.raises(ValueError, match="at least 2"):
-        ngram_entropies(np.array([1]), 2)
+def test_frequencies_of_too_little_or_of_other_tokens():
+    enough = np.array([0, 1])
+    for counted, tokens in ((np.array([1]), enough), (enough, np.array([1]))):
+        with pytest.raises(ValueError, match="at least 2"):
+            frequency_losses(counted, tokens, 2)
     with pytest.raises(ValueError, match="outside a vocabulary of 2"):
-        ngram_entropies(np.array([1, 2]), 2)
+        frequency_losses(enough, np.array([1, 2]), 2)

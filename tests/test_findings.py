@@ -525,11 +525,21 @@ def test_the_configs_of_an_experiment_can_be_launched_by_hand(tiny, monkeypatch,
     [
         (["E8"], "there is no experiment 'E8'; choose one of E7"),
         (["E7", "--recipes", "fast"], "E7 has no recipe 'fast'; it has slow, muon"),
+        (["E7", "--configs", "--jobs", 2], "train nothing: leave out --seeds, --jobs"),
     ],
 )
 def test_what_is_not_there_is_named(tiny, monkeypatch, capsys, words, message):
     with pytest.raises(ValueError, match=message):
         run(monkeypatch, capsys, *words)
+
+
+def test_data_of_measures_are_missed_before_anything_is_trained(tiny, monkeypatch, capsys):
+    values = tomllib.loads((tiny / "E7.toml").read_text())
+    values["measures"][0]["arguments"][2] = "data/bytes/nothing"
+    (tiny / "E7.toml").write_text(tomli_w.dumps(values))
+    with pytest.raises(FileNotFoundError, match="data/bytes/nothing"):
+        run(monkeypatch, capsys, "E7")
+    assert not (tiny / "runs").exists()
 
 
 @pytest.mark.slow

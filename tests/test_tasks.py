@@ -505,7 +505,7 @@ def test_the_page_is_made_of_the_results_that_are_shipped():
 def test_a_task_that_there_is_not_is_said(script):
     for words, says in (
         (["stars"], "there is no task 'stars'"),
-        (["copy", "page"], "there is no task 'page'; choose of"),
+        (["copy", "page"], "page is of all tasks that have results: give it alone"),
     ):
         status, _, err = script(command, *words)
         assert status == 2 and says in err
