@@ -26,10 +26,10 @@ import tyro
 from annotated_types import Interval
 from torch import Tensor
 
-from checkpoints.load import load
+from checkpoints.load import Loaded, load
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from evaluation.eval_sets import EvalSet, open_eval_set
-from evaluation.likelihood import BatchRunner, ScoringTask, score
+from evaluation.likelihood import BatchRunner, Scores, ScoringTask, score
 from evaluation.orders_compared import disagreements, table
 from evaluation.perplexity_table import markdown, notes, result_rows
 from model import ModelConfig
@@ -176,9 +176,44 @@ def parse_rule(text: str) -> Rule | None:
         raise ValueError(f"--orders {text}: {error}") from None
 
 
-def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
-    """The distributions to score, by name. Raises ValueError where the model has no such
-    likelihood."""
+@dataclass(frozen=True)
+class Scored:
+    """What one of --orders asks for."""
+
+    orders: OrderConfig
+    rule: Rule | None = None
+    """Instead: the model's own order, one for each text."""
+    score_entropy: bool = False
+    """Instead: SEDD's own bound."""
+
+
+def scored_by(text: str, a: Arguments, config: ModelConfig) -> Scored:
+    """What `text` means for this model. Raises ValueError where it has no such likelihood."""
+    if text == "score_entropy":
+        if not config.noise:
+            raise ValueError("--orders score_entropy is the bound of SEDD; this is another model")
+        return Scored(OrderConfig("random"), score_entropy=True)
+    rule = parse_rule(text)
+    if rule and rule.pace and a.group > 1:
+        raise ValueError(
+            f"--orders {text} says itself how many positions a step takes; leave out --group, or "
+            f"write most={a.group} there"
+        )
+    found = Scored(OrderConfig("l2r"), rule) if rule else Scored(parse_orders(text))
+    if "block" in ORDER_SETTINGS[found.orders.kind] and found.orders.block > config.block_size:
+        raise ValueError(
+            f"--orders {text}: the model's block size is {config.block_size}; give a smaller block"
+        )
+    if config.l2r_only and (found.orders.kind != "l2r" or rule):
+        raise ValueError(
+            f"this model is not told its target position and has no {text!r} perplexity; "
+            "give --orders l2r"
+        )
+    return found
+
+
+def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, Scored]:
+    """What to score, by name. Raises ValueError where the model has no such likelihood."""
     possible = ("l2r", "random")
     if config.is_encoder:  # it sees a set of tokens, in no order
         possible = ("random", "score_entropy") if config.noise else ("random",)
@@ -186,31 +221,7 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
         possible = ("l2r",)
     if a.orders == ():
         raise ValueError("--orders names no order; give l2r, random, or another distribution")
-    named = {}
-    for text in a.orders or possible:
-        if rule := parse_rule(text):  # one order for a text, which is not drawn
-            if rule.pace and a.group > 1:
-                raise ValueError(
-                    f"--orders {text} says itself how many positions a step takes; leave out "
-                    f"--group, or write most={a.group} there"
-                )
-            named[text] = OrderConfig("l2r")
-            continue
-        own_bound = text == "score_entropy"
-        if own_bound and not config.noise:
-            raise ValueError("--orders score_entropy is the bound of SEDD; this is another model")
-        named[text] = OrderConfig("random") if own_bound else parse_orders(text)
-    for text, orders in named.items():
-        if "block" in ORDER_SETTINGS[orders.kind] and orders.block > config.block_size:
-            raise ValueError(
-                f"--orders {text}: the model's block size is {config.block_size}; "
-                "give a smaller block"
-            )
-        if config.l2r_only and (orders.kind != "l2r" or parse_rule(text)):
-            raise ValueError(
-                f"this model is not told its target position and has no {text!r} perplexity; "
-                "give --orders l2r"
-            )
+    named = {text: scored_by(text, a, config) for text in a.orders or possible}
     if a.group > 1 and (config.l2r_only or "score_entropy" in named):
         raise ValueError(
             "--group is for models that are told their targets, scored as probabilities; leave it "
@@ -219,18 +230,18 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, OrderConfig]:
     return named
 
 
-def check_measures(a: Arguments, config: ModelConfig, named: dict[str, OrderConfig]) -> None:
+def check_measures(a: Arguments, config: ModelConfig, named: dict[str, Scored]) -> None:
     """Raise ValueError where --bound, --disagreement or --ensemble asks for what these orders of
     this model do not have."""
     if a.bound == "iw":
-        fixed = all(orders.is_fixed for orders in named.values())
+        fixed = all(of.orders.is_fixed for of in named.values())
         if fixed or (config.is_encoder and "random" in named):
             raise ValueError(
                 "--bound iw needs orders that are drawn, and of an encoder those of a "
                 "distribution other than random, whose ELBO takes no order: give other --orders"
             )
     if a.disagreement:
-        drawn = [orders for orders in named.values() if not orders.is_fixed]
+        drawn = [of for of in named.values() if not of.orders.is_fixed]
         if config.is_encoder and ("random" in named or "score_entropy" in named):
             raise ValueError(
                 "--disagreement is of likelihoods along orders, which an ELBO takes none of: give "
@@ -248,14 +259,14 @@ def check_measures(a: Arguments, config: ModelConfig, named: dict[str, OrderConf
             raise ValueError(
                 f"this model {reason}, so there is no ensemble of orders; leave out --ensemble"
             )
-        if all(orders.kind != "random" for orders in named.values()):
+        if all(of.orders.kind != "random" for of in named.values()):
             raise ValueError(
                 f"ensembles are of uniformly random orders, not of {', '.join(named)}; "
                 "add random to --orders, or leave out --ensemble"
             )
 
 
-def check_sets(a: Arguments, eval_sets: list[EvalSet], orders: dict[str, OrderConfig]) -> None:
+def check_sets(a: Arguments, eval_sets: list[EvalSet], orders: dict[str, Scored]) -> None:
     """Raise ValueError for what is not known of records."""
     records = [eval_set.name for eval_set in eval_sets if eval_set.dataset.of_records]
     if records and (set(a.ensemble) != {1} or "score_entropy" in orders):
@@ -277,64 +288,105 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
     check_sets(a, eval_sets, orders)
     runner = BatchRunner(procs, dtype, config.block_size, a.batch_size)
-    frequencies = {s.name: s.frequencies() for s in eval_sets} if procs.main else {}
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-
-    results, losses_by_array, lines, compared = [], {}, [], []
+    report = Report(a, loaded, orders, eval_sets, origin) if procs.main else None
     for eval_set in eval_sets:
-        by_order: dict[str, Tensor] = {}
-        for name, distribution in orders.items():
-            # Ensembles are estimated for uniformly random orders only.
-            sizes = tuple(sorted(set(a.ensemble))) if distribution.kind == "random" else (1,)
-            task = ScoringTask(
-                loaded=loaded,
-                eval_set=eval_set,
-                name=name,
-                orders=distribution,
-                ensemble_sizes=sizes,
-                seed=a.seed,
-                max_draws=a.max_draws,
-                target_se=a.target_se,
-                per_token=a.per_token is not None,
-                score_entropy=name == "score_entropy",
-                group=a.group,
-                rule=parse_rule(name),
-                bound=a.bound,
-            )
+        for name, of in orders.items():
+            task = task_of(a, loaded, eval_set, name, of)
             scores = score(task, runner)
-            results += result_rows(task, scores, a.weights)
-            by_order[name] = scores.losses
-            if a.per_token:
-                # 1 is the ensemble size: ensembles do not score every token.
-                losses_by_array[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll
-            # After every task, so that a job that is killed loses none.
-            if procs.main:
-                lines = [loaded.describe(), "", *markdown(results, frequencies), ""]
-                lines += notes(results, a.target_se) + ensemble_notes(a, orders)
-                found = {"results": results, "frequencies": frequencies}
-                if a.disagreement:
-                    scored = task.scored_tokens().double()
-                    of_set = disagreements(eval_set.name, by_order, scored / scored.mean())
-                    found["disagreements"] = compared + of_set
-                    lines += ["", *table(compared + of_set)]
-                if a.json:
-                    outputs.write_json(a.json, found | origin)
-                    outputs.write(a.json.with_suffix(".md"), "\n".join(lines) + "\n")
-                if a.per_token:
-                    outputs.write(a.per_token, tokens_file(eval_sets, losses_by_array))
-        if a.disagreement and procs.main:
-            compared = found["disagreements"]
-    with outputs:
-        procs.print0("\n".join(lines))
+            if report:  # written after every task, so that a job that is killed loses none
+                report.add(task, scores)
+                report.write(outputs)
+    if report:
+        with outputs:
+            print("\n".join(report.lines()))
 
 
-def ensemble_notes(a: Arguments, orders: dict[str, OrderConfig]) -> list[str]:
+def task_of(a: Arguments, loaded: Loaded, eval_set: EvalSet, name: str, of: Scored) -> ScoringTask:
+    # Ensembles are estimated for uniformly random orders only.
+    sizes = tuple(sorted(set(a.ensemble))) if of.orders.kind == "random" else (1,)
+    return ScoringTask(
+        loaded=loaded,
+        eval_set=eval_set,
+        name=name,
+        orders=of.orders,
+        ensemble_sizes=sizes,
+        seed=a.seed,
+        max_draws=a.max_draws,
+        target_se=a.target_se,
+        per_token=a.per_token is not None,
+        score_entropy=of.score_entropy,
+        group=a.group,
+        rule=of.rule,
+        bound=a.bound,
+    )
+
+
+class Report:
+    """What has been scored so far, on the main process."""
+
+    def __init__(
+        self,
+        a: Arguments,
+        loaded: Loaded,
+        orders: dict[str, Scored],
+        eval_sets: list[EvalSet],
+        origin: dict,
+    ):
+        self.a, self.loaded, self.orders, self.eval_sets = a, loaded, orders, eval_sets
+        self.origin = origin
+        self.frequencies = {s.name: s.frequencies() for s in eval_sets}
+        self.results: list[dict] = []
+        self.of_tokens: dict[str, Tensor] = {}
+        """By the name of an array in the file of --per-token."""
+        self.scored: dict[str, dict[str, Tensor]] = {}
+        """By text and orders: the losses of every sequence in every draw, (N, D)."""
+        self.weights: dict[str, Tensor] = {}
+
+    def add(self, task: ScoringTask, scores: Scores) -> None:
+        text = task.eval_set.name
+        self.results += result_rows(task, scores, self.a.weights)
+        self.scored.setdefault(text, {})[task.name] = scores.losses
+        scored = task.scored_tokens().double()
+        self.weights[text] = scored / scored.mean()
+        if scores.token_nll is not None:
+            # 1 is the ensemble size: ensembles do not score every token.
+            self.of_tokens[f"{text}/{task.name}/1/nll"] = scores.token_nll
+
+    def disagreements(self) -> list[dict]:
+        return [
+            row
+            for text, losses in self.scored.items()
+            for row in disagreements(text, losses, self.weights[text])
+        ]
+
+    def lines(self) -> list[str]:
+        """The table and its notes."""
+        found = [self.loaded.describe(), "", *markdown(self.results, self.frequencies), ""]
+        found += notes(self.results, self.a.target_se) + ensemble_notes(self.a, self.orders)
+        if self.a.disagreement:
+            found += ["", *table(self.disagreements())]
+        return found
+
+    def write(self, outputs: Outputs) -> None:
+        """The files that are asked for."""
+        a, found = self.a, {"results": self.results, "frequencies": self.frequencies}
+        if a.disagreement:
+            found["disagreements"] = self.disagreements()
+        if a.json:
+            outputs.write_json(a.json, found | self.origin)
+            outputs.write(a.json.with_suffix(".md"), "\n".join(self.lines()) + "\n")
+        if a.per_token:
+            outputs.write(a.per_token, tokens_file(self.eval_sets, self.of_tokens))
+
+
+def ensemble_notes(a: Arguments, orders: dict[str, Scored]) -> list[str]:
     """Where an ensemble was asked for and is not to be had."""
     if set(a.ensemble) == {1}:
         return []
     lines = []
-    without = [name for name, distribution in orders.items() if distribution.kind != "random"]
+    without = [name for name, of in orders.items() if of.orders.kind != "random"]
     if without:
         lines.append(f"no ensembles of {', '.join(without)}: they are of uniform orders (random)")
     if a.per_token:
