@@ -214,38 +214,14 @@ def train(
     if not quick:
         check_data(experiment)
     chosen = [(recipe, arm) for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    kept, others = Kept(keep), Others(experiment, quick)
-
-    def result(recipe: str, arm: Arm, seed: int, tuned: dict, last: bool) -> dict:
-        config = experiment.config(recipe, arm, seed, tuned, quick)
-        measures = commands_of(experiment, recipe, arm, config, quick) if last else []
-
-        def make() -> dict:
-            others.train(recipe)
-            done = run_of(config)
-            found = summary(done)
-            if done.lines:
-                found["measured"] |= measured(experiment, measures, config)
-            return found
-
-        found = kept.of(config, [words for _, words in measures], make)
-        progress()
-        return found
-
-    def loss_of(recipe: str, arm: Arm, tuned: dict) -> float:
-        losses = result(recipe, arm, 0, tuned, last=False)["losses"]
-        return losses["own"][-1] if losses else math.inf
-
-    def tune(recipe: str, arm: Arm) -> list[tuple[dict, float]]:
-        return search(values_of(arm, quick), functools.partial(loss_of, recipe, arm))
-
+    made = Runs(experiment, quick, Kept(keep), progress)
     found: Found = {recipe: {} for recipe in recipes}
     with side_by_side(jobs) as pool:
-        tuning = [pool.submit(tune, recipe, arm) for recipe, arm in chosen]
+        tuning = [pool.submit(made.tune, recipe, arm) for recipe, arm in chosen]
         tried = [future.result() for future in tuning]
         best = [best_of(arm, of_arm) for (_, arm), of_arm in zip(chosen, tried, strict=True)]
         runs = [
-            [pool.submit(result, recipe, arm, seed, tuned, True) for seed in range(seeds)]
+            [pool.submit(made.measured, recipe, arm, seed, tuned) for seed in range(seeds)]
             for (recipe, arm), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, arm), values, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
@@ -258,6 +234,53 @@ def train(
                 "runs": [future.result() for future in of_arm],
             }
     return found
+
+
+class Runs:
+    """The runs of an experiment, each made when it is asked for; its methods may be called by
+    threads."""
+
+    def __init__(
+        self, experiment: Experiment, quick: bool, kept: Kept, progress: Callable[[], None]
+    ):
+        self.experiment, self.quick, self.kept = experiment, quick, kept
+        self.progress, self.lock = progress, threading.Lock()
+
+    def tune(self, recipe: str, arm: Arm) -> list[tuple[dict, float]]:
+        """What `search` tries of an arm, with seed 0."""
+
+        def loss_of(tuned: dict) -> float:
+            config = self.experiment.config(recipe, arm, 0, tuned, self.quick)
+            losses = self.result(recipe, config, [])["losses"]
+            return losses["own"][-1] if losses else math.inf
+
+        return search(values_of(arm, self.quick), loss_of)
+
+    def measured(self, recipe: str, arm: Arm, seed: int, tuned: dict) -> dict:
+        """A run's results, with those of the experiment's measures."""
+        config = self.experiment.config(recipe, arm, seed, tuned, self.quick)
+        return self.result(
+            recipe, config, commands_of(self.experiment, recipe, arm, config, self.quick)
+        )
+
+    def result(self, recipe: str, config: Config, commands: Commands) -> dict:
+        def make() -> dict:
+            self.train_others(recipe)
+            done = run_of(config)
+            found = summary(done)
+            if done.lines:
+                found["measured"] |= measured(self.experiment, commands, config)
+            return found
+
+        found = self.kept.of(config, [words for _, words in commands], make)
+        self.progress()
+        return found
+
+    def train_others(self, recipe: str) -> None:
+        """The runs that arms begin from or are measured with: trained when the first arm asks."""
+        with self.lock:
+            for name in self.experiment.others(recipe):
+                run_of(self.experiment.other_run(recipe, name, self.quick))
 
 
 def results_of_others(
@@ -281,18 +304,6 @@ def check_data(experiment: Experiment) -> None:
         for word in measure.arguments:
             if word.startswith("data/"):
                 find_dataset(word)
-
-
-class Others:
-    """The runs that arms begin from or are measured with: trained when the first arm asks."""
-
-    def __init__(self, experiment: Experiment, quick: bool):
-        self.experiment, self.quick, self.lock = experiment, quick, threading.Lock()
-
-    def train(self, recipe: str) -> None:
-        with self.lock:
-            for name in self.experiment.others(recipe):
-                run_of(self.experiment.other_run(recipe, name, self.quick))
 
 
 def benchmark(experiment: Experiment, quick: bool) -> Found:
