@@ -26,6 +26,7 @@ PARTS = {
     "own": "own orders",
     "l2r": "left to right",
     "random": "any order",
+    "fixed": "one random order",
     "raw": "last weights",
     "eval": "",
     r"ema(.+)": "average of {}",
@@ -146,30 +147,54 @@ def claims_table(claims: list[dict]) -> list[str]:
 
 
 def figure(experiment: Experiment, found: dict) -> bytes:
-    """PNG, a panel for each recipe, of what `experiment.figure` says."""
+    """PNG, a panel for each recipe, of what `experiment.figure` says; of families a row for each
+    recipe, and in it a panel for each family."""
     recipes = found["recipes"]
-    size = (5.2 * len(recipes), 4.2)
+    of_recipe = {recipe: families(experiment, arms) for recipe, arms in recipes.items()}
+    rows, columns = len(recipes), max(map(len, of_recipe.values()))
+    if columns == 1:
+        rows, columns = 1, len(recipes)
     # The ends of a sweep are far away, and not every recipe goes there.
-    shared = experiment.figure != "sweep"
-    drawing, grid = new_figure(1, len(recipes), size, squeeze=False, sharey=shared)
-    draw = DRAWINGS[experiment.figure]
-    for axes, (recipe, arms) in zip(grid.flat, recipes.items(), strict=True):
-        draw(axes, experiment, arms)
-        axes.set_title(f"{experiment.name}, {recipe}", fontsize=10)
+    shared = "row" if experiment.figure in ("curves", "lines", "points", "averages") else False
+    size = (5.2 * columns if rows == 1 else 3.6 * columns, 4.2 if rows == 1 else 3.3 * rows)
+    drawing, grid = new_figure(rows, columns, size, squeeze=False, sharey=shared)
+    panels = [
+        (f"{experiment.name}, {recipe}" + f", {family}" * bool(family), arms)
+        for recipe, of_family in of_recipe.items()
+        for family, arms in of_family.items()
+    ]
+    for axes, (title, arms) in zip(grid.flat, panels, strict=True):
+        DRAWINGS[experiment.figure](axes, experiment, arms)
+        axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     return png(drawing, dpi=130)
 
 
+def families(experiment: Experiment, arms: dict[str, dict]) -> dict[str, dict]:
+    """The arms of each panel of a recipe: all; of families those whose names begin alike."""
+    if experiment.figure != "families":
+        return {"": arms}
+    found: dict[str, dict] = {}
+    for name, arm in arms.items():
+        family, _, rest = name.partition("_")
+        found.setdefault(family, {})[rest] = arm
+    return found
+
+
 def draw_curves(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
-    """The loss of each arm over tokens: mean of the seeds, and the range they span."""
+    """The loss of each arm over tokens: mean of the seeds, and the range they span; dashed, the
+    least that is possible, where it is known."""
     for name, arm in arms.items():
         runs = [run for run in arm["runs"] if run["tokens"]]
         tokens = runs[0]["tokens"]
         values = list(zip(*(run["losses"][experiment.kind] for run in runs), strict=True))
-        (line,) = axes.plot(tokens, [statistics.mean(v) for v in values], label=name)
+        (line,) = axes.plot(tokens, [statistics.mean(v) for v in values], label=title_of(name))
         low, high = ([f(v) for v in values] for f in (min, max))
         axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    if "excess" in runs[0]["measured"]:
+        least = runs[0]["losses"]["own"][-1] - runs[0]["measured"]["excess"][0]
+        axes.axhline(least, linestyle="--", color="black", linewidth=0.8, label="entropy")
     axes.set(xlabel="tokens", ylabel=f"{title_of(experiment.kind)}, nats per token")
 
 
@@ -274,6 +299,7 @@ def mean_over_seeds(arm: dict, kind: str) -> tuple[float, float] | None:
 
 DRAWINGS = {
     "curves": draw_curves,
+    "families": draw_curves,
     "sweep": draw_sweep,
     "averages": draw_averages,
     "lines": draw_lines,

@@ -76,7 +76,7 @@ class Experiment:
     `all` what all arms are; of a benchmark {"command": ...}."""
 
     figure: str
-    """curves, sweep, averages, lines, points or frontier: see `experiments.report`."""
+    """curves, families, sweep, averages, lines, points or frontier: see `experiments.report`."""
     shown: list[str] = field(default_factory=list)
     """Losses and figures that the table, a sweep and points show."""
     x: dict[str, float] = field(default_factory=dict)
