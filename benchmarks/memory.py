@@ -7,8 +7,12 @@ row of modulations for every position; an encoder keeps nothing, but feeds all t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
+import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -26,11 +30,13 @@ from runtime.devices import pick_device, pick_dtype
 from runtime.ranges import Count
 from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, bytes_per_sample
+from sampling.packed import packed
 from sampling.plans import random_plan
 from sampling.token_choice import TokenChoice
 
 System = Literal["decoder", "rotary", "encoder"]
 MIB = 2**20
+RESERVE, FROM = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"  # of glibc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +82,27 @@ def measure_alone(options: MemoryOptions, system: System, batch_size: int, lengt
     the peak of one never falls."""
     found = []
     for _ in range(options.repeats):
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        with without_reserves(), ProcessPoolExecutor(1, get_context("spawn")) as alone:
             found.append(alone.submit(measure, options, system, batch_size, length).result())
     peaks = [row["peak_bytes"] for row in found]
     median = sorted(peaks)[(len(peaks) - 1) // 2]
     return found[0] | {"peak_bytes": median, "all_peak_bytes": peaks}
+
+
+@contextlib.contextmanager
+def without_reserves() -> Iterator[None]:
+    """Have processes that begin here give freed memory back at once, whatever glibc was told
+    before: what they keep in reserve would hide what they take next."""
+    reserves = {key: os.environ.pop(key, None) for key in ("MALLOC_MMAP_MAX_", RESERVE)}
+    before = os.environ.get(FROM)
+    os.environ[FROM] = str(2**20)  # bytes; given, it does not grow by itself
+    try:
+        yield
+    finally:
+        for key, value in (reserves | {FROM: before}).items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
 
 
 def measure(options: MemoryOptions, system: System, batch_size: int, length: int) -> dict:
@@ -89,23 +111,28 @@ def measure(options: MemoryOptions, system: System, batch_size: int, length: int
     device = pick_device(options.device)
     model, vocab_size = model_of(options, system, length, device)
 
-    def decode(batch_size: int, length: int) -> None:
+    def decode(batch_size: int, length: int) -> int:
+        """Bytes held at most, from when the engine stands."""
         # To an encoder all steps are alike, so that it takes two; the cache of a decoder fills up.
         given = torch.zeros(batch_size, length, dtype=torch.bool)
         if system == "encoder":
             given[:, 2 * options.group :] = True
         plan = random_plan(batch_size, length, common.seeded(options.seed), given, options.group)
         engine = Engine(model, batch_size, length, TokenChoice(), vocab_size)
+        forget_peak(device)
         engine.generate(plan, torch.zeros_like(plan.order), generator=common.seeded(options.seed))
+        return peak(device)
 
     decode(1, min(length, 2 * options.group))  # what libraries load and take once is not counted
-    before = peak(device)
-    decode(batch_size, length)
+    laid_out = packed(model)  # nor is the copy of the weights that an engine makes
+    before = forget_peak(device)
+    del laid_out
+    most = decode(batch_size, length)
     return {
         "system": system,
         "batch_size": batch_size,
         "length": length,
-        "peak_bytes": peak(device) - before,
+        "peak_bytes": most - before,
         "planned_bytes": planned(model, batch_size, length),
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
@@ -122,13 +149,28 @@ def model_of(
     return common.random_model(config, options.seed, device).to(dtype), vocab_size
 
 
+def forget_peak(device: torch.device) -> int:
+    """Bytes that this process holds now, from which on its peak is measured anew: what making the
+    model took for a moment does not count."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    return resident("VmRSS")
+
+
 def peak(device: torch.device) -> int:
-    """Bytes that this process has taken at most: of the GPU, or resident (Linux alone says it of a
-    process without what its parent had taken)."""
+    """Bytes that this process has held at most since `forget_peak`: of the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return resident("VmHWM")
+
+
+def resident(key: str) -> int:
+    """Bytes. Linux alone says it of a process without what its parent had taken."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def planned(model: Transformer, batch_size: int, length: int) -> int:
