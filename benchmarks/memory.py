@@ -25,7 +25,7 @@ from benchmarks import common
 from benchmarks.common import SIZES, BenchOptions
 from benchmarks.decode import other_config
 from benchmarks.lengths import slope
-from model import Transformer
+from model import KVCache, Transformer
 from runtime.devices import pick_device, pick_dtype
 from runtime.ranges import Count
 from runtime.reports import log_x, markdown_table, new_figure, png
@@ -174,10 +174,14 @@ def resident(key: str) -> int:
 
 
 def planned(model: Transformer, batch_size: int, length: int) -> int:
-    """Cache and buffers of all samples, and adaLN's modulations of every position of the model."""
-    config, itemsize = model.config, model.wte.weight.element_size()
-    of_position = (6 * config.n_layer + 2) * config.n_embd * itemsize
-    modulations = config.block_size * of_position if config.target == "adaln" else 0
+    """Cache and buffers of all samples, and adaLN's modulations of every position of the model,
+    where decoding keeps those (`sampling.passes.DecoderPasses`)."""
+    config, weight = model.config, model.wte.weight
+    modulations = 0
+    if config.target == "adaln":
+        every = config.block_size * (6 * config.n_layer + 2) * config.n_embd * weight.itemsize
+        cache = KVCache(config, batch_size, length, torch.device("meta"), weight.dtype)
+        modulations = every if every <= cache.nbytes else 0
     return batch_size * bytes_per_sample(model, length) + modulations
 
 
