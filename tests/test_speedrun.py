@@ -99,7 +99,7 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     track, tmp_path, monkeypatch, capsys
 ):
     """20 steps at 1e-2 learn more than at 1e-4, and nothing is learned at 0, whatever the seed."""
-    assert "not run yet: still, moving, faster" in run(monkeypatch, capsys, "tiny")
+    assert "Not run yet: still, moving, faster" in run(monkeypatch, capsys, "tiny")
     run(monkeypatch, capsys, "tiny", "still", "--seeds", 1, "--processes", 2)
     out = run(monkeypatch, capsys, "tiny", "still", "faster", "--seeds", 2, "--jobs", 2)
     still, faster = (
@@ -120,10 +120,10 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     monkeypatch.setattr(of_experiments, "train_to_the_end", None)
     again = run(monkeypatch, capsys, "tiny", "faster", "--seeds", 2)
     assert f"{faster['runs'][0]['loss']:.4f}" in again and "faster" in out
-    assert "not run yet: moving" in run(
+    assert "Not run yet: moving" in run(
         monkeypatch, capsys, "tiny", "--markdown", tmp_path / "a.md"
     )
-    assert "not run yet: moving" in (tmp_path / "a.md").read_text()
+    assert "Not run yet: moving" in (tmp_path / "a.md").read_text()
     # An arm that the track has no more keeps its line.
     lines = (tmp_path / "tiny.toml").read_text().partition("[arms.faster]")[0]
     (tmp_path / "tiny.toml").write_text(lines)
