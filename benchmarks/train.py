@@ -33,7 +33,7 @@ from runtime.ranges import Count
 from runtime.reports import markdown_table, new_figure, png
 from training.averages import EMA
 from training.config import Config, OptimConfig
-from training.optimizers import make_optimizer
+from training.optimizers import make_optimizer, named_state
 
 System = Literal[
     "aogpt",
@@ -211,13 +211,8 @@ class Trainee:
         moments."""
         tensors = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
         tensors |= {average.data_ptr(): average.nbytes for average in self.ema.weights.values()}
-        states = [self.optimizer.state_dict()]  # of dicts within dicts, one for two optimizers
-        while states:
-            for value in states.pop().values():
-                if isinstance(value, dict):
-                    states.append(value)
-                elif isinstance(value, Tensor):
-                    tensors[value.data_ptr()] = value.nbytes
+        for of_weight in named_state(self.model, self.optimizer).values():
+            tensors |= {state.data_ptr(): state.nbytes for state in of_weight.values()}
         return sum(tensors.values())
 
 
