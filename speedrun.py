@@ -280,16 +280,14 @@ def ingredients(known: list[dict]) -> list[str]:
     by_name = {result["arm"]: result for result in known}
     if not {"fast", "fast-x4"} <= by_name.keys():
         return []
-    fast = losses_of(by_name["fast"])
-    longer = losses_of(by_name["fast-x4"])
-    ends = (statistics.mean(losses.values()) for losses in (fast, longer))
-    worth = WORTH * (next(ends) - next(ends))
+    fast, longer = losses_of(by_name["fast"]), losses_of(by_name["fast-x4"])
+    worth = WORTH * (statistics.mean(fast.values()) - statistics.mean(longer.values()))
     rows = []
     for name, result in by_name.items():
-        own = losses_of(result)
-        shared = fast.keys() & own.keys()
         if not name.startswith("fast-") or tokens_of(result) != tokens_of(by_name["fast"]):
             continue
+        own = losses_of(result)
+        shared = fast.keys() & own.keys()
         mean, reach = mean_and_reach([own[seed] - fast[seed] for seed in shared])
         word = "no difference" if abs(mean) < reach else "costs" if mean > 0 else "pays"
         if word == "pays" and -mean < worth:

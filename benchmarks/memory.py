@@ -31,12 +31,12 @@ from runtime.ranges import Count
 from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, bytes_per_sample
 from sampling.packed import packed
+from sampling.passes import modulation_bytes
 from sampling.plans import random_plan
 from sampling.token_choice import TokenChoice
 
 System = Literal["decoder", "rotary", "encoder"]
 MIB = 2**20
-RESERVE, FROM = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"  # of glibc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +93,17 @@ def measure_alone(options: MemoryOptions, system: System, batch_size: int, lengt
 def without_reserves() -> Iterator[None]:
     """Have processes that begin here give freed memory back at once, whatever glibc was told
     before: what they keep in reserve would hide what they take next."""
-    reserves = {key: os.environ.pop(key, None) for key in ("MALLOC_MMAP_MAX_", RESERVE)}
-    before = os.environ.get(FROM)
-    os.environ[FROM] = str(2**20)  # bytes; given, it does not grow by itself
+    before = dict(os.environ)
+    for key in ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"):
+        os.environ.pop(key, None)
+    # From so many bytes on memory is taken from the system, and goes back to it. Where the number
+    # is not given, it grows by itself.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     try:
         yield
     finally:
-        for key, value in (reserves | {FROM: before}).items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def measure(options: MemoryOptions, system: System, batch_size: int, length: int) -> dict:
@@ -179,8 +180,8 @@ def planned(model: Transformer, batch_size: int, length: int) -> int:
     config, weight = model.config, model.wte.weight
     modulations = 0
     if config.target == "adaln":
-        every = config.block_size * (6 * config.n_layer + 2) * config.n_embd * weight.itemsize
         cache = KVCache(config, batch_size, length, torch.device("meta"), weight.dtype)
+        every = modulation_bytes(config, weight.dtype)
         modulations = every if every <= cache.nbytes else 0
     return batch_size * bytes_per_sample(model, length) + modulations
 

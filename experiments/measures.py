@@ -98,8 +98,8 @@ def of_generation(result: dict) -> Figures:
 
 def at_entropy(figures: Figures, entropy: float) -> Figures:
     """Of generation: for every number of steps matched_mdmSTEPS, the judge's loss where samples
-    have this entropy, on the straight line between the two settings around it. None where all
-    settings are above or below it."""
+    have this entropy, on the straight line between the two settings around it; nothing where
+    all settings are above or below it."""
     settings: dict[str, list[tuple[float, float]]] = {}
     for name, (loss, _) in figures.items():
         if name.startswith("judge_"):

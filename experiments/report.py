@@ -154,8 +154,8 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     rows, columns = len(recipes), max(map(len, of_recipe.values()))
     if columns == 1:
         rows, columns = 1, len(recipes)
-    # The ends of a sweep are far away, and not every recipe goes there.
-    shared = "row" if experiment.figure in ("curves", "lines", "points", "averages") else False
+    # The ends of a sweep are far away, and not every recipe goes there; families differ by nature.
+    shared = experiment.figure not in ("sweep", "families")
     size = (5.2 * columns if rows == 1 else 3.6 * columns, 4.2 if rows == 1 else 3.3 * rows)
     drawing, grid = new_figure(rows, columns, size, squeeze=False, sharey=shared)
     panels = [

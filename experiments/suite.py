@@ -221,7 +221,7 @@ def train(
         tried = [future.result() for future in tuning]
         best = [best_of(arm, of_arm) for (_, arm), of_arm in zip(chosen, tried, strict=True)]
         runs = [
-            [pool.submit(made.measured, recipe, arm, seed, tuned) for seed in range(seeds)]
+            [pool.submit(made.measured_run, recipe, arm, seed, tuned) for seed in range(seeds)]
             for (recipe, arm), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, arm), values, tuned, of_arm in zip(chosen, tried, best, runs, strict=True):
@@ -256,7 +256,7 @@ class Runs:
 
         return search(values_of(arm, self.quick), loss_of)
 
-    def measured(self, recipe: str, arm: Arm, seed: int, tuned: dict) -> dict:
+    def measured_run(self, recipe: str, arm: Arm, seed: int, tuned: dict) -> dict:
         """A run's results, with those of the experiment's measures."""
         config = self.experiment.config(recipe, arm, seed, tuned, self.quick)
         return self.result(

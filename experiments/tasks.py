@@ -213,6 +213,7 @@ def task_table(arms: dict[str, dict]) -> list[str]:
 # ---- verdicts ------------------------------------------------------------------------------------
 
 ANY_ORDER, LEFT_TO_RIGHT = "confidence", "l2r"  # the decoders that are compared, chosen beforehand
+IN_SUMMARY = {"aogpt": (LEFT_TO_RIGHT, ANY_ORDER), "gpt": (LEFT_TO_RIGHT,)}  # others: any order
 DIFFERENT, SAME = 0.01, 0.05  # shares of right answers: more than this apart, or less
 
 
@@ -284,13 +285,7 @@ def limit_cell(arm: dict, decoder: str) -> str:
 def summary_table(results: dict[str, dict]) -> list[str]:
     """A line for every task: how often each system is right, and what any order is worth."""
     arms = next(iter(results.values()))
-    shown = [
-        (name, decoder)
-        for name in arms
-        for decoder in {"aogpt": (LEFT_TO_RIGHT, ANY_ORDER), "gpt": (LEFT_TO_RIGHT,)}.get(
-            name, (ANY_ORDER,)
-        )
-    ]
+    shown = [(name, decoder) for name in arms for decoder in IN_SUMMARY.get(name, (ANY_ORDER,))]
     rows = [
         [
             task,

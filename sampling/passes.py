@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model import AOGPT, Encoder, KVCache, ParallelPass, log_linear_noise
+from model import AOGPT, Encoder, KVCache, ModelConfig, ParallelPass, log_linear_noise
 from sampling.plans import Plan, group_sizes
 
 
@@ -54,6 +54,11 @@ class StepShape(NamedTuple):
     """Positions that could be, where the model chooses among all that are left; else 0."""
 
 
+def modulation_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of adaLN's modulations of every position that a model has."""
+    return config.block_size * (6 * config.n_layer + 2) * config.n_embd * dtype.itemsize
+
+
 class DecoderPasses(nn.Module):
     """Passes of a decoder: a step feeds the tokens that are new since the last step, and a copy of
     the last known one for every position that it predicts (see `AOGPT.parallel_hidden`)."""
@@ -70,8 +75,7 @@ class DecoderPasses(nn.Module):
             self.cache.kernel = kernels.attend_cached
         # adaLN of all positions, but for a few short samples that is more than their whole cache:
         # then each pass computes it of the positions that it predicts.
-        rows = model.config.block_size * (6 * model.config.n_layer + 2) * model.config.n_embd
-        fit = rows * weight.itemsize <= self.cache.nbytes
+        fit = modulation_bytes(model.config, weight.dtype) <= self.cache.nbytes
         self.modulations = model.modulations() if fit else None
 
     def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
