@@ -29,6 +29,7 @@ from data.prepare import Prepare, prepare
 from experiments import report, suite
 from experiments.arms import ROOT, commits_of, write_config
 from experiments.suite import Experiment, load_experiment
+from experiments.tuning import choices_of
 from experiments.verdicts import judged, ratio_of
 from runtime.command_line import run_script
 from runtime.files import to_json, write_atomically, write_text
@@ -95,7 +96,7 @@ def write_configs(experiment: Experiment, recipes: list[str]) -> None:
         )
     for recipe in recipes:
         for arm in experiment.recipes[recipe].values():
-            files = [write_config(experiment.config(recipe, arm, 0, t)) for t in arm.grid()]
+            files = [write_config(experiment.config(recipe, arm, 0, t)) for t in choices_of(arm)]
     print(f"wrote {files[-1].parents[1]}/*/*.toml, for python train.py")
 
 

@@ -6,9 +6,9 @@
 
 A track fixes data, block size, evaluation and a goal, an any-order validation loss. An arm is a
 config with a few keys changed (configs/speedrun/TRACK.toml). Every arm is tuned in the same way:
-seed 0 is trained with each value under its `tune`, the lowest any-order loss at the end decides,
-and the other seeds are trained with that value. Results: results/speedrun/TRACK/ARM.json. An arm
-that was cut off goes on; what its runs came to is kept beside it, in ARM.runs.jsonl.
+seed 0 is trained with values under its `tune` (`experiments.tuning.search`), the lowest loss at the
+end decides, and the other seeds are trained with that value. Results stand in results/speedrun/
+TRACK/ARM.json. An arm that was cut off goes on; what its runs came to is kept in ARM.runs.jsonl.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from experiments.arms import (
 )
 from experiments.kept import Kept
 from experiments.report import mean_cell, tuned_cell
+from experiments.tuning import best_of, choices_of, search
 from runtime.command_line import run_script
 from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
@@ -66,7 +67,7 @@ class Arguments(OutputOptions):
     """Arms of the track to train; none: show what is known."""
     seeds: Count = 3
     jobs: Count = 1
-    """Runs side by side, on a CPU; each has one thread."""
+    """Arms side by side, on a CPU; each has one thread."""
     processes: Count = 1
     """Of each run, one a GPU of this machine, started by torchrun."""
     markdown: Path | None = None
@@ -83,10 +84,11 @@ def main() -> None:
             raise ValueError(
                 f"there is no arm {name!r}; {arguments.track} has {', '.join(track.arms)}"
             )
-    for name in arguments.arms:
-        result = run_arm(track, track.arms[name], arguments)
-        write_json(track.result(name), result)
-        print(*markdown_table(HEAD, [row(result)]), sep="\n", flush=True)
+    with side_by_side(arguments.jobs) as pool:
+        chosen = [track.arms[name] for name in arguments.arms]
+        for result in pool.map(lambda arm: run_arm(track, arm, arguments), chosen):
+            write_json(track.result(result["arm"]), result)
+            print(*markdown_table(HEAD, [row(result)]), sep="\n", flush=True)
     if not arguments.arms:
         print(*table(track), sep="\n")
     if arguments.markdown:
@@ -156,24 +158,20 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         config = track.config(arm, seed, tuned)
         found = kept.of(config, [], lambda: result_of(config, tuned, a.processes))
         goal = tokens_to(track.goal, found) if own_loss(config) == ANY_ORDER else None
-        if found["loss"] is not None:
-            print(f"{config.name}: {own_loss(config)} {found['loss']:.4f}", flush=True)
         return found | {"tokens_to_goal": goal}
 
-    with side_by_side(a.jobs) as pool:
-        tuning = list(pool.map(lambda tuned: run(0, tuned), arm.grid()))
-        ended = [result for result in tuning if result["loss"] is not None]
-        if not ended:
-            raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
-        best = min(ended, key=lambda result: result["loss"])
-        seeds = range(1, a.seeds)
-        rest = pool.map(lambda seed: run(seed, best["tuned"]), seeds)
-        runs = [best, *rest]
-    config = configuration.to_dict(track.config(arm, 0, best["tuned"]))
+    def loss_of(tuned: dict) -> float:
+        loss = run(0, tuned)["loss"]
+        return math.inf if loss is None else loss
+
+    tried = search(choices_of(arm), loss_of)
+    tuned = best_of(arm, tried)
+    runs = [run(seed, tuned) for seed in range(a.seeds)]
+    config = configuration.to_dict(track.config(arm, 0, tuned))
     return {
         "arm": arm.name,
         "why": arm.why,
-        "tuning": tuning,
+        "tuning": [run(0, values) for values, _ in tried],
         "runs": runs,
         "config": config,
         "commit": commits_of(runs),
@@ -184,6 +182,8 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
 def result_of(config: Config, tuned: dict, processes: int) -> dict:
     """What a run came to; no loss where its rate was too high for it to end."""
     done = run_of(config, processes)
+    if done.loss is not None:
+        print(f"{config.name}: {own_loss(config)} {done.loss:.4f}", flush=True)
     found = {"seed": config.seed, "tuned": tuned, "commit": done.commit}
     if done.lines is None:
         return found | {"loss": None}

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import subprocess
 import sys
@@ -52,11 +51,6 @@ class Arm:
     tune: dict
     """Dotted keys, and the values that are tried."""
     why: str
-
-    def grid(self) -> list[dict]:
-        """Every choice of values of what is tuned: {dotted key: value}."""
-        values = itertools.product(*self.tune.values())
-        return [dict(zip(self.tune, chosen, strict=True)) for chosen in values]
 
 
 # Besides dotted keys of a configuration.

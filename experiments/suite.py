@@ -25,6 +25,7 @@ from evaluation.text_measures import unigram_entropy
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
 from experiments.kept import Kept
 from experiments.measures import Figures, Measure, at_entropy, figures_of
+from experiments.tuning import at_edge, best_of, choices_of, middle_of, search
 from experiments.verdicts import Claim, Ratio
 from runtime.schemas import damaged, from_values, read_results, read_toml
 from training import memory_plan
@@ -191,7 +192,8 @@ Found = dict[str, dict[str, dict]]
 def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
     """About how many of all arms there will be: to tune one takes three, as a rule."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    return sum(min(3, len(values_of(arm, quick))) + seeds for arm in arms)
+    choices = [1 if quick else len(choices_of(arm)) for arm in arms]
+    return sum(min(3, number) for number in choices if number > 1) + seeds * len(arms)
 
 
 def train(
@@ -229,7 +231,7 @@ def train(
                 "why": arm.why,
                 "tuning": [{"tuned": value, "loss": loss} for value, loss in values],
                 "tuned": tuned,
-                "edge": at_edge(arm, tuned, quick),
+                "edge": not quick and at_edge(arm, tuned),
                 "parameters": parameters_of(experiment.config(recipe, arm, 0, tuned)),
                 "runs": [future.result() for future in of_arm],
             }
@@ -254,7 +256,7 @@ class Runs:
             losses = self.result(recipe, config, [])["losses"]
             return losses["own"][-1] if losses else math.inf
 
-        return search(values_of(arm, self.quick), loss_of)
+        return [] if self.quick else search(choices_of(arm), loss_of)
 
     def measured_run(self, recipe: str, arm: Arm, seed: int, tuned: dict) -> dict:
         """A run's results, with those of the experiment's measures."""
@@ -361,58 +363,6 @@ def measured(experiment: Experiment, commands: Commands, config: Config) -> Figu
         own = entropy_of_blocks(config.data.folder, config.model.block_size)
         figures |= at_entropy(figures, own) | {"entropy_of_text": [own, None]}
     return figures
-
-
-def values_of(arm: Arm, quick: bool = False) -> list[dict]:
-    """The values among which an arm is tuned, in their order; none where there is nothing to
-    choose."""
-    if len(arm.tune) > 1:
-        raise ValueError(f"{arm.name} tunes {', '.join(arm.tune)}: choose one of them")
-    values = arm.grid()
-    return [] if quick or len(values) == 1 else values
-
-
-def search(values: list[dict], loss_of: Callable[[dict], float]) -> list[tuple[dict, float]]:
-    """The values that were tried, in their order, and their losses: from the middle on to larger
-    ones for as long as the loss falls; where it does not, to smaller ones in the same way."""
-    if not values:
-        return []
-    middle = len(values) // 2
-    tried = {middle: loss_of(values[middle])}
-    for way in (range(middle + 1, len(values)), range(middle - 1, -1, -1)):
-        for place in way:
-            lowest = min(tried.values())
-            tried[place] = loss_of(values[place])
-            if tried[place] >= lowest:
-                break
-        if min(tried, key=tried.get) != middle:
-            break
-    return [(values[place], tried[place]) for place in sorted(tried)]
-
-
-def middle_of(arm: Arm) -> dict:
-    """What an arm has that is not tuned: of what would be tried, the middle."""
-    values = arm.grid()
-    return values[len(values) // 2]
-
-
-def best_of(arm: Arm, tried: list[tuple[dict, float]]) -> dict:
-    """What an arm is tuned to: the values whose run ended lowest; where none were tried those in
-    the middle. Raises ValueError if no run ended.
-
-    tried: what `search` has found."""
-    if not tried:
-        return middle_of(arm)
-    values, loss = min(tried, key=lambda of_one: of_one[1])
-    if loss == math.inf:
-        raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
-    return values
-
-
-def at_edge(arm: Arm, tuned: dict, quick: bool) -> bool:
-    """Whether what was best might be better still beyond what may be tried."""
-    values = values_of(arm, quick)
-    return bool(values) and tuned in (values[0], values[-1])
 
 
 def parameters_of(config: Config) -> int:

@@ -70,6 +70,7 @@ from checkpoints.load import load
 from data import prepare
 from evaluation import published
 from experiments import suite
+from experiments.tuning import choices_of
 from runtime.command_line import run_script
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import commit, markdown_table
@@ -115,7 +116,7 @@ def harness(arguments):
 def load_a_track():
     track = speedrun.load_track("bytes64")
     for arm in track.arms.values():
-        for tuned in arm.grid():
+        for tuned in choices_of(arm):
             track.config(arm, 0, tuned)
 
 

@@ -18,7 +18,7 @@ from helpers import ROOT, change, run_script, tiny_config
 import findings
 from data.loader import read_tokens
 from experiments import arms as of_arms
-from experiments import measures, report, suite, verdicts
+from experiments import measures, report, suite, tuning, verdicts
 from experiments.measures import SYSTEMS
 from experiments.suite import load_experiment
 from experiments.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
@@ -310,19 +310,19 @@ def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages(with_start):
         ([3, 2, math.inf, math.inf], [0, 1, 2, 3]),
         ([math.inf, 1], [0, 1]),
         ([1, 1, 1], [0, 1, 2]),
-        ([], []),
+        ([1], []),
     ],
 )
 def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls(losses, tried):
-    found = suite.search(list(range(len(losses))), lambda place: losses[place])
+    found = tuning.search(list(range(len(losses))), lambda place: losses[place])
     assert found == [(place, losses[place]) for place in tried]
     arm = of_arms.Arm("a", {}, {"x": [1, 2]}, "")
-    if losses:
-        assert losses[suite.best_of(arm, found)] == min(losses)
+    if found:
+        assert losses[tuning.best_of(arm, found)] == min(losses)
     with pytest.raises(ValueError, match="no run of a ended: lower the values"):
-        suite.best_of(arm, [({"x": 1}, math.inf)])
+        tuning.best_of(arm, [({"x": 1}, math.inf)])
     with pytest.raises(ValueError, match="a tunes x, y: choose one"):
-        suite.values_of(of_arms.Arm("a", {}, {"x": [1, 2], "y": [1, 2]}, ""))
+        tuning.choices_of(of_arms.Arm("a", {}, {"x": [1, 2], "y": [1, 2]}, ""))
 
 
 # ---- an experiment, from its file to its figure --------------------------------------------------
