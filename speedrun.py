@@ -41,7 +41,7 @@ from experiments.arms import (
 )
 from experiments.kept import Kept
 from experiments.report import mean_cell, tuned_cell
-from experiments.tuning import best_of, choices_of, search
+from experiments.tuning import at_edge, best_of, choices_of, search
 from runtime.command_line import run_script
 from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
@@ -164,7 +164,10 @@ def run_arm(track: Track, arm: Arm, a: Arguments) -> dict:
         loss = run(0, tuned)["loss"]
         return math.inf if loss is None else loss
 
-    tried = search(choices_of(arm), loss_of)
+    def is_kept(tuned: dict) -> bool:
+        return kept.has(track.config(arm, 0, tuned), [])
+
+    tried = search(choices_of(arm), loss_of, is_kept)
     tuned = best_of(arm, tried)
     runs = [run(seed, tuned) for seed in range(a.seeds)]
     config = configuration.to_dict(track.config(arm, 0, tuned))
@@ -237,16 +240,15 @@ def row(result: dict) -> list[str]:
         f"{ended[0]['tokens'] / 1e6:.2f}M",
         "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M",
         f"{minutes:.1f}",
-        tuned_cell(ended[0]["tuned"]) + " (edge)" * at_edge(result),
+        tuned_cell(ended[0]["tuned"]) + " (edge)" * is_at_edge(result),
         result["commit"],
         result["why"],
     ]
 
 
-def at_edge(result: dict) -> bool:
-    """Whether the best of the values that were tried is the first or the last of them."""
-    tried = [run["tuned"] for run in result["tuning"]]
-    return len(tried) > 1 and result["runs"][0]["tuned"] in (tried[0], tried[-1])
+def is_at_edge(result: dict) -> bool:
+    """`at_edge` of the values that were tried."""
+    return at_edge([run["tuned"] for run in result["tuning"]], result["runs"][0]["tuned"])
 
 
 def mean_loss(runs: list[dict], key: str) -> str:

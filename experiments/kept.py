@@ -29,11 +29,14 @@ class Kept:
                 self.lines = [json_object(text, place) for place, text in lines]
                 self.results = {line["key"]: line["result"] for line in self.lines}
 
+    def has(self, config: Config, measured_by: list[list[str]]) -> bool:
+        return key_of(config, measured_by) in self.results
+
     def of(self, config: Config, measured_by: list[list[str]], make: Callable[[], dict]) -> dict:
         """The result of a run that is measured by these commands: the one in the file, or else what
         `make` gives, which is added to it."""
         key = key_of(config, measured_by)
-        if key not in self.results:
+        if not self.has(config, measured_by):
             result = make()
             with self.lock:
                 self.results[key] = result

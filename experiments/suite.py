@@ -192,8 +192,8 @@ Found = dict[str, dict[str, dict]]
 def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick: bool) -> int:
     """About how many of all arms there will be: to tune one takes three, as a rule."""
     arms = [arm for recipe in recipes for arm in experiment.recipes[recipe].values()]
-    choices = [1 if quick else len(choices_of(arm)) for arm in arms]
-    return sum(min(3, number) for number in choices if number > 1) + seeds * len(arms)
+    tuned = [] if quick else [arm for arm in arms if len(choices_of(arm)) > 1]
+    return sum(min(3, len(choices_of(arm))) for arm in tuned) + seeds * len(arms)
 
 
 def train(
@@ -231,7 +231,7 @@ def train(
                 "why": arm.why,
                 "tuning": [{"tuned": value, "loss": loss} for value, loss in values],
                 "tuned": tuned,
-                "edge": not quick and at_edge(arm, tuned),
+                "edge": not quick and at_edge(choices_of(arm), tuned),
                 "parameters": parameters_of(experiment.config(recipe, arm, 0, tuned)),
                 "runs": [future.result() for future in of_arm],
             }

@@ -21,23 +21,26 @@ def choices_of(arm: Arm) -> list[Values]:
     return [{}]
 
 
-def search(choices: list[Values], loss_of: Callable[[Values], float]) -> list[tuple[Values, float]]:
-    """Those that were tried, in their order, and their losses: from the middle on to larger values
-    for as long as the loss falls; where it does not, to smaller ones in the same way. Where there
-    is one choice, nothing is tried."""
+def search(
+    choices: list[Values],
+    loss_of: Callable[[Values], float],
+    known: Callable[[Values], bool] = lambda values: False,
+) -> list[tuple[Values, float]]:
+    """Try the middle one of the choices, then neighbours of the best one, the larger first, until
+    both of its own have been tried. Returns all that were tried, in their order, with their losses;
+    nothing where there is one choice only.
+
+    known: those whose losses are at hand already, which count as tried."""
     if len(choices) == 1:
         return []
-    middle = len(choices) // 2
-    tried = {middle: loss_of(choices[middle])}
-    for way in (range(middle + 1, len(choices)), range(middle - 1, -1, -1)):
-        for place in way:
-            lowest = min(tried.values())
-            tried[place] = loss_of(choices[place])
-            if tried[place] >= lowest:
-                break
-        if min(tried, key=tried.get) != middle:
-            break
-    return [(choices[place], tried[place]) for place in sorted(tried)]
+    at_hand = [place for place, values in enumerate(choices) if known(values)]
+    tried = {place: loss_of(choices[place]) for place in at_hand or [len(choices) // 2]}
+    while True:
+        best = min(tried, key=tried.get)
+        left = [n for n in (best + 1, best - 1) if 0 <= n < len(choices) and n not in tried]
+        if not left:
+            return [(choices[place], tried[place]) for place in sorted(tried)]
+        tried[left[0]] = loss_of(choices[left[0]])
 
 
 def middle_of(arm: Arm) -> Values:
@@ -59,7 +62,6 @@ def best_of(arm: Arm, tried: list[tuple[Values, float]]) -> Values:
     return values
 
 
-def at_edge(arm: Arm, tuned: Values) -> bool:
-    """Whether what was best might be better still beyond what may be tried."""
-    choices = choices_of(arm)
+def at_edge(choices: list[Values], tuned: Values) -> bool:
+    """Whether what was best is the first or the last choice: beyond it might be better."""
     return len(choices) > 1 and tuned in (choices[0], choices[-1])

@@ -123,9 +123,8 @@ def test_memory_is_that_of_weights_average_moments_and_what_a_step_needs():
     system.timed_step(0)
     counters = 4 * len(list(system.model.parameters()))  # AdamW's number of steps, one a tensor
     assert system.state_bytes() == 4 * weights + counters
-    muon = trainee(
-        "aogpt-eager", optimizer="muon"
-    )  # one moment of a matrix, AdamW's two of the rest
+    # Muon has one moment of a matrix; AdamW, which trains the rest, two.
+    muon = trainee("aogpt-eager", optimizer="muon")
     muon.timed_step(0)
     assert 2 * weights < muon.state_bytes() < 4 * weights
     logits = 4 * 2 * 32 * 512

@@ -325,6 +325,17 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls(losses, 
         tuning.choices_of(of_arms.Arm("a", {}, {"x": [1, 2], "y": [1, 2]}, ""))
 
 
+def test_what_is_known_counts_as_tried():
+    losses, asked = [5, 1, 4, 3, 2], []
+
+    def loss_of(place):
+        asked.append(place)
+        return losses[place]
+
+    found = tuning.search(list(range(5)), loss_of, known=lambda place: place in (1, 2, 3))
+    assert found == [(0, 5), (1, 1), (2, 4), (3, 3)] and sorted(asked) == [0, 1, 2, 3]
+
+
 # ---- an experiment, from its file to its figure --------------------------------------------------
 
 

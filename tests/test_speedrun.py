@@ -68,7 +68,7 @@ def test_what_one_change_gives_is_told_by_its_seeds():
         "fast-e": ("-0.0050 +- 0.0000", "too little"),
     }
     assert speedrun.ingredients(known[:1]) == []
-    assert not speedrun.at_edge(known[0]) and speedrun.at_edge(made_up("a", [1.0], best=3))
+    assert not speedrun.is_at_edge(known[0]) and speedrun.is_at_edge(made_up("a", [1.0], best=3))
 
 
 @pytest.fixture
