@@ -247,7 +247,7 @@ def row(result: dict) -> list[str]:
 
 
 def is_at_edge(result: dict) -> bool:
-    """`at_edge` of the values that were tried."""
+    """Whether the best value is the first or the last of those that were tried."""
     return at_edge([run["tuned"] for run in result["tuning"]], result["runs"][0]["tuned"])
 
 

@@ -31,7 +31,7 @@ from runtime.ranges import Count
 from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, bytes_per_sample
 from sampling.packed import packed
-from sampling.passes import modulation_bytes
+from sampling.passes import keeps_modulations, modulation_bytes
 from sampling.plans import random_plan
 from sampling.token_choice import TokenChoice
 
@@ -176,13 +176,13 @@ def resident(key: str) -> int:
 
 def planned(model: Transformer, batch_size: int, length: int) -> int:
     """Cache and buffers of all samples, and adaLN's modulations of every position of the model,
-    where decoding keeps those (`sampling.passes.DecoderPasses`)."""
+    where decoding keeps those."""
     config, weight = model.config, model.wte.weight
     modulations = 0
     if config.target == "adaln":
         cache = KVCache(config, batch_size, length, torch.device("meta"), weight.dtype)
-        every = modulation_bytes(config, weight.dtype)
-        modulations = every if every <= cache.nbytes else 0
+        if keeps_modulations(config, cache, weight.dtype):
+            modulations = modulation_bytes(config, weight.dtype)
     return batch_size * bytes_per_sample(model, length) + modulations
 
 

@@ -55,8 +55,15 @@ class StepShape(NamedTuple):
 
 
 def modulation_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of adaLN's modulations of every position that a model has."""
+    """Bytes of adaLN's modulations of all positions (`AOGPT.modulations`)."""
     return config.block_size * (6 * config.n_layer + 2) * config.n_embd * dtype.itemsize
+
+
+def keeps_modulations(config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> bool:
+    """Whether decoding computes the modulations of all positions once and keeps them. For a few
+    short samples they are more than the whole cache: then each pass computes those of the positions
+    that it predicts."""
+    return modulation_bytes(config, dtype) <= cache.nbytes
 
 
 class DecoderPasses(nn.Module):
@@ -73,10 +80,8 @@ class DecoderPasses(nn.Module):
         # Its sums are float32, and it knows neither groups nor queries without a key of their own.
         if kernels is not None and weight.dtype != torch.float64 and not self.two_stream:
             self.cache.kernel = kernels.attend_cached
-        # adaLN of all positions, but for a few short samples that is more than their whole cache:
-        # then each pass computes it of the positions that it predicts.
-        fit = modulation_bytes(model.config, weight.dtype) <= self.cache.nbytes
-        self.modulations = model.modulations() if fit else None
+        kept = keeps_modulations(model.config, self.cache, weight.dtype)
+        self.modulations = model.modulations() if kept else None
 
     def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """`cached` and `count` of all steps, (G, B); as in the example of
