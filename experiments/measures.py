@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evaluation.text_measures import mean_and_reach
 from experiments.arms import run_alone
 from runtime.files import write_json
 from runtime.reports import commit
@@ -116,18 +117,22 @@ def at_entropy(figures: Figures, entropy: float) -> Figures:
 
 
 def of_infilling(result: dict) -> Figures:
-    """nll_left, nll_both (nats a token of the middle sentence), gain, their difference;
-    rouge1_GIVEN_MODE, rouge2_..., rougel_...; of last words GIVEN is passage. Without errors: all
-    runs are asked about the same sentences, and chance has no part in it."""
+    """nll_left, nll_both (nats a token of the middle), gain, their difference, gain_low,
+    the lower end of its 95% interval over sentences; rouge1_GIVEN_MODE, rouge2_..., rougel_...; of
+    last words GIVEN is passage. Without errors: all runs are asked about the same sentences, and
+    chance has no part in it."""
     figures: Figures = {}
-    nll = {row["given"]: statistics.mean(row["nll"]) for row in result["rows"]}
-    figures |= {f"nll_{given}": [mean, None] for given, mean in nll.items()}
+    of_sentences = {row["given"]: row["nll"] for row in result["rows"]}
+    for given, nll in of_sentences.items():
+        figures[f"nll_{given}"] = [statistics.mean(nll), None]
     for row in result["rows"]:
         for key in ("rouge_1", "rouge_2", "rouge_l"):
             name = f"{key.replace('_', '')}_{row['given']}_{row['mode']}"
             figures[name] = [statistics.mean(row[key]), None]
-    if {"left", "both"} <= nll.keys():
-        figures["gain"] = [nll["left"] - nll["both"], None]
+    if {"left", "both"} <= of_sentences.keys():
+        pairs = zip(of_sentences["left"], of_sentences["both"], strict=True)
+        mean, reach = mean_and_reach([left - both for left, both in pairs])
+        figures |= {"gain": [mean, None], "gain_low": [known(mean - reach), None]}
     return figures
 
 

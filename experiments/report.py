@@ -36,6 +36,7 @@ PARTS = {
     r"p([\d.]+)": "top-p {}",
     r"mdm(\d+)": "{} steps",
     r"rouge(\w)": "ROUGE-{}",
+    "low": "lower end over sentences",
     r"(\d+)": "{} tokens",
 }
 

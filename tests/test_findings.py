@@ -273,6 +273,8 @@ def test_figures_are_read_from_what_scripts_write():
     ]
     figures = measures.of_infilling({"rows": rows})
     assert figures["gain"] == [pytest.approx(0.3), None]
+    # Gains of 0.5 and 0.1: a standard error of 0.2, and Student's t of one degree of freedom.
+    assert figures["gain_low"] == [pytest.approx(0.3 - 12.7062 * 0.2, abs=1e-4), None]
     assert figures["nll_both"] == [pytest.approx(2.2), None]
     assert figures["rouge1_both_random"] == [pytest.approx(0.6), None]
 
