@@ -125,14 +125,16 @@ def days_of(plan: RunPlan) -> float:
 
 
 def cost_of(experiment: Experiment, plans: list[tuple[str, RunPlan]]) -> str:
-    """A sentence: the command, how many runs, and what they cost."""
+    """A sentence: the command, how many runs, what they cost, and what measures them."""
+    measured_by = f"`{experiment.scale['command']}`" if "command" in experiment.scale else ""
     if experiment.bench:
-        return f"`{experiment.scale['command']}`"
+        return measured_by
     command = f"`python findings.py {experiment.name} --scale`"
     days = sum(days_of(plan) for _, plan in plans)
+    whose = f", those of {experiment.models}" if experiment.models else ""
     return (
-        f"{command} writes {len(plans)} configs a seed, {days:.1f} days of an {GPU} at 40% of its "
-        "peak."
+        f"{command} writes {len(plans)} configs a seed{whose}, {days:.1f} days of an {GPU} at 40% "
+        "of its peak." + f" Each RUN is measured by {measured_by}." * bool(measured_by)
     )
 
 

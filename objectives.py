@@ -238,8 +238,8 @@ def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
     """weight * sum over masked positions of -log p(x_i | unmasked) / T of each sequence, (B,),
     differentiable.
 
-    Its expectation over the masks is the masked diffusion objective, nats per token (the paper,
-    section 2; RADD).
+    Its expectation over the masks is the masked diffusion objective, nats per token (RADD,
+    arXiv 2406.03736).
     """
     nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
     return masks.weight * nll / tokens.shape[1]

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 import os
+import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def bench_memory(options: MemoryOptions) -> None:
                 rows.append(measure_alone(options, system, batch_size, length))
     dtype = pick_dtype(options.dtype, device)
     fits = {
-        f"{system}_{batch_size}": {key: growth(own, key) for key in ("peak", "planned")}
+        f"{system}_{batch_size}": [growth(own, repeat) for repeat in range(options.repeats)]
         for (system, batch_size), own in by_system(rows).items()
     }
     result = common.describe(options, dtype, device, rows=rows, exponents=fits)
@@ -198,7 +199,7 @@ def report(result: dict) -> str:
             f"{common.short(row['peak_bytes'] / MIB)} ({common.short(row['planned_bytes'] / MIB)})"
             for row in own
         ]
-        fit = result["exponents"][f"{system}_{batch_size}"]["peak"]
+        fit = statistics.mean(result["exponents"][f"{system}_{batch_size}"])
         lines.append([system, str(batch_size), *cells, f"{fit:.2f}"])
     return common.paragraphs(
         setting,
@@ -217,9 +218,10 @@ def by_system(rows: list[dict]) -> dict[tuple[str, int], list[dict]]:
     return systems
 
 
-def growth(rows: list[dict], key: str) -> float:
-    """Slope of log bytes over log length; no bytes count as one."""
-    return slope([row["length"] for row in rows], [max(1, row[f"{key}_bytes"]) for row in rows])
+def growth(rows: list[dict], repeat: int) -> float:
+    """Slope of log peak over log length, of one repeat; no bytes count as one."""
+    peaks = [max(1, row["all_peak_bytes"][repeat]) for row in rows]
+    return slope([row["length"] for row in rows], peaks)
 
 
 def plot_memory(rows: list[dict], title: str) -> bytes:

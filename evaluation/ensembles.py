@@ -14,9 +14,8 @@ estimate of the gain L_M - L_1 for M passes:
 
 1. One context instead of T. Choosing a step at random, instead of averaging over all, makes the
    length of the context uniform on 0..T-1, its positions a uniformly random set, and the target any
-   of the remaining positions with equal probability (the middle form of the objective in the paper,
-   section 2). One pass scores *all* remaining positions, each as if it were next, so their mean
-   takes the place of the one target.
+   of the remaining positions with equal probability (RADD, arXiv 2406.03736). One pass scores *all*
+   remaining positions, each as if it were next, so their mean takes the place of the one target.
 2. The gain instead of the loss. Every member's order is uniformly random, so every -log p_j has the
    expectation L_1, and mean_j log p_j - log mean_j p_j has the expectation L_M - L_1. It is never
    above 0. What makes a token hard is common to the members and cancels, so the gain varies far

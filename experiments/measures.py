@@ -36,6 +36,9 @@ class Measure:
     arms: tuple[str, ...] = ()
     """Those that it can measure; by default all."""
 
+    def is_of(self, arm: str) -> bool:
+        return not self.arms or arm in self.arms
+
 
 def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
     """What a measure says, with these arguments. It is kept in `file`, and measured again only if
@@ -153,8 +156,8 @@ SYSTEMS = {
 
 def of_bench(result: dict) -> Figures:
     """Of bench.py lengths seconds_LENGTH, forwards_LENGTH and their exponents, seconds and
-    forwards; of bench.py memory peak_LENGTH and planned_LENGTH in MiB, and the exponents peak and
-    planned. A system of the latter is SYSTEM_BATCH."""
+    forwards; of bench.py memory peak_LENGTH and planned_LENGTH in MiB, and the exponent, peak. A
+    system of the latter is SYSTEM_BATCH."""
     return of_memory(result) if "peak_bytes" in result["rows"][0] else of_lengths(result)
 
 
@@ -184,7 +187,7 @@ def of_memory(result: dict) -> Figures:
         ]
         repeats = []
         for repeat in range(len(rows[0]["all_peak_bytes"])):
-            figures = {key: [exponent, None] for key, exponent in fit.items()}
+            figures = {"peak": [fit[repeat], None]}
             for row in rows:
                 peak = row["all_peak_bytes"][repeat]
                 figures[f"peak_{row['length']}"] = [peak / 2**20, None]

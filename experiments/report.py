@@ -19,7 +19,6 @@ TITLES = {
     "seconds": "exponent of seconds",
     "forwards": "exponent of forwards",
     "peak": "exponent of the peak",
-    "planned": "exponent of the plan",
 }
 # What the parts of a name mean, between underscores: `title_of`.
 PARTS = {
@@ -93,12 +92,17 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
     head += ["what it is"]
     rows = []
     for name, arm in arms.items():
+        if experiment.models and not any(m.is_of(name) for m in experiment.measures):
+            continue  # an arm of the other experiment that this one does not ask about
         cells = [name]
         cells += [mean_cell([at(run, *column) for run in arm["runs"]]) for column in columns]
         if goal is not None:
             reached = [crossing(lines_of(run, main), main, goal) for run in arm["runs"]]
             missing = None in reached
-            cells.append("-" if missing else f"{statistics.mean(reached) / 1e6:.2f}M")
+            # Below it at the first evaluation already: when it came there nobody has seen.
+            early = any(lines_of(run, main)[0][main] <= goal for run in arm["runs"])
+            reach = "" if missing else f"{statistics.mean(reached) / 1e6:.2f}M"
+            cells.append("-" if missing else "at most " * early + reach)
         if known:
             cells.append(mean_cell([at(run, "excess") for run in arm["runs"]]))
         if not experiment.bench:
@@ -134,10 +138,12 @@ def tuned_cell(tuned: dict) -> str:
 
 
 def claims_table(claims: list[dict]) -> list[str]:
+    """A line for each claim. The difference is the one that was measured, without the margin that
+    its verdict allows for."""
     head = ["claim", "verdict", "mean difference", "standard error", "of Monte Carlo", "seeds"]
     rows = []
     for c in claims:
-        mean = "-" if c["mean"] is None else f"{c['mean']:+.4f}"
+        mean = "-" if c["mean"] is None else f"{round(c['mean'] - c['margin'], 4) + 0.0:+.4f}"
         error = f"{c['error']:.4f}" if "error" in c else "-"
         monte_carlo, seeds = f"{c['monte_carlo_error']:.4f}", str(len(c["differences"]))
         rows.append([c["says"], c["verdict"], mean, error, monte_carlo, seeds])
@@ -233,18 +239,24 @@ def draw_averages(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
 
 
 def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
-    """Figures over the value that each of them has, a line for every arm; an arm that has only one
-    of them is a level."""
-    for name, arm in arms.items():
-        points = {k: means for k in experiment.x if (means := mean_over_seeds(arm, k)) is not None}
-        if not points:
-            continue
-        x, y = [experiment.x[kind] for kind in points], [mean for mean, _ in points.values()]
-        if len(x) == 1:
-            axes.axhline(y[0], linestyle="--", color=axes.plot([], [])[0].get_color(), label=name)
-            continue
-        bars = [reach for _, reach in points.values()]
-        axes.errorbar(x, y, yerr=bars, marker="o", markersize=3, capsize=2, label=name)
+    """Figures over the value that each of them has, a line for every arm; dashed, where figures of
+    a second name have values (planned_1024 beside peak_1024)."""
+    first, *second = dict.fromkeys(kind.rpartition("_")[0] for kind in experiment.x)
+    for number, (name, arm) in enumerate(arms.items()):
+        for of_name in (first, *second):
+            points = {
+                experiment.x[kind]: means
+                for kind in experiment.x
+                if kind.rpartition("_")[0] == of_name
+                and (means := mean_over_seeds(arm, kind)) is not None
+            }
+            if not points:
+                continue
+            y, bars = zip(*points.values(), strict=True)
+            main = {"marker": "o", "label": name} if of_name == first else {"linestyle": "--"}
+            axes.errorbar(
+                [*points], y, yerr=bars, color=f"C{number}", markersize=3, capsize=2, **main
+            )
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
     log_x(axes, experiment.x.values())
     if experiment.bench:
@@ -323,11 +335,11 @@ validated; of a benchmark its repeats stand in place of seeds. *Reproduced*: the
 claimed sign with every seed, and its mean is more than two standard errors (of seeds and of the
 Monte Carlo estimate together) from 0. *Reversed*: the mirror image. Else *unresolved*; and so where
 neither loss has come a tenth of a nat below the entropy of single tokens, *(plateau)*. Of what is
-expected to be alike the claim is that it is so within a margin. Every arm has its rate tuned by its
-runs with seed 0, over the same values as the others of its recipe: from the middle one on for as
-long as the loss falls; *(edge)*: beyond them it might fall further. Verdicts are computed; nobody
-writes them. Losses are in nats per token, of the averaged weights on held-out text; `+-` is half a
-95% interval.
+expected to be as good the claim is that it is worse by less than a margin, to which the verdict
+adds the difference that is shown. Every arm has its rate tuned by its runs with seed 0, over the
+same values as the others of its recipe: from the middle one on for as long as the loss falls;
+*(edge)*: beyond them it might fall further. Verdicts are computed; nobody writes them. Losses are
+in nats per token, of the averaged weights on held-out text; `+-` is half a 95% interval.
 """
 
 

@@ -72,9 +72,9 @@ class Experiment:
     """The experiment whose base, recipes and arms it has, and so whose runs."""
     bench: Measure | None = None
     """In place of arms: a benchmark, whose systems are compared."""
-    scale: dict[str, dict] = field(default_factory=dict)
+    scale: dict[str, dict | str] = field(default_factory=dict)
     """By arm, where it is not as here, what it is at the paper's scale (see `at_scale`), and under
-    `all` what all arms are; of a benchmark {"command": ...}."""
+    `all` what all arms are; under `command`, what measures each RUN, or is the benchmark."""
 
     figure: str
     """curves, families, sweep, averages, lines, points or frontier: see `experiments.report`."""
@@ -347,7 +347,7 @@ def commands_of(
     places = {"run": config.run_folder, "data": config.data.folder} | folders
     commands = []
     for number, measure in enumerate(experiment.measures):
-        if not measure.arms or arm.name in measure.arms:
+        if measure.is_of(arm.name):
             words = [*measure.arguments, *(measure.quick if quick else ())]
             commands.append((number, [word.format(**places) for word in words]))
     return commands

@@ -58,7 +58,7 @@ def judged(claim: Claim, kind: str, arms: Arms) -> dict | None:
     elif on_the_plateau(claim, kind, arms):
         found["verdict"] = PLATEAU
     of_chance = {"differences": differences, "monte_carlo_error": monte_carlo}
-    return {"says": claim.says, **of_chance, **found}
+    return {"says": claim.says, "margin": claim.margin, **of_chance, **found}
 
 
 def on_the_plateau(claim: Claim, kind: str, arms: Arms) -> bool:

@@ -204,7 +204,7 @@ def mdm_plan(
     even: bool = False,
     schedule: Schedule = "linear",
 ) -> Plan:
-    """Masked-diffusion sampling in `steps` steps of equal length (the paper, section 4.3).
+    """Masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma 4.1).
 
     Exact: every masked position unmasks at its own random time, so the number of positions differs
     from step to step and some steps have none. Even: a uniformly random order whose groups have the

@@ -454,7 +454,7 @@ def plan_distribution(conditional, plans, n_given=0):
 
 def one_stage_distribution(conditional, length, steps):
     """Distribution over all sequences, (V ** T,), of the reverse process in its plain form (the
-    paper, section 4.3).
+    paper, Lemma 4.1).
 
     From time t to s < t every masked position computes its distribution over V + 1 outcomes: stay
     masked with probability s/t, take token v with probability (1 - s/t) p(v | context). Positions

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import shutil
 import subprocess
 import time
@@ -36,6 +37,8 @@ SHIPPED = suite.names()
 def test_arms_of_a_recipe_are_tuned_alike_and_share_data_and_evaluation(name):
     experiment = load_experiment(name)
     assert experiment.title and experiment.source and experiment.setting
+    # Verdicts are computed: what is written by hand would be wrong after the next run.
+    assert not re.search("reproduced|reversed|unresolved", experiment.meaning, re.IGNORECASE)
     for recipe, arms in experiment.recipes.items():
         tried = {json.dumps(arm.tune) for arm in arms.values()}
         assert len(tried) == 1 and all(len(v) >= 3 for v in arms[next(iter(arms))].tune.values())
@@ -231,6 +234,7 @@ def test_two_losses_that_are_still_frequencies_of_tokens_tell_nothing():
     # Alike within a margin: the difference is what it is below the margin.
     alike = judged(Claim("", "b", "a", margin=0.03), "own", arms)
     assert alike["verdict"] == "reproduced" and alike["differences"] == pytest.approx([0.01, 0.01])
+    assert " -0.0200 |" in report.claims_table([alike])[-1]  # that table tells what was measured
     assert judged(Claim("", "b", "a", margin=0.01), "own", arms)["verdict"] == "reversed"
 
 
