@@ -76,6 +76,9 @@ class ModelConfig(Table):
     position and reads a content stream (XLNet, A3); rotary: by the rotation of its queries alone
     (see `position`; where it sees a single input, as step 0 does, rotation tells nothing). An
     encoder has "none"."""
+    group_attention: bool = True
+    """Inputs of two_stream that were predicted in one group see each other, as A3 trains them.
+    False: each sees those before it only, for a model that was never trained in groups."""
     cond_dim: Count = 128
     """Width of the vector that adaLN is computed from."""
     noise: bool = False
@@ -715,9 +718,13 @@ class AOGPT(Transformer):
             1             group 1       0 1 2            0
             2             group 1       0 1 2            0 1 2
             3             group 2       0 1 2 3          0 1 2      (input 4 would hold step 3's)
+
+        Without group_attention input 1 sees 0 1.
         """
         inputs = torch.arange(group_start.shape[1], device=group_start.device)
         group = F.pad(group_start[:, :-1], (1, 0), value=-1)  # of an input's token, by its start
+        if not self.config.group_attention:
+            group = inputs.expand_as(group)
         seen = group.unsqueeze(1) <= group.unsqueeze(2)
         asked = inputs <= group_start.unsqueeze(2)
         return self._masks(seen, asked, inputs[:, None], group_start.unsqueeze(2))
@@ -993,7 +1000,7 @@ class AOGPT(Transformer):
         source = torch.minimum(slots, known)  # as in `parallel_hidden`
         keys = torch.arange(this_pass.length, device=cached.device)
         seen = (keys < source) | (keys == slots)  # what came before, and itself: no other copy
-        if this_pass.grouped and self.config.target == "two_stream":
+        if this_pass.grouped and self.config.target == "two_stream" and self.config.group_attention:
             seen |= (cached > 0) & (slots <= known) & (keys <= known)
         # A query of two_stream has no key of its own. It reads the true inputs, 0 to `source`.
         return self._masks(seen, keys <= source, slots, source)

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 import tyro
 from tqdm import tqdm
 
@@ -67,6 +68,7 @@ class Arguments:
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
+    torch.set_num_threads(1)  # decoding is timed
     known = load_tasks()
     if a.tasks == ("page",):
         write_page(known)

@@ -167,6 +167,12 @@ def draw_board(generator: np.random.Generator) -> str:
     return "".join(str(names[d - 1]) for d in boards[generator.integers(len(boards))])
 
 
+def split_of_board(board: str) -> str:
+    """The same for a board whose digits are renamed: who has learned one has learned them all."""
+    names = {digit: str(1 + place) for place, digit in enumerate(board[:SIDE])}
+    return split_by_hash("".join(names[digit] for digit in board))
+
+
 def sudoku_record(board: str, generator: np.random.Generator) -> str:
     """A board with some cells empty (0) that has one solution, and the solution."""
     order = generator.permutation(SIDE**2)
@@ -408,6 +414,7 @@ TASKS: dict[str, Task] = {
             draw_board,
             sudoku_record,
             200_000,
+            split=split_of_board,
             board=(SIDE, SIDE, BOX_ROWS, BOX_COLUMNS),
         ),
         Task("star", 2 * ARMS * ARM + 4 + ARM + 1, draw_star, star_record, 200_000),

@@ -330,7 +330,7 @@ def conditionals(model, vocab_size, length):
         sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
     ).unflatten(0, (len(keys), len(sequences)))
     result = {key: row[:, len(key[0])].double().exp() for key, row in zip(keys, rows, strict=True)}
-    if model.config.target != "two_stream":
+    if not in_groups(model):
         return result
     for context, target in keys:
         for sizes in ordered_sums(len(context)):
@@ -339,6 +339,11 @@ def conditionals(model, vocab_size, length):
             log_probs = model.token_log_probs(sequences, order, starts)[:, len(context)]
             result[context, sizes, target] = log_probs.double().exp()
     return result
+
+
+def in_groups(model):
+    """Whether it matters to a model what was predicted in one step."""
+    return model.config.target == "two_stream" and model.config.group_attention
 
 
 def ordered_sums(total):
@@ -688,12 +693,14 @@ ENCODERS = {
     "encoder AO-GPT": ENCODER,
 }
 SYSTEMS = DECODERS | ENCODERS
+ONE_BY_ONE = "two_stream, one by one"  # never trained in groups
 
 
 def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings):
     """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an
     encoder."""
-    settings = TINY | SYSTEMS[system] | settings
+    own = {"target": "two_stream", "group_attention": False}
+    settings = TINY | (own if system == ONE_BY_ONE else SYSTEMS[system]) | settings
     if tokens is not None:
         settings |= (
             {"vocab_size": tokens + 1, "mask_token": tokens}
@@ -824,7 +831,7 @@ def uncached_log_probs(model, tokens, plan):
         for i in (i for i in range(length) if step[i] >= 0):
             start = i if plan.draft else step.index(step[i])
             single, starts = torch.tensor([order_through(order[:start], order[i], length)]), None
-            if model.config.target == "two_stream" and not plan.draft:
+            if in_groups(model) and not plan.draft:
                 starts = group_starts(sizes_of(step[:start]), length)[None]
             scored = model.token_log_probs(tokens[b : b + 1, :length], single, starts)
             result[b, order[i]] = scored[0, start]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reference import (
     DECODERS,
     ENCODERS,
+    ONE_BY_ONE,
     PACES,
     accept,
     all_sequences,
@@ -26,6 +27,7 @@ from reference import (
     enumerable_system,
     exact_plans,
     group_starts,
+    in_groups,
     make_plan,
     make_system,
     one_stage_distribution,
@@ -112,6 +114,7 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
     ]
     + [("two_stream", 4, mode) for mode in modes("random 2, random 3, l2r 2, even 2, exact 2")]
     + [(s, 4, mode) for s in ("two_stream", "encoder AO-GPT", "sigma-GPT") for mode in PACED]
+    + [(ONE_BY_ONE, 3, mode) for mode in modes("random 2, exact 3, confidence 2, blocks-sure")]
     + [("target rotary", 1, mode) for mode in (*DECODER_MODES, "l2r 2", "exact 3", "speculative 3")]
     + [(system, 2, mode) for system in ENCODERS for mode in ENCODER_MODES],
 )
@@ -394,7 +397,7 @@ def logits_given(model, tokens, context, target, sizes=()):
         return model.logits(model.hidden(inputs, sigma))[0, target]
     rest = [p for p in range(length) if p not in context and p != target]
     order, starts = torch.tensor([[*context, target, *rest]]), None
-    if model.config.target == "two_stream":
+    if in_groups(model):
         starts = group_starts(sizes, length)[None]
     return model.logits(model.hidden(tokens[None], order, starts))[0, len(context)]
 
@@ -425,7 +428,7 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(*DECODERS, *ENCODERS)
+@every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Rows of different lengths with different positions given. Float32: log-probabilities of size
     1 to 10 round at about 1e-6. Adaptive modes: the positions of every step are those that the

@@ -13,6 +13,7 @@ from reference import (
     DECODERS,
     ENCODERS,
     LEVEL,
+    ONE_BY_ONE,
     SYSTEMS,
     TINY,
     TOKENS,
@@ -724,6 +725,18 @@ def test_log_probabilities_in_groups_are_those_of_training_with_groups():
     plain = make_system("AO-GPT", 2, target="none")
     with pytest.raises(ValueError, match="predicts one token at a time"):
         plain.group_log_probs(tokens, order, 2)
+
+
+@torch.no_grad()
+def test_without_group_attention_a_context_in_groups_is_one_token_after_the_other():
+    model = make_system(ONE_BY_ONE, 3)
+    tokens, order = random_tokens(TOKENS, 3, LENGTH, 0), random_orders(3, LENGTH, 1)
+    got = model.token_log_probs(tokens, order, group_starts(order, 4))
+    for i in range(LENGTH):  # the second and later of a group: the step that begins it, of them
+        start, first = i // 4 * 4, order.clone()
+        first[:, start], first[:, i] = order[:, i], order[:, start]
+        expected = model.token_log_probs(tokens, first)[:, start]
+        assert (got[:, i] - expected).abs().max() < 1e-12  # float64 sums in another order
 
 
 def test_groups_of_one_are_the_any_order_loss():

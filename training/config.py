@@ -255,6 +255,8 @@ class Config(Table):
             )
         if kind == "groupwise" and self.model.target != "two_stream":
             raise ValueError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
+        if kind == "groupwise" and not self.model.group_attention:
+            raise ValueError("objective.kind = 'groupwise' needs model.group_attention = true")
 
     def _check_orders(self) -> None:
         """Raise ValueError for orders, of the run or of a stage, that its model cannot learn."""
