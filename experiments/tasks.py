@@ -65,7 +65,11 @@ def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
         says = changes.pop("says")
         fixed = {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
         recipe = fixed | changes
-        tables = {"recipe": recipe} | {name: {"from": "recipe"} | arms[name] for name in arms}
+        tuned = recipe.get("tune", {})  # on this task; an arm's own value is for the others
+        tables = {"recipe": recipe}
+        for name, arm in arms.items():
+            own = {key: value for key, value in arm.items() if key not in tuned}
+            tables[name] = {"from": "recipe"} | own
         recipes = {RECIPE: read_arms(tables, f"task {task}")}
         del recipes[RECIPE]["recipe"]
         settings = values | {"recipes": recipes, "x": {}, "claims": []}
