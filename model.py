@@ -241,14 +241,15 @@ class PermutationGather(torch.autograd.Function):
 
 @dataclass
 class AttentionMask:
-    """Which inputs the queries of one pass see, the same in every block. The default: all."""
+    """Which inputs the queries of one pass see, the same in every block. The default: all; of
+    a pass that a kernel computes: those before them, as their positions in the cache say."""
 
     causal: bool = False
     """Query i sees inputs 0..i."""
     hide_start: bool = False
-    """With causal: input 0 is seen by itself only."""
+    """With causal, or a kernel: input 0 is seen by itself only."""
     allowed: Tensor | None = None
-    """Neither: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
+    """Without either: BoolTensor (B or 1, 1, queries or 1, keys), True where a key is seen."""
 
 
 @dataclass
@@ -525,7 +526,8 @@ class Transformer(nn.Module):
             p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])
         else:
             std = 0.02
-            if name.endswith("proj.weight"):  # 2 n_layer of these add up in the residual stream
+            # 2 n_layer of these add up in the residual stream.
+            if name.endswith(("attn.proj.weight", "mlp.proj.weight")):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer)
             nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 

@@ -159,6 +159,8 @@ def masks_at(
     masked, sigma = of_position < rate[:, None], log_linear_noise(t, eps)
     if config.kind == "t_dce":
         return Masks(masked, 1 / t, sigma, lengths)
+    if config.kind != "score_entropy":
+        raise ValueError(f"{config.kind} has no masks")
     if roles is None:
         return Masks(masked, (1 - eps) / (1 - rate), sigma)  # the weight is sigma'(t)
     # The network is told the noise level of what is masked among all tokens, as where it generates.
@@ -224,9 +226,8 @@ def evaluation_masks(
 ) -> Masks:
     """As `masks_at` for k_dce, but the numbers of masked positions k are stratified over the batch.
 
-    Better for evaluation than lambda_dce, which is as stratified: its weight 1 / lambda has no
-    bound, and its variance near lambda = 0 none either, so that errors estimated from a few draws
-    are too small.
+    Better for evaluation than lambda_dce, which is as stratified: its weight 1 / lambda is not
+    bounded, and its variance is infinite, so that errors estimated from a few draws are too small.
     """
     uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1)))
     of_position = only_predicted(uniform[:, 1:], roles)

@@ -338,7 +338,10 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
             "there"
         )
     else:
-        procs.print0(f"finished {progress.step} steps; next: python sample.py {config.run_folder}")
+        mode = " --mode l2r" if config.model.l2r_only else ""  # the default goes in random order
+        procs.print0(
+            f"finished {progress.step} steps; next: python sample.py {config.run_folder}{mode}"
+        )
     return 0
 
 

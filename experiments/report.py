@@ -334,12 +334,13 @@ paper's claim or one of our own. Arms of a seed share batches and the orders und
 validated; of a benchmark its repeats stand in place of seeds. *Reproduced*: the difference has the
 claimed sign with every seed, and its mean is more than two standard errors (of seeds and of the
 Monte Carlo estimate together) from 0. *Reversed*: the mirror image. Else *unresolved*; and so where
-neither loss has come a tenth of a nat below the entropy of single tokens, *(plateau)*. Of what is
-expected to be as good the claim is that it is worse by less than a margin, to which the verdict
-adds the difference that is shown. Every arm has its rate tuned by its runs with seed 0, over the
-same values as the others of its recipe: from the middle one on for as long as the loss falls;
-*(edge)*: beyond them it might fall further. Verdicts are computed; nobody writes them. Losses are
-in nats per token, of the averaged weights on held-out text; `+-` is half a 95% interval.
+neither loss has come a tenth of a nat below the entropy of single tokens, *(plateau)*. That
+something is *as good, within* a margin says that it is worse by less than that: the table shows the
+difference, the verdict is of the difference and the margin together. Every arm has its rate tuned
+by its runs with seed 0, over the same values as the others of its recipe: from the middle one on
+for as long as the loss falls; *(edge)*: beyond them it might fall further. Verdicts are computed;
+nobody writes them. Losses are in nats per token, of the averaged weights on held-out text; `+-` is
+half a 95% interval.
 """
 
 
