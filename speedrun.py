@@ -124,7 +124,8 @@ class TrackFile(TypedDict):
 def load_track(name: str) -> Track:
     """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
     each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys.
-    `from` at its top is another track, over whose base and arms it lays its own."""
+    `from` at its top is another track, over whose base and arms it lays its own; `length`, of that
+    one, what share of their steps its runs have."""
     values = from_values(read_track(name), TrackFile, f"track {name}")
     arms = read_arms(values["arms"], f"track {name}")
     return Track(name, values["goal"], values["base"], arms)
@@ -139,12 +140,23 @@ def read_track(name: str) -> dict:
     values = read_toml(path)
     if "from" not in values:
         return values
-    source = read_track(values.pop("from"))
+    source, length = read_track(values.pop("from")), values.pop("length", 1)
     with damaged(path, "see configs/speedrun/gpt2.toml, which is from another track, too"):
+        for table, key in lengths_of(source):
+            table[key] = round(length * table[key])
         for part in ("base", "arms"):
             for key, table in values.pop(part, {}).items():
                 source[part][key] = source[part].get(key, {}) | table
         return source | values
+
+
+def lengths_of(values: dict) -> list[tuple[dict, str]]:
+    """Where the values of a track tell numbers of steps: the tables, and their keys."""
+    base = values["base"]
+    found = [(base["train"], "steps"), (base["eval"], "interval")]
+    for arm in values["arms"].values():
+        found += [(arm, key) for key in ("train.steps", "eval.interval") if key in arm]
+    return found
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -29,6 +29,21 @@ def test_every_arm_of_a_shipped_track_is_a_configuration_that_keeps_to_the_track
 
 
 @pytest.mark.parametrize("name", TRACKS)
+def test_arms_that_are_compared_at_equal_tokens_have_as_many(name):
+    track, tokens = load_track(name), {}
+    for arm in track.arms.values():
+        config = track.config(arm, 0, {})
+        tokens[arm.name] = config.train.steps * config.train.batch_size * config.model.block_size
+        assert config.train.steps % config.eval.interval == 0
+    shares = {"-x4": 4, "-x10": 10, "-half": 0.5, "-512k": 5 / 4, "-683k": 5 / 3}
+    base = "tenth" if "tenth" in tokens else "fast-values"
+    for arm, count in tokens.items():
+        times = next((v for end, v in shares.items() if arm.endswith(end)), 1)
+        times *= 10 if arm.startswith("paper") and "tenth" in tokens else 1
+        assert count == pytest.approx(times * tokens[base], rel=1e-3), arm
+
+
+@pytest.mark.parametrize("name", TRACKS)
 def test_the_results_that_are_shipped_make_a_table(name):
     results = list((ROOT / "results" / "speedrun" / name).glob("*.json"))
     lines = speedrun.table(load_track(name))
