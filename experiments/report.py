@@ -337,10 +337,10 @@ Monte Carlo estimate together) from 0. *Reversed*: the mirror image. Else *unres
 neither loss has come a tenth of a nat below the entropy of single tokens, *(plateau)*. That
 something is *as good, within* a margin says that it is worse by less than that: the table shows the
 difference, the verdict is of the difference and the margin together. Every arm has its rate tuned
-by its runs with seed 0, over the same values as the others of its recipe: from the middle one on
-for as long as the loss falls; *(edge)*: beyond them it might fall further. Verdicts are computed;
-nobody writes them. Losses are in nats per token, of the averaged weights on held-out text; `+-` is
-half a 95% interval.
+by its runs with seed 0, over the same values as the others of its recipe: the middle one and its
+two neighbours, then on for as long as the loss falls; *(edge)*: beyond them it might fall further.
+Verdicts are computed; nobody writes them. Losses are in nats per token, of the averaged weights on
+held-out text; `+-` is half a 95% interval.
 """
 
 

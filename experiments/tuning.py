@@ -26,18 +26,21 @@ def search(
     loss_of: Callable[[Values], float],
     known: Callable[[Values], bool] = lambda values: False,
 ) -> list[tuple[Values, float]]:
-    """Try the middle one of the choices, then neighbours of the best one, the larger first, until
-    both of its own have been tried. Returns all that were tried, in their order, with their losses;
-    nothing where there is one choice only.
+    """Try the middle one of the choices and both of its neighbours, then neighbours of the best one,
+    until both of its own have been tried. Returns all that were tried, in their order, with their
+    losses; nothing where there is one choice only.
 
+    Both, since where the loss hardly changes, chance would lead away from values that are better.
     known: those whose losses are at hand already, which count as tried."""
     if len(choices) == 1:
         return []
     at_hand = [place for place, values in enumerate(choices) if known(values)]
-    tried = {place: loss_of(choices[place]) for place in at_hand or [len(choices) // 2]}
+    middle = len(choices) // 2
+    tried = {place: loss_of(choices[place]) for place in at_hand or [middle]}
     while True:
         best = min(tried, key=tried.get)
-        left = [n for n in (best + 1, best - 1) if 0 <= n < len(choices) and n not in tried]
+        wanted = (middle, middle + 1, middle - 1, best + 1, best - 1)
+        left = [n for n in wanted if 0 <= n < len(choices) and n not in tried]
         if not left:
             return [(choices[place], tried[place]) for place in sorted(tried)]
         tried[left[0]] = loss_of(choices[left[0]])

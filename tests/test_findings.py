@@ -308,9 +308,12 @@ def test_an_arm_goes_on_from_a_run_of_its_recipe_in_stages(with_start):
 @pytest.mark.parametrize(
     "losses, tried",
     [
-        ([5, 4, 3, 2], [2, 3]),
+        ([5, 4, 3, 2], [1, 2, 3]),
         ([2, 3, 4, 5], [0, 1, 2, 3]),
         ([9, 2, 3, 5], [0, 1, 2, 3]),
+        ([9, 9, 5, 2, 4, 3, 9], [2, 3, 4]),
+        ([9, 1, 2, 4, 3, 9, 9], [0, 1, 2, 3, 4]),  # 3 beside 4 does not lead away from 1
+        ([9, 8, 7, 4, 3, 2, 1], [2, 3, 4, 5, 6]),
         ([9, 5, 3, 5], [1, 2, 3]),
         ([9, 5, 3, math.inf], [1, 2, 3]),
         ([3, 2, math.inf, math.inf], [0, 1, 2, 3]),
