@@ -26,9 +26,9 @@ def search(
     loss_of: Callable[[Values], float],
     known: Callable[[Values], bool] = lambda values: False,
 ) -> list[tuple[Values, float]]:
-    """Try the middle one of the choices and both of its neighbours, then neighbours of the best one,
-    until both of its own have been tried. Returns all that were tried, in their order, with their
-    losses; nothing where there is one choice only.
+    """Try the middle one of the choices and both of its neighbours, then neighbours of the best
+    one, until both of its own have been tried. Returns all that were tried, in their order, with
+    their losses; nothing where there is one choice only.
 
     Both, since where the loss hardly changes, chance would lead away from values that are better.
     known: those whose losses are at hand already, which count as tried."""

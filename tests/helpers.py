@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints import on_disk, store
 from data.loader import load_meta, read_tokens
@@ -307,3 +308,19 @@ def data_of(document: str) -> dict:
     parser.close()
     assert tags.count("script") == len(scripts) == 2 and "img" not in tags
     return json.loads(scripts[0])
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: to read a value, or a size that depends on
+    values."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "equal")
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.__name__.partition(".")[0]
+        assert name not in self.WAITS, f"{function} waits for the device"
+        # A boolean index is a nonzero in disguise.
+        if name in ("index", "index_put", "index_put_"):
+            given = [i for i in arguments[1] if i is not None]
+            assert all(i.dtype not in (torch.bool, torch.uint8) for i in given), function
+        return function(*arguments, **(keywords or {}))

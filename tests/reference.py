@@ -693,14 +693,19 @@ ENCODERS = {
     "encoder AO-GPT": ENCODER,
 }
 SYSTEMS = DECODERS | ENCODERS
+# Systems that the tests of all systems do without.
 ONE_BY_ONE = "two_stream, one by one"  # never trained in groups
+ROTARY_GPT = "GPT, rotary"  # plain, with the fast recipe
+OTHERS = {
+    ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
+    ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
+}
 
 
 def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings):
     """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an
     encoder."""
-    own = {"target": "two_stream", "group_attention": False}
-    settings = TINY | (own if system == ONE_BY_ONE else SYSTEMS[system]) | settings
+    settings = TINY | (SYSTEMS | OTHERS)[system] | settings
     if tokens is not None:
         settings |= (
             {"vocab_size": tokens + 1, "mask_token": tokens}

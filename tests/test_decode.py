@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import NoHostReads
 from hypothesis import given as with_examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from reference import (
     ENCODERS,
     ONE_BY_ONE,
     PACES,
+    ROTARY_GPT,
     accept,
     all_sequences,
     chi_square_p,
@@ -43,7 +45,6 @@ from reference import (
     uncached_log_probs,
     with_choice,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import (
     Engine,
@@ -170,6 +171,10 @@ def test_the_chi_square_test_tells_modes_apart(mode, others):
         (system, 2, {0: 1, 3: 0}, mode)
         for system in (*ENCODERS, "two_stream")
         for mode in modes("exact 3, even 2, entropy 1")
+    ]
+    + [
+        ("target rotary", 1, {0: 1, 3: 0}, mode)
+        for mode in modes("l2r, random 2, exact 3, confidence 1, blocks, speculative 3")
     ],
 )
 def test_infilling_matches_enumeration(system, seed, prompt, mode):
@@ -241,7 +246,8 @@ def test_two_stages_and_one_stage_are_the_same_distribution(seed, steps):
         (system, mode)
         for system in ("RADD", "SEDD")
         for mode in ("exact 2", "even-cosine 2", "confidence 1")
-    ],
+    ]
+    + [("target rotary", mode) for mode in ("random 2", "confidence 1", "speculative-random 2")],
 )
 def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(system, mode):
     """Lengths 4, 2, 3 and 0 in one batch, 2000 rows each."""
@@ -371,7 +377,7 @@ def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
 def fits(system, mode):
     """Whether a system can decode in a mode: without a target position there is one prediction for
     all positions."""
-    told = system != "GPT-2" and system not in ENCODERS
+    told = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
     return told or mode not in SPECULATIVE and (system in ENCODERS or mode not in ADAPTIVE)
 
 
@@ -428,7 +434,7 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE)
+@every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE, ROTARY_GPT)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Rows of different lengths with different positions given. Float32: log-probabilities of size
     1 to 10 round at about 1e-6. Adaptive modes: the positions of every step are those that the
@@ -1073,22 +1079,6 @@ def test_no_step_waits_for_the_device(system, mode):
     made.take_step = guarded
     got = made.generate(plan, uniforms=uniforms)
     assert (got.tokens < 11).all()
-
-
-class NoHostReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a device: to read a value, or a size that depends on
-    values."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "equal")
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = function.__name__.partition(".")[0]
-        assert name not in self.WAITS, f"{function} waits for the device"
-        # A boolean index is a nonzero in disguise.
-        if name in ("index", "index_put", "index_put_"):
-            given = [i for i in arguments[1] if i is not None]
-            assert all(i.dtype not in (torch.bool, torch.uint8) for i in given), function
-        return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("mode", ["l2r", "exact 4", "cosine 4", "entropy 2"])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, change, tiny_config
+from helpers import NoHostReads, assert_same, change, tiny_config
 from reference import SYSTEMS, make_system
 
 from model import AOGPT
@@ -121,6 +121,20 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
     optimizer = make_optimizer(model, muon_config())
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(owned) == len({id(p) for p in owned}) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_step_of_muon_reads_no_value_of_the_device(found):
+    """Nor whether it is to be left out."""
+    model = with_gradients(muon_config())
+    optimizer, before = make_optimizer(model, muon_config()).muon, model.head.weight.clone()
+    matrices = {name: p.detach().clone() for name, p in muon_matrices(model).items()}
+    optimizer.found_inf = torch.tensor(found)
+    with NoHostReads():
+        optimizer.step()
+    for name, p in muon_matrices(model).items():
+        assert torch.equal(p, matrices[name]) == bool(found)
+    assert torch.equal(model.head.weight, before)
 
 
 def newton_schulz(gradient):

@@ -372,10 +372,12 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_nothing_in_a_step_waits_for_the_gpu(short, kind):
-    config = change(short, name=f"waits_{kind}", train__device="cuda", train__steps=20)
-    config = change(config, train__parallel=kind)
+def test_nothing_in_a_step_waits_for_the_gpu(short, kind, optimizer):
+    name = f"waits_{kind}_{optimizer}"
+    config = change(short, name=name, train__device="cuda", train__steps=20)
+    config = change(config, train__parallel=kind, optim__kind=optimizer)
     with processes("cuda", 60.0, group=True) as procs:
         state, data = parallel_jobs.start(config, procs)
         batches, losses = micro_batches(data, config, procs, 0), PendingLosses()
