@@ -41,7 +41,7 @@ from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
 from sampling import modes
 from sampling.engine import Generation
-from sampling.modes import BATCH_SIZE, Bound, Mode, SamplingOptions
+from sampling.modes import BATCH_SIZE, Bound, Mode, SamplingOptions, UnmaskFirst
 from sampling.plans import Schedule
 from sampling.records import generation_cost, sample_records
 from sampling.token_choice import Crossing, Noise, TokenChoice
@@ -106,7 +106,7 @@ class Arguments(ModelOptions, OutputOptions):
     """Of mdm and even, as in sample.py."""
     group_size: tuple[Count, ...] | None = None
     """Tokens a step of l2r, random and adaptive, a row of the table for each; by default 1."""
-    unmask_by: Literal["confidence", "entropy", "margin", "random"] | None = None
+    unmask_by: UnmaskFirst | None = None
     """Of adaptive, as in sample.py."""
     threshold: Bound | None = None
     """Of adaptive, as in sample.py."""

@@ -695,17 +695,21 @@ class AOGPT(Transformer):
         mask = query_mask = AttentionMask(causal=True, hide_start=self.config.start == "hidden")
         if group_start is not None:
             mask, query_mask = self._group_masks(group_start)
+
+        def rows_of_targets(table: Tensor, parts: int = 1) -> tuple[Tensor, ...]:
+            # Part by part: the gradients of all parts would be copied into one tensor first.
+            return tuple(
+                PermutationGather.apply(part[:T], order, inverse) for part in cut(table, parts)
+            )
+
         return self._trunk(
             self._embed(in_tokens, in_positions),
             in_positions,
-            order,
-            # Part by part: the gradients of all parts would be copied into one tensor first.
-            lambda table, parts=1: tuple(
-                PermutationGather.apply(part[:T], order, inverse) for part in cut(table, parts)
-            ),
-            self._condition(),
-            mask,
-            query_mask,
+            targets=order,
+            rows_of_targets=rows_of_targets,
+            condition=self._condition(),
+            mask=mask,
+            query_mask=query_mask,
         )
 
     def _group_masks(self, group_start: Tensor) -> tuple[AttentionMask, AttentionMask]:
@@ -767,6 +771,7 @@ class AOGPT(Transformer):
         self,
         x,
         in_positions,
+        *,
         targets,
         rows_of_targets,
         condition,
@@ -977,15 +982,17 @@ class AOGPT(Transformer):
             condition = self._condition()
             if condition is not None and len(targets) < len(condition):
                 condition, rows_of_targets = condition[targets], cut  # few rows are wanted
+        mask, query_mask = self._parallel_masks(this_pass, kernel=cache.kernel is not None)
         return self._trunk(
             self._embed(ordered[row, before], in_positions),
             in_positions,
-            targets,
-            rows_of_targets,
-            condition,
-            *self._parallel_masks(this_pass, kernel=cache.kernel is not None),
-            modulations,
-            cache.layers(layout, this_pass),
+            targets=targets,
+            rows_of_targets=rows_of_targets,
+            condition=condition,
+            mask=mask,
+            query_mask=query_mask,
+            modulations=modulations,
+            caches=cache.layers(layout, this_pass),
         )
 
     def _parallel_masks(

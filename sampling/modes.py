@@ -33,9 +33,8 @@ from sampling.plans import (
 )
 from sampling.token_choice import Crossing, Noise, Temperature, TokenChoice
 
-Mode = Literal[
-    "mdm", "even", "l2r", "random", "adaptive", "confidence", "entropy", "margin", "speculative"
-]
+Mode = Literal["mdm", "even", "l2r", "random", "adaptive", Score, "speculative"]
+UnmaskFirst = Literal[Score, "random"]
 Context = list[int | None]  # the tokens of a sample, None where they are to be generated
 
 # The options that only some modes have: their default there, and these modes. The default of
@@ -77,7 +76,7 @@ class DecodingOptions:
     group_size: Count | None = None
     """Tokens a step of l2r, random and adaptive; by default 1.
     With --threshold or --entropy-bound the most of a step; by default any number."""
-    unmask_by: Literal["confidence", "entropy", "margin", "random"] | None = None
+    unmask_by: UnmaskFirst | None = None
     """adaptive: first where the likeliest token is most probable (default), or the entropy least,
     or the likeliest token furthest above the second, or at random."""
     threshold: Bound | None = None
