@@ -359,19 +359,23 @@ def test_memory_of_decoding_is_that_of_processes_of_their_own(tmp_path, capsys):
     options = memory_bench.MemoryOptions(
         size="tiny", lengths=lengths, batch_sizes=(2,), group=128, systems=("rotary",), json=file
     )
-    options = dataclasses.replace(options, device="cpu", threads=1, repeats=2)
-    memory_bench.bench_memory(options)
+    memory_bench.bench_memory(dataclasses.replace(options, device="cpu", threads=1))
     result, printed = json.loads(file.read_text()), capsys.readouterr().out
     short, long = result["rows"]
     assert long["planned_bytes"] - short["planned_bytes"] > 8 * 2**20
     assert long["peak_bytes"] > 0.8 * long["planned_bytes"] > short["peak_bytes"] / 4
     assert "| rotary" in printed
-    for repeat, figures in enumerate(of_bench(result)["rotary_2"]["repeats"]):
-        peaks = [row["all_peak_bytes"][repeat] for row in (short, long)]
-        assert figures["peak_4096"][0] == peaks[1] / 2**20
-        assert figures["peak"][0] == pytest.approx(math.log(peaks[1] / peaks[0]) / math.log(64))
+    (figures,) = of_bench(result)["rotary_2"]["repeats"]
+    assert figures["peak_4096"][0] == long["peak_bytes"] / 2**20
+    ratio = long["peak_bytes"] / short["peak_bytes"]
+    assert figures["peak"][0] == pytest.approx(math.log(ratio) / math.log(64))
     with pytest.raises(ValueError, match="two lengths"):
         memory_bench.bench_memory(memory_bench.MemoryOptions(lengths=(64,)))
+
+
+def test_every_repeat_has_an_exponent_of_its_own():
+    rows = [{"length": n, "all_peak_bytes": [5 * n, n * n]} for n in (64, 256, 1024)]
+    assert [memory_bench.growth(rows, repeat) for repeat in (0, 1)] == pytest.approx([1, 2])
 
 
 @pytest.mark.parametrize(

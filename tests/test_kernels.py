@@ -208,7 +208,12 @@ def test_attention_over_the_cache_is_that_of_a_mask(hide_start):
 
 
 @pytest.mark.parametrize(
-    "name, number", [("_choose", "fp32"), ("_attend_cached", "fp32"), ("_attend_cached", "fp64")]
+    "name, number",
+    [
+        pytest.param("_choose", "fp32", marks=pytest.mark.slow),
+        pytest.param("_attend_cached", "fp32", marks=pytest.mark.slow),
+        ("_attend_cached", "fp64"),
+    ],
 )
 def test_kernels_assemble_for_an_h100(name, number, tmp_path):
     """Down to machine code, without a GPU. number: the type in which a float comes, fp64 where
