@@ -34,7 +34,10 @@ PARTS = {
     r"t([\d.]+)": "T {}",
     r"p([\d.]+)": "top-p {}",
     r"mdm(\d+)": "{} steps",
-    r"rouge(\w)": "ROUGE-{}",
+    r"rouge(\d)": "ROUGE-{}",
+    "rougel": "ROUGE-L",
+    "nll": "loss",
+    "passage": "last word",
     "low": "lower end over sentences",
     r"(\d+)": "{} tokens",
 }
@@ -264,18 +267,20 @@ def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
 
 
 def draw_points(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
-    """The figures shown, one beside the other, a point for every arm that has them."""
+    """The figures shown, or those of `x`, one beside the other, a point for every arm that has
+    them."""
+    kinds = list(experiment.x) or experiment.shown
     for number, (name, arm) in enumerate(arms.items()):
         shift = 0.6 * (number / max(1, len(arms) - 1) - 0.5)
         points = {
             place: means
-            for place, kind in enumerate(experiment.shown)
+            for place, kind in enumerate(kinds)
             if (means := mean_over_seeds(arm, kind)) is not None
         }
         x, y = [place + shift for place in points], [mean for mean, _ in points.values()]
         bars = [reach for _, reach in points.values()]
         axes.errorbar(x, y, yerr=bars, fmt="o", markersize=4, capsize=2, label=name)
-    labels = [title_of(kind) for kind in experiment.shown]
+    labels = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")
     axes.set(ylabel=experiment.y_label)
 

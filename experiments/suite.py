@@ -81,7 +81,8 @@ class Experiment:
     shown: list[str] = field(default_factory=list)
     """Losses and figures that the table, a sweep and points show."""
     x: dict[str, float] = field(default_factory=dict)
-    """Of a sweep, where each arm stands; of lines, where each of the figures shown."""
+    """Of a sweep, where each arm stands; of lines, where each of the figures shown; of points,
+    those of them that are drawn."""
     x_label: str = ""
     y_label: str = "nats per token"
     goal: float | None = None
