@@ -323,7 +323,7 @@ def step_bytes(config):
     return kept, live.peak
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
 @pytest.mark.parametrize(
     "vocabulary, chunk", [(V, 2**16), (4096, 2**16), (1024, 2**25)], ids=["block", "chunks", "head"]

@@ -350,7 +350,7 @@ def test_masks_of_random_size_have_their_distribution(seed):
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, total):
     """Each row by itself over 4,000 steps: its rate is U(0, 1) and masks its positions
     independently. Which of 16 masks and which quarter of the rates: chi-square at level 1e-4."""
