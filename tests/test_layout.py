@@ -44,4 +44,4 @@ def test_names_that_other_programs_import():
 def test_tests_of_which_cases_are_left_out_are_tests():
     """One that was renamed would be run in full again, and nobody would notice."""
     source = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    assert all(source.count(f"def {name}(") == 1 for name in THINNED)
+    assert all(f"def {name}(" in source for name in THINNED)
