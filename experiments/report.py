@@ -100,12 +100,7 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
         cells = [name]
         cells += [mean_cell([at(run, *column) for run in arm["runs"]]) for column in columns]
         if goal is not None:
-            reached = [crossing(lines_of(run, main), main, goal) for run in arm["runs"]]
-            missing = None in reached
-            # Below it at the first evaluation already: when it came there nobody has seen.
-            early = any(lines_of(run, main)[0][main] <= goal for run in arm["runs"])
-            reach = "" if missing else f"{statistics.mean(reached) / 1e6:.2f}M"
-            cells.append("-" if missing else "at most " * early + reach)
+            cells.append(reached_cell([lines_of(run, main) for run in arm["runs"]], main, goal))
         if known:
             cells.append(mean_cell([at(run, "excess") for run in arm["runs"]]))
         if not experiment.bench:
@@ -113,6 +108,17 @@ def losses_table(experiment: Experiment, arms: dict[str, dict]) -> list[str]:
             cells += [f"{arm['parameters']:,}", tuned_cell(arm["tuned"]) + edge]
         rows.append([*cells, arm["why"]])
     return markdown_table(head, rows)
+
+
+def reached_cell(runs: list[list[dict]], kind: str, goal: float) -> str:
+    """After how many tokens a loss passes the goal, mean over the runs; a dash where one never
+    does."""
+    reached = [crossing(lines, kind, goal) for lines in runs]
+    if None in reached:
+        return "-"
+    # Below it at the first evaluation already: when it came there nobody has seen.
+    early = any(lines[0][kind] <= goal for lines in runs)
+    return "at most " * early + f"{statistics.mean(reached) / 1e6:.2f}M"
 
 
 def lines_of(run: dict, kind: str) -> list[dict]:
@@ -256,9 +262,9 @@ def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
             if not points:
                 continue
             y, bars = zip(*points.values(), strict=True)
-            main = {"marker": "o", "label": name} if of_name == first else {"linestyle": "--"}
+            style = {"marker": "o", "label": name} if of_name == first else {"linestyle": "--"}
             axes.errorbar(
-                [*points], y, yerr=bars, color=f"C{number}", markersize=3, capsize=2, **main
+                [*points], y, yerr=bars, color=f"C{number}", markersize=3, capsize=2, **style
             )
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
     log_x(axes, experiment.x.values())
