@@ -74,7 +74,8 @@ class Experiment:
     """In place of arms: a benchmark, whose systems are compared."""
     scale: dict[str, dict | str] = field(default_factory=dict)
     """By arm, where it is not as here, what it is at the paper's scale (see `at_scale`), and under
-    `all` what all arms are; under `command`, what measures each RUN, or is the benchmark."""
+    `all` what all arms are; under `fast`, by arm, what it is in the fast recipe alone; under
+    `command`, what measures each RUN, or is the benchmark."""
 
     figure: str
     """curves, families, sweep, averages, lines, points or frontier: see `experiments.report`."""
@@ -104,8 +105,9 @@ class Experiment:
         found = {}
         for name in self.recipes[recipe] if recipe in self.of_scale() else ():
             own = self.scale.get("all", {}) | self.scale.get(name, {})
-            if recipe == "fast":  # whose rate comes to nothing at the end of every run
-                own.pop("optim.decay_steps", None)
+            if recipe == "fast":
+                own |= self.scale.get("fast", {}).get(name, {})
+                own.pop("optim.decay_steps", None)  # its rate is 0 at the end of every run
             changes = {} if "config" in own else self.alone[name].changes
             file = own.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
             path = CONFIGS.parent / f"{file}.toml"

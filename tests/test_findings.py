@@ -110,9 +110,12 @@ def test_runs_at_the_papers_scale_have_the_papers_size_and_what_their_arm_change
         prefix = configs["sinusoidal", "encoder_prefix"]
         assert prefix.model.is_encoder and prefix.objective.prefix_prob == 0.1
     if name == "E11":
-        schedules = {arm: configs["sinusoidal", arm].schedule for arm in ("direct", "curriculum")}
-        assert [stage.kind for stage in schedules["direct"]] == ["l2r", "random"]
-        assert {stage.group for stage in schedules["curriculum"]} == {1, 2, 3, 4}
+        for recipe in ("sinusoidal", "fast"):
+            direct, curriculum = (configs[recipe, arm] for arm in ("direct", "curriculum"))
+            assert [stage.kind for stage in direct.schedule] == ["l2r", "random"]
+            assert direct.schedule[1].step == direct.train.steps // 10
+            assert {stage.group for stage in curriculum.schedule} == {1, 2, 3, 4}
+            assert curriculum.schedule[-1].step == 0.4 * curriculum.train.steps
     if name in ("E1", "E2", "E3"):
         lengths = {
             (recipe, c.train.steps, c.optim.decay_steps) for (recipe, _), c in configs.items()
