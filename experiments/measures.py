@@ -70,19 +70,22 @@ def known(value: float | None) -> float | None:
 
 def of_perplexity(result: dict) -> Figures:
     """eval_ORDERS in nats a token, DATASET_ORDERS in bits a byte; with _mM of an ensemble of M, _gG
-    in groups of G; gain_ORDERS_mM, what an ensemble gains over one order, whose error is that of
-    pairs. With several datasets eval_ and gain_ are of the first."""
+    in groups of G; gain_ORDERS_mM and DATASET_gain_ORDERS_mM, what an ensemble gains over one
+    order, whose error is that of pairs. With several datasets eval_ and gain_ are of the first."""
     figures = {}
     for row in result["results"]:
         name, size, group = row["orders"], row["ensemble"], row["group"]
         name += f"_m{size}" * (size > 1) + f"_g{group}" * (group > 1)
-        error = known(row["monte_carlo_error"])
-        figures.setdefault(f"eval_{name}", [row["nll"], error])
+        found = {name: [row["nll"], known(row["monte_carlo_error"])]}
         if row["gain"] is not None:
-            figures.setdefault(f"gain_{name}", [row["gain"], known(row["gain_error"])])
-        if (bits := known(row["bits_per_byte"])) is not None:
-            per_nat = bits / row["nll"]
-            figures[f"{row['dataset']}_{name}"] = [bits, error and error * per_nat]
+            found[f"gain_{name}"] = [row["gain"], known(row["gain_error"])]
+        bits = known(row["bits_per_byte"])
+        for of_what, (nats, error) in found.items():
+            own = of_what if of_what.startswith("gain_") else f"eval_{of_what}"
+            figures.setdefault(own, [nats, error])
+            if bits is not None:
+                per_nat = bits / row["nll"]
+                figures[f"{row['dataset']}_{of_what}"] = [nats * per_nat, error and error * per_nat]
     return figures
 
 

@@ -3,6 +3,7 @@ from its JSON, so that they cannot say anything else."""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 
@@ -130,7 +131,7 @@ def lines_of(run: dict, kind: str) -> list[dict]:
 def at(run: dict, kind: str, share: float = 1.0) -> float | None:
     """The value of `figure_of`."""
     found = figure_of(run, kind, share)
-    return found[0] if found else None
+    return found.value if found else None
 
 
 def mean_cell(values: list[float | None]) -> str:
@@ -183,7 +184,8 @@ def figure(experiment: Experiment, found: dict) -> bytes:
         DRAWINGS[experiment.figure](axes, experiment, arms)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        many = len(axes.get_legend_handles_labels()[0]) > 6
+        axes.legend(fontsize=7 if many else 8, ncols=1 + many)
     return png(drawing, dpi=130)
 
 
@@ -251,6 +253,7 @@ def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
     """Figures over the value that each of them has, a line for every arm; dashed, where figures of
     a second name have values (planned_1024 beside peak_1024)."""
     first, *second = dict.fromkeys(kind.rpartition("_")[0] for kind in experiment.x)
+    least = math.inf
     for number, (name, arm) in enumerate(arms.items()):
         for of_name in (first, *second):
             points = {
@@ -262,14 +265,18 @@ def draw_lines(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
             if not points:
                 continue
             y, bars = zip(*points.values(), strict=True)
-            style = {"marker": "o", "label": name} if of_name == first else {"linestyle": "--"}
-            axes.errorbar(
-                [*points], y, yerr=bars, color=f"C{number}", markersize=3, capsize=2, **style
-            )
+            style = {"linestyle": "--"}
+            if of_name == first:
+                # Hollow, and of different forms: lines may lie upon each other.
+                style = {"marker": "osD^v<>"[number % 7], "fillstyle": "none", "label": name}
+                least = min(least, *y)
+            axes.errorbar([*points], y, yerr=bars, color=f"C{number}", capsize=2, **style)
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
     log_x(axes, experiment.x.values())
     if experiment.bench:
         axes.set_yscale("log")
+        if least < math.inf:
+            axes.set_ylim(bottom=0.6 * least)
 
 
 def draw_points(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
@@ -293,7 +300,7 @@ def draw_points(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
 
 def draw_frontier(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
     """Perplexity under the judge over entropy: a curve of every arm and setting, a point for each
-    number of steps."""
+    number of steps, the last one the largest; a line where the text is."""
     for number, (name, arm) in enumerate(arms.items()):
         kinds = [kind for kind in arm["runs"][0]["measured"] if kind.startswith("judge_")]
         curves: dict[str, list] = {}
@@ -306,9 +313,19 @@ def draw_frontier(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
                 )
         for place, (setting, points) in enumerate(curves.items()):
             x, y = zip(*points, strict=True)
-            style = {"color": f"C{number}", "linestyle": ("-", "--", ":", "-.")[place % 4]}
-            axes.plot(x, y, marker="o", markersize=3, label=f"{name}, {setting}", **style)
-    axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
+            style = {"color": f"C{number}", "marker": "osD^"[place % 4]}
+            axes.plot(x, y, markersize=3, label=f"{name}, {title_of(setting)}", **style)
+            axes.plot(x[-1], y[-1], markersize=7, **style)
+    of_text = [mean_over_seeds(arm, "entropy_of_text") for arm in arms.values()]
+    axes.axvline(
+        next(filter(None, of_text))[0],
+        linestyle="--",
+        color="black",
+        linewidth=0.8,
+        label="the text",
+    )
+    axes.margins(y=0.3)  # room for the legend
+    axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token; large: most steps")
 
 
 def mean_over_seeds(arm: dict, kind: str) -> tuple[float, float] | None:
@@ -340,18 +357,25 @@ What is claimed of any-order models, each claim tested by runs of minutes on a C
     python findings.py E1 --jobs 2     # train an experiment, or go on with it; write its part
     python findings.py page            # this page
 
-**Rules.** A claim says that one figure is lower than another, a loss if nothing else is said, the
-paper's claim or one of our own. Arms of a seed share batches and the orders under which they are
-validated; of a benchmark its repeats stand in place of seeds. *Reproduced*: the difference has the
-claimed sign with every seed, and its mean is more than two standard errors (of seeds and of the
-Monte Carlo estimate together) from 0. *Reversed*: the mirror image. Else *unresolved*; and so where
-neither loss has come a tenth of a nat below the entropy of single tokens, *(plateau)*. That
-something is *as good, within* a margin says that it is worse by less than that: the table shows the
+**Rules.** A claim says that one figure is lower than another, a loss if nothing else is said; it is
+the paper's or one of our own. Arms of a seed share batches and the orders under which they are
+validated; of a benchmark its repeats stand in place of seeds. *Mean difference*: the higher side
+less the lower one, above 0 if it is as claimed. *Reproduced*: it is so with every seed, and the
+mean is more than two standard errors (of seeds and of the Monte Carlo estimates together) from 0.
+*Reversed*: the mirror image. Else *unresolved*; and so where neither loss has come a tenth of a nat
+below the entropy of single tokens, *(plateau)*. Two standard errors of three seeds are less than a
+95% interval, which takes 4.3: mind the error where a difference is only just beyond. That something
+is *as good, within* a margin says that it is worse by less than that: the table shows the
 difference, the verdict is of the difference and the margin together. Every arm has its rate tuned
 by its runs with seed 0, over the same values as the others of its recipe: the middle one and its
 two neighbours, then on for as long as the loss falls; *(edge)*: beyond them it might fall further.
-Verdicts are computed; nobody writes them. Losses are in nats per token, of the averaged weights on
-held-out text; `+-` is half a 95% interval.
+The run with the rate that is chosen so is one of the seeds. Verdicts are computed; nobody writes
+them. Losses are in nats per token, if nothing else is said, of the averaged weights on held-out
+text, the same 256 blocks, or as many as a setting says, for all seeds: no interval tells what other
+text would change. `+-` is half a 95% interval over seeds; *of Monte Carlo* the part of a standard
+error that comes from the orders and masks that were drawn, as if those of two arms were
+independent, and 0 where nothing was drawn or the error was not estimated (of last weights and of
+other averages than the first).
 """
 
 

@@ -47,9 +47,8 @@ def judged(claim: Claim, kind: str, arms: Arms) -> dict | None:
     if sides is None:
         return None
     seeds = [(low, high) for low, high in zip(*sides, strict=True) if low and high]
-    differences = [high[0] - low[0] + claim.margin for low, high in seeds]
-    errors = [error or 0.0 for pair in seeds for _, error in pair]
-    monte_carlo = math.sqrt(sum(e * e for e in errors)) / max(1, len(seeds))
+    differences = [high.value - low.value + claim.margin for low, high in seeds]
+    monte_carlo = math.hypot(*map(monte_carlo_error, zip(*seeds, strict=True)))
     found = verdict(differences, monte_carlo)
     if not seeds:
         found["verdict"] = UNMEASURED
@@ -74,7 +73,7 @@ def on_the_plateau(claim: Claim, kind: str, arms: Arms) -> bool:
         if is_loss(run, of) and "unigram" in run.get("measured", {})
     ]
     return bool(of_seeds) and all(
-        loss is not None and loss[0] > unigram - NOTHING for loss, unigram in of_seeds
+        loss is not None and loss.value > unigram - NOTHING for loss, unigram in of_seeds
     )
 
 
@@ -89,13 +88,27 @@ def ratio_of(ratio: Ratio, kind: str, arms: Arms) -> dict | None:
     if sides is None:
         return None
     seeds = [values for values in zip(*sides, strict=True) if all(values)]
-    parts = [(a - b, c - d) for (a, _), (b, _), (c, _), (d, _) in seeds]
+    parts = [(a.value - b.value, c.value - d.value) for a, b, c, d in seeds]
     whole = all(of > 0 for _, of in parts)
     return {"says": ratio.says, "values": [part / of for part, of in parts] if whole else []}
 
 
-Figure = tuple[float, float | None]
-"""A value and its error, if it is known."""
+@dataclass(frozen=True)
+class Figure:
+    value: float
+    error: float | None = None
+    """Of what it was estimated from, if it is known."""
+    same_draws: bool = False
+    """Whether runs of all seeds were measured with the same draws, as those of measures are."""
+
+
+def monte_carlo_error(figures: tuple[Figure, ...]) -> float:
+    """That of the mean of one side, a figure for each seed. Draws that all seeds share do not
+    average out."""
+    errors = [figure.error or 0.0 for figure in figures]
+    if any(figure.same_draws for figure in figures):
+        return statistics.mean(errors)
+    return math.hypot(*errors) / len(errors)
 
 
 def parts_of(side: str, kind: str) -> tuple[str, str, float]:
@@ -113,7 +126,7 @@ def sides_of(sides: tuple[str, ...], kind: str, arms: Arms) -> list[list[Figure 
         return None
     seeds = min((len(arms[name]["runs"]) for name in names), default=0)
     return [
-        [(float(arm), None)] * seeds
+        [Figure(float(arm))] * seeds
         if is_number(arm)
         else [figure_of(run, of, share) for run in arms[arm]["runs"][:seeds]]
         for arm, of, share in split
@@ -132,14 +145,13 @@ def figure_of(run: dict, kind: str, share: float = 1.0) -> Figure | None:
     """What was measured of a run at its end; or its loss of this kind after a share of its tokens,
     at the first evaluation from there on. None of one that did not end or has no such figure."""
     if share == 1 and kind in run.get("measured", {}):
-        value, error = run["measured"][kind]
-        return value, error
+        return Figure(*run["measured"][kind], same_draws=True)
     if not run["tokens"] or kind not in run["losses"]:
         return None
     wanted = share * run["tokens"][-1]
     place = next(i for i, tokens in enumerate(run["tokens"]) if tokens >= wanted)
     errors = run["losses"].get(f"{kind}_error")
-    return run["losses"][kind][place], errors[place] if errors else None
+    return Figure(run["losses"][kind][place], errors[place] if errors else None)
 
 
 def verdict(differences: list[float], monte_carlo: float) -> dict:

@@ -90,6 +90,17 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert config.data.folder == "data/openwebtext" and not config.data.random_length_prob
 
 
+@pytest.mark.parametrize("name", ["a3_small", "a3_medium", "a3_small_fast"])
+def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random(name):
+    config = configuration.load_toml(ROOT / "configs" / f"{name}.toml")
+    assert (config.model.target, config.objective.kind) == ("two_stream", "groupwise")
+    stages = [(stage.kind, stage.group) for stage in config.schedule]
+    assert stages == [("l2r", 1), ("l2r", 2), ("l2r", 3), ("l2r", 4), ("random", 4)]
+    shares = [stage.step / config.train.steps for stage in config.schedule]
+    assert shares == [0, 0.1, 0.2, 0.3, 0.4]
+    assert config.order.kind == "random" and config.objective.group == 4
+
+
 @st.composite
 def configs(draw):
     """Any valid Config of a decoder: every key varies but those that only encoders have."""

@@ -213,6 +213,9 @@ def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
     found = judged(Claim("it gains", "0", "a:gain"), "own", arms)
     assert found["differences"] == [0.3, 0.5]
     assert found["monte_carlo_error"] == pytest.approx(0.1 / 2)
+    # Measures draw the same for all seeds: their chance does not average out.
+    same = {"runs": [measured(gain=[0.3, 0.1])] * 4}
+    assert judged(Claim("", "0", "a:gain"), "own", {"a": same})["monte_carlo_error"] == 0.1
     # of a loss and a figure of one name the figure counts
     assert judged(Claim("", "b", "1.5"), "own", arms)["differences"] == [0.5, -0.5]
     assert judged(Claim("", "a:speed", "1"), "own", arms)["verdict"] == "not measured"
