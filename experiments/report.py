@@ -168,19 +168,21 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     recipe, and in it a panel for each family."""
     recipes = found["recipes"]
     of_recipe = {recipe: families(experiment, arms) for recipe, arms in recipes.items()}
-    rows, columns = len(recipes), max(map(len, of_recipe.values()))
-    if columns == 1:
-        rows, columns = 1, len(recipes)
+    most = max(map(len, of_recipe.values()))
+    rows, columns = (len(recipes), most) if most > 1 else (1, len(recipes))
     # The ends of a sweep are far away, and not every recipe goes there; families differ by nature.
     shared = experiment.figure not in ("sweep", "families")
     size = (5.2 * columns if rows == 1 else 3.6 * columns, 4.2 if rows == 1 else 3.3 * rows)
     drawing, grid = new_figure(rows, columns, size, squeeze=False, sharey=shared)
-    panels = [
-        (f"{experiment.name}, {recipe}" + f", {family}" * bool(family), arms)
-        for recipe, of_family in of_recipe.items()
-        for family, arms in of_family.items()
-    ]
+    panels = []
+    for recipe, of_family in of_recipe.items():
+        title = f"{experiment.name}, {recipe}"
+        panels += [(title + f", {name}" * bool(name), arms) for name, arms in of_family.items()]
+        panels += [("", {})] * (most - len(of_family))
     for axes, (title, arms) in zip(grid.flat, panels, strict=True):
+        if not arms:  # a recipe that has fewer families than others
+            axes.set_axis_off()
+            continue
         DRAWINGS[experiment.figure](axes, experiment, arms)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)

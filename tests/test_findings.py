@@ -86,6 +86,17 @@ def test_verdicts_and_tables_are_those_of_the_runs_that_are_shipped(file):
     assert said and not any(claim["verdict"] == verdicts.UNMEASURED for claim in said)
 
 
+def test_the_encoder_beside_the_order_ensembles_is_that_of_the_findings():
+    recipes = json.loads((report.RESULTS / "E5.json").read_text())["recipes"]
+    kinds = ("eval_random", "eval_random_m8", "eval_random_m64")
+    columns = [("aogpt10", kind) for kind in kinds] + [("encoder", "eval_random")]
+    lines = (ROOT / "results" / "order_ensembles.md").read_text().splitlines()
+    for recipe, line in (("sinusoidal", "| sine tables"), ("fast", "| fast")):
+        means = [report.mean_over_seeds(recipes[recipe][arm], kind)[0] for arm, kind in columns]
+        (row,) = [text for text in lines if text.startswith(line)]
+        assert row.strip("| ").split(" | ")[1:] == [f"{mean:.4f}" for mean in means]
+
+
 # ---- verdicts ------------------------------------------------------------------------------------
 
 
