@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tqdm import tqdm
 
 from data.prepare import Prepare, prepare
 from experiments import report, suite
@@ -148,8 +147,8 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
         trained = suite.benchmark(experiment, a.quick)
     else:
         total = suite.number_of_runs(experiment, recipes, seeds, a.quick)
-        with tqdm(total=total, unit="run", desc=experiment.name, disable=None) as bar:
-            of_runs = experiment, recipes, seeds, a.jobs, a.quick, bar.update, keep
+        with suite.RunsBar(experiment.name, total) as bar:
+            of_runs = experiment, recipes, seeds, a.jobs, a.quick, bar.done, keep
             trained = suite.train(*of_runs)
     found = {"experiment": experiment.name, "recipes": trained, **judgements(experiment, trained)}
     found["others"] = suite.results_of_others(experiment, recipes, a.quick, keep)

@@ -23,7 +23,6 @@ from typing import Annotated
 
 import torch
 import tyro
-from tqdm import tqdm
 
 from data.prepare import Prepare, prepare
 from data.tasks import TASKS
@@ -99,8 +98,8 @@ def run(of: TaskExperiment, a: Arguments) -> None:
     keep = None if a.quick else RESULTS / f"{of.task}.runs.jsonl"
     whole = is_whole(a, {of.task: of})
     folder = RESULTS if whole else suite.OUT / ("quick" if a.quick else "part") / "tasks"
-    with tqdm(total=total, unit="run", desc=of.task, disable=None) as bar:
-        found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.update, keep)
+    with suite.RunsBar(of.task, total) as bar:
+        found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.done, keep)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{of.task}.json"
     write_json(file, {"task": of.task, "arms": found, "versions": versions()})

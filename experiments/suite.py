@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data.generators import NATS_OF_TEXT
 from data.loader import TokenDataset, find_dataset, read_tokens
@@ -199,19 +200,33 @@ def number_of_runs(experiment: Experiment, recipes: list[str], seeds: int, quick
     return sum(min(3, len(choices_of(arm))) for arm in tuned) + seeds * len(arms)
 
 
+class RunsBar(tqdm):
+    """How many runs of an experiment there are, and an estimate of the time that the others take,
+    in which those that were there already have no part."""
+
+    def __init__(self, name: str, total: int, **options):
+        super().__init__(desc=name, total=total, unit="run", smoothing=0, disable=None, **options)
+
+    def done(self, made: bool) -> None:
+        """made: not there already."""
+        if not self.disable:  # as where nobody looks at a terminal
+            self.initial += not made
+            self.update()
+
+
 def train(
     experiment: Experiment,
     recipes: list[str],
     seeds: int,
     jobs: int,
     quick: bool,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[bool], None] = lambda made: None,
     keep: Path | None = None,
 ) -> Found:
     """Tune every arm with seed 0, then train its other seeds with what was best, and measure them;
-    runs of all arms side by side, `jobs` at a time. `progress` is called after each. Where nothing
-    is to be chosen, as with `quick`, nothing is tuned. Results that the file `keep` holds are not
-    made again, and those that are made come to it.
+    runs of all arms side by side, `jobs` at a time. `progress` is told of each whether it had to be
+    made. Where nothing is to be chosen, as with `quick`, nothing is tuned. Results that the file
+    `keep` holds are not made again, and those that are made come to it.
 
     Arms are tuned at full length: in short runs, whose losses still stand on the plateau from which
     any order is learned, rates cannot be told apart, and what is best there is not best later.
@@ -246,7 +261,7 @@ class Runs:
     threads."""
 
     def __init__(
-        self, experiment: Experiment, quick: bool, kept: Kept, progress: Callable[[], None]
+        self, experiment: Experiment, quick: bool, kept: Kept, progress: Callable[[bool], None]
     ):
         self.experiment, self.quick, self.kept = experiment, quick, kept
         self.progress, self.lock = progress, threading.Lock()
@@ -277,8 +292,10 @@ class Runs:
                 found["measured"] |= measured(self.experiment, commands, config)
             return found
 
-        found = self.kept.of(config, [words for _, words in commands], make)
-        self.progress()
+        measured_by = [words for _, words in commands]
+        made = not self.kept.has(config, measured_by)
+        found = self.kept.of(config, measured_by, make)
+        self.progress(made)
         return found
 
     def train_others(self, recipe: str) -> None:

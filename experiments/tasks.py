@@ -150,7 +150,7 @@ def run_task(
     jobs: int,
     quick: bool,
     limit: int | None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[bool], None] = lambda made: None,
     keep: Path | None = None,
 ) -> dict:
     """Train what is missing of a task, then decode with all of it. What the file `keep` holds of

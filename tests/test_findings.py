@@ -1,6 +1,7 @@
 """findings.py: arms are compared seed by seed, and the verdict is what the numbers say."""
 
 import importlib
+import io
 import json
 import math
 import re
@@ -84,6 +85,17 @@ def test_verdicts_and_tables_are_those_of_the_runs_that_are_shipped(file):
     assert file.with_suffix(".md").read_text() == table
     said = [claim for claims in found["claims"].values() for claim in claims]
     assert said and not any(claim["verdict"] == verdicts.UNMEASURED for claim in said)
+
+
+def test_runs_that_were_there_have_no_part_in_the_time_that_is_left():
+    """Of 12 runs 9 were there, one took an hour: the other two will take two."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with suite.RunsBar("E1", 12, file=terminal) as bar:
+        for made in [False] * 9 + [True]:
+            bar.done(made)
+        bar.start_t -= 3600
+        assert re.search(r"10/12 \[1:00:\d\d<2:00:\d\d", str(bar))
 
 
 def test_the_encoder_beside_the_order_ensembles_is_that_of_the_findings():
