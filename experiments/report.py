@@ -318,14 +318,9 @@ def draw_frontier(axes, experiment: Experiment, arms: dict[str, dict]) -> None:
             style = {"color": f"C{number}", "marker": "osD^"[place % 4]}
             axes.plot(x, y, markersize=3, label=f"{name}, {title_of(setting)}", **style)
             axes.plot(x[-1], y[-1], markersize=7, **style)
-    of_text = [mean_over_seeds(arm, "entropy_of_text") for arm in arms.values()]
-    axes.axvline(
-        next(filter(None, of_text))[0],
-        linestyle="--",
-        color="black",
-        linewidth=0.8,
-        label="the text",
-    )
+    of_text = (mean_over_seeds(arm, "entropy_of_text") for arm in arms.values())
+    entropy, _ = next(filter(None, of_text))  # arms that are not measured have none
+    axes.axvline(entropy, linestyle="--", color="black", linewidth=0.8, label="the text")
     axes.margins(y=0.3)  # room for the legend
     axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token; large: most steps")
 

@@ -171,14 +171,19 @@ def experiment_of(name: str) -> Experiment:
 
 
 def read_values(name: str) -> dict:
-    """The values of its file, with its base and recipes laid over those of common.toml."""
+    """The values of its file, with its base and recipes laid over those of common.toml: a recipe
+    over the one there that has its name, or that it says it is `like`."""
     values, common = read_toml(CONFIGS / f"{name}.toml"), read_toml(CONFIGS / "common.toml")
     if "arms" in values:
         own = values.get("base", {})
         tables = {key: common["base"].get(key, {}) | t for key, t in own.items() if type(t) is dict}
         values["base"] = common["base"] | own | tables
         shared, own = common["recipes"], values["recipes"]
-        values["recipes"] = {key: shared.get(key, {}) | own[key] for key in own}
+        values["recipes"] = {
+            name: (shared[recipe.pop("like")] if "like" in recipe else shared.get(name, {}))
+            | recipe
+            for name, recipe in own.items()
+        }
     return values
 
 

@@ -95,6 +95,8 @@ def ratio_of(ratio: Ratio, kind: str, arms: Arms) -> dict | None:
 
 @dataclass(frozen=True)
 class Figure:
+    """Of one run."""
+
     value: float
     error: float | None = None
     """Of what it was estimated from, if it is known."""

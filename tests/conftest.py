@@ -77,8 +77,8 @@ THINNED = (
 
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(items):
-    """Two workers take file after file: the slow ones first, so that neither is left alone with one
-    at the end."""
+    """Mark most cases of THINNED as slow. And two workers take file after file: the slow ones
+    first, so that neither is left alone with one at the end."""
     cases = Counter()
     for item in items:
         name = item.originalname
