@@ -20,7 +20,7 @@ from runtime.files import write_json
 from runtime.reports import commit
 from runtime.schemas import damaged, read_results
 
-Figures = dict[str, list[float | None]]
+Measured = dict[str, list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measure:
         return not self.arms or arm in self.arms
 
 
-def figures_of(measure: Measure, arguments: list[str], file: Path) -> Figures:
+def figures_of(measure: Measure, arguments: list[str], file: Path) -> Measured:
     """What a measure says, with these arguments. It is kept in `file`, and measured again only if
     the arguments have changed. Raises ValueError with the script's last words if it fails."""
     command = [measure.script, *arguments]
@@ -68,7 +68,7 @@ def known(value: float | None) -> float | None:
 # ---- readers: the figures in a script's JSON -----------------------------------------------------
 
 
-def of_perplexity(result: dict) -> Figures:
+def of_perplexity(result: dict) -> Measured:
     """eval_ORDERS in nats a token, DATASET_ORDERS in bits a byte; with _mM of an ensemble of M, _gG
     in groups of G; gain_ORDERS_mM and DATASET_gain_ORDERS_mM, what an ensemble gains over one
     order, whose error is that of pairs. With several datasets eval_ and gain_ are of the first."""
@@ -89,7 +89,7 @@ def of_perplexity(result: dict) -> Figures:
     return figures
 
 
-def of_generation(result: dict) -> Figures:
+def of_generation(result: dict) -> Measured:
     """For each sampler, SETTING as in t0.9_p0.95_mdm64: judge_SETTING and entropy_SETTING (nats a
     token), nfe_SETTING."""
     figures = {}
@@ -103,7 +103,7 @@ def of_generation(result: dict) -> Figures:
     return figures
 
 
-def at_entropy(figures: Figures, entropy: float) -> Figures:
+def at_entropy(figures: Measured, entropy: float) -> Measured:
     """Of generation: for every number of steps matched_mdmSTEPS, the judge's loss where samples
     have this entropy, on the straight line between the two settings around it; nothing where
     all settings are above or below it."""
@@ -122,12 +122,12 @@ def at_entropy(figures: Figures, entropy: float) -> Figures:
     return found
 
 
-def of_infilling(result: dict) -> Figures:
+def of_infilling(result: dict) -> Measured:
     """nll_left, nll_both (nats a token of the middle), gain, their difference, gain_low,
     the lower end of its 95% interval over sentences; rouge1_GIVEN_MODE, rouge2_..., rougel_...; of
     last words GIVEN is passage. Without errors: all runs are asked about the same sentences, and
     chance has no part in it."""
-    figures: Figures = {}
+    figures: Measured = {}
     of_sentences = {row["given"]: row["nll"] for row in result["rows"]}
     for given, nll in of_sentences.items():
         figures[f"nll_{given}"] = [statistics.mean(nll), None]
@@ -157,14 +157,14 @@ SYSTEMS = {
 }
 
 
-def of_bench(result: dict) -> Figures:
+def of_bench(result: dict) -> Measured:
     """Of bench.py lengths seconds_LENGTH, forwards_LENGTH and their exponents, seconds and
     forwards; of bench.py memory peak_LENGTH and planned_LENGTH in MiB, and the exponent, peak. A
     system of the latter is SYSTEM_BATCH."""
     return of_memory(result) if "peak_bytes" in result["rows"][0] else of_lengths(result)
 
 
-def of_lengths(result: dict) -> Figures:
+def of_lengths(result: dict) -> Measured:
     systems = {}
     for name, fit in result["exponents"].items():
         rows = [row for row in result["rows"] if row["system"] == name]
@@ -179,7 +179,7 @@ def of_lengths(result: dict) -> Figures:
     return systems
 
 
-def of_memory(result: dict) -> Figures:
+def of_memory(result: dict) -> Measured:
     systems = {}
     for name, fit in result["exponents"].items():
         system, _, batch_size = name.rpartition("_")
@@ -200,7 +200,7 @@ def of_memory(result: dict) -> Figures:
     return systems
 
 
-READERS: dict[str, Callable[[dict], Figures]] = {
+READERS: dict[str, Callable[[dict], Measured]] = {
     "bench.py": of_bench,
     "eval_ppl.py": of_perplexity,
     "eval_gen.py": of_generation,

@@ -25,7 +25,7 @@ from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.text_measures import unigram_entropy
 from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
 from experiments.kept import Kept
-from experiments.measures import Figures, Measure, at_entropy, figures_of
+from experiments.measures import Measure, Measured, at_entropy, figures_of
 from experiments.tuning import at_edge, best_of, choices_of, middle_of, search
 from experiments.verdicts import Claim, Ratio
 from runtime.schemas import damaged, from_values, read_results, read_toml
@@ -172,7 +172,7 @@ def experiment_of(name: str) -> Experiment:
 
 def read_values(name: str) -> dict:
     """The values of its file, with its base and recipes laid over those of common.toml: a recipe
-    over the one there that has its name, or that it says it is `like`."""
+    over the one there that has its name, or that it says it is `from`."""
     values, common = read_toml(CONFIGS / f"{name}.toml"), read_toml(CONFIGS / "common.toml")
     if "arms" in values:
         own = values.get("base", {})
@@ -180,7 +180,7 @@ def read_values(name: str) -> dict:
         values["base"] = common["base"] | own | tables
         shared, own = common["recipes"], values["recipes"]
         values["recipes"] = {
-            name: (shared[recipe.pop("like")] if "like" in recipe else shared.get(name, {}))
+            name: (shared[recipe.pop("from")] if "from" in recipe else shared.get(name, {}))
             | recipe
             for name, recipe in own.items()
         }
@@ -378,9 +378,9 @@ def commands_of(
     return commands
 
 
-def measured(experiment: Experiment, commands: Commands, config: Config) -> Figures:
+def measured(experiment: Experiment, commands: Commands, config: Config) -> Measured:
     """What the experiment's measures say of a run."""
-    figures: Figures = {}
+    figures: Measured = {}
     for number, words in commands:
         file = config.run_folder.with_name(f"{config.name}.{experiment.name}.{number}.json")
         figures |= figures_of(experiment.measures[number], words, file)
