@@ -45,10 +45,13 @@ PARTS = {
 
 
 def title_of(kind: str) -> str:
-    """A loss or figure in words: eval_random_m8 -> any order, 8 orders."""
+    """A loss or figure in words: eval_random_m8 -> any order, 8 orders. What no part of is known,
+    such as the name of an arm, stays as it is."""
     if kind in TITLES:
         return TITLES[kind]
-    return ", ".join(filter(None, map(title_of_part, kind.split("_"))))
+    parts = kind.split("_")
+    words = list(map(title_of_part, parts))
+    return kind if words == parts else ", ".join(filter(None, words))
 
 
 def title_of_part(part: str) -> str:
