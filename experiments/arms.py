@@ -176,8 +176,9 @@ def train_to_the_end(config: Config, processes: int) -> str:
     known = text_of(started).split(", ") if started.exists() else []
     write_text(started, ", ".join(dict.fromkeys([*known, commit()])))  # a run can be resumed
     done = run_alone("train.py", str(file), processes=processes)
-    if done.returncode == 0:
-        started.replace(config.run_folder / "commit")
+    if done.returncode == 0:  # at its end, or stopped by a signal
+        if has_ended(config):
+            started.replace(config.run_folder / "commit")
         return ""
     return done.stderr.strip() or f"ended with status {done.returncode}"
 

@@ -1,6 +1,7 @@
 """speedrun.py: arms are tuned alike, trained over seeds, resumed, and told as they are."""
 
 import json
+import subprocess
 import tomllib
 
 import pytest
@@ -144,6 +145,19 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     (tmp_path / "tiny.toml").write_text(lines)
     left = run(monkeypatch, capsys, "tiny")
     assert f"{faster['runs'][0]['loss']:.4f}"[:4] in left and "| faster" in left
+
+
+def test_a_run_that_was_stopped_and_resumed_has_the_commits_of_both(track, monkeypatch):
+    """train.py ends well, too, when a signal stops it."""
+    config = track.config(track.arms["still"], 0, {})
+    stopped = subprocess.CompletedProcess([], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(of_experiments, "run_alone", lambda *words, **options: stopped)
+        patch.setattr(of_experiments, "commit", lambda: "one")
+        with pytest.raises(ValueError, match="stopped before its last step"):
+            of_experiments.run_of(config)
+    monkeypatch.setattr(of_experiments, "commit", lambda: "two")
+    assert of_experiments.run_of(config).commit == "one, two"
 
 
 def test_a_track_is_laid_over_the_one_that_it_is_from(track, tmp_path):
