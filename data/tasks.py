@@ -189,21 +189,29 @@ def sudoku_record(board: str, generator: np.random.Generator) -> str:
 
 # ---- star graphs ---------------------------------------------------------------------------------
 
-ARMS, ARM = 3, 4  # edges of an arm
+ARMS, ARM = 3, 3  # edges of an arm
+EDGES = ARMS * ARM
 
 
 def draw_star(generator: np.random.Generator) -> str:
-    """The edges of a star, two letters each, in random order; its centre and the end of an arm."""
-    names = letters(generator, 1 + ARMS * ARM)
+    """The edges of a star, two letters each, in random order; its centre and the end of an arm.
+    The nodes are the first letters, all of them: of more letters to choose from, looking up an
+    edge takes many times as long to learn."""
+    names = "".join(LETTERS[i] for i in generator.permutation(EDGES + 1))
     arms = [names[0] + names[1 + ARM * a : 1 + ARM * (a + 1)] for a in range(ARMS)]
     edges = [arm[i : i + 2] for arm in arms for i in range(ARM)]
     shuffled = "".join(edges[i] for i in generator.permutation(len(edges)))
     return f"{shuffled}/{names[0]}{arms[0][-1]}="
 
 
+def split_of_star(graph: str) -> str:
+    """The same for a star whose edges are listed in another order, and for all its ends."""
+    return split_by_hash("".join(sorted(graph[i : i + 2] for i in range(0, 2 * EDGES, 2))))
+
+
 def star_record(graph: str, generator: np.random.Generator) -> str:
     """The path from the centre to the end, both among it."""
-    edges, (centre, end) = graph[: 2 * ARMS * ARM], graph[-3:-1]
+    edges, (centre, end) = graph[: 2 * EDGES], graph[-3:-1]
     before = {edges[i + 1]: edges[i] for i in range(0, len(edges), 2)}
     path = end
     while path[0] != centre:
@@ -417,7 +425,7 @@ TASKS: dict[str, Task] = {
             split=split_of_board,
             board=(SIDE, SIDE, BOX_ROWS, BOX_COLUMNS),
         ),
-        Task("star", 2 * ARMS * ARM + 4 + ARM + 1, draw_star, star_record, 200_000),
+        Task("star", 2 * EDGES + 4 + ARM + 1, draw_star, star_record, 200_000, split=split_of_star),
         Task("addition", 3 * DIGITS + 3, draw_sum, sum_record, 200_000),
         Task(
             "reversal",
