@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
 from experiments.arms import ROOT, crossing
@@ -398,16 +399,37 @@ def section(experiment: Experiment, found: dict) -> list[str]:
     ]
 
 
+AFTER = "(asked after the runs)"
+
+
+def overview(read: list[tuple[Experiment, dict]]) -> list[str]:
+    """A line for each experiment: how many of the claims that were written before its runs came to
+    which verdict, under each recipe."""
+    rows = []
+    for experiment, found in read:
+        title = f"{experiment.name}: {experiment.title}"
+        anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        cells = []
+        for recipe, claims in found["claims"].items():
+            verdicts = Counter(c["verdict"] for c in claims if AFTER not in c["says"])
+            counts = [f"{n} {verdict}" for verdict, n in sorted(verdicts.items())]
+            cells += [f"{recipe}: {', '.join(counts)}"] * bool(counts)
+        rows.append([f"[{experiment.name}](#{anchor})", experiment.title, "; ".join(cells)])
+    head = ["", "what is tested", "claims written before the runs"]
+    return [*markdown_table(head, rows, left=3), ""]
+
+
 def page() -> str:
     """All experiments that have been run, on one page."""
-    lines, missing = [HEAD], []
+    read, lines, missing = [], [], []
     for name in names():
         file = RESULTS / f"{name}.json"
         if file.exists():
             with damaged(file, f"make it again: python findings.py {name}"):
-                lines += section(load_experiment(name), read_results(file, "make it again"))
+                read.append((load_experiment(name), read_results(file, "make it again")))
+                lines += section(*read[-1])
         else:
             missing.append(name)
     if missing:
         lines.append(f"Not run yet: {', '.join(missing)}.")
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([HEAD, *overview(read), *lines]).rstrip() + "\n"

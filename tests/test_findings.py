@@ -74,6 +74,23 @@ def test_the_page_is_made_of_the_results_that_are_shipped():
     assert findings.PAGE.read_text() == report.page()
 
 
+def test_the_overview_counts_the_claims_that_were_there_before_the_runs():
+    claims = [
+        {"says": says, "verdict": verdict}
+        for says, verdict in [
+            ("a", "reversed"),
+            ("b", "reproduced"),
+            ("c", "reversed"),
+            ("d (asked after the runs)", "unresolved"),
+        ]
+    ]
+    experiment = load_experiment("E5")
+    *_, row, end = report.overview([(experiment, {"claims": {"one": claims, "two": claims[3:]}})])
+    assert row.split("|")[-2].strip() == "one: 1 reproduced, 2 reversed" and not end
+    # As GitHub makes them of headings.
+    assert "[E5](#e5-is-the-gap-to-an-encoder-one-of-order-ensembles)" in row
+
+
 @pytest.mark.parametrize("file", sorted(report.RESULTS.glob("E*.json")), ids=lambda file: file.stem)
 def test_verdicts_and_tables_are_those_of_the_runs_that_are_shipped(file):
     """Nobody has written a verdict by hand; and every claim is of something that was measured."""
