@@ -352,6 +352,7 @@ def test_growth_with_length_is_measured_and_reported(tmp_path, capsys):
         lengths_bench.bench_lengths(lengths_bench.LengthsOptions(lengths=(32, 32)))
 
 
+@pytest.mark.slow
 def test_memory_of_decoding_is_that_of_processes_of_their_own(tmp_path, capsys):
     """A cache of 2 samples x 2 layers x 64 wide in float32 takes 2 KiB a token: 8 MiB more
     at 4,096 tokens than at 64. Pages, and what steps take, blur it by a few MiB."""
