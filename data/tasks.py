@@ -107,6 +107,11 @@ def letters(generator: np.random.Generator, count: int) -> str:
     return "".join(LETTERS[i] for i in generator.permutation(len(LETTERS))[:count])
 
 
+def first_pairs(text: str, count: int) -> list[str]:
+    """Its first pairs of letters, each an edge of a graph."""
+    return [text[i : i + 2] for i in range(0, 2 * count, 2)]
+
+
 # ---- Sudoku --------------------------------------------------------------------------------------
 
 SIDE, BOX_ROWS, BOX_COLUMNS = 6, 2, 3
@@ -206,7 +211,7 @@ def draw_star(generator: np.random.Generator) -> str:
 
 def split_of_star(graph: str) -> str:
     """The same for a star whose edges are listed in another order, and for all its ends."""
-    return split_by_hash("".join(sorted(graph[i : i + 2] for i in range(0, 2 * EDGES, 2))))
+    return split_by_hash("".join(sorted(first_pairs(graph, EDGES))))
 
 
 def star_record(graph: str, generator: np.random.Generator) -> str:
@@ -312,7 +317,7 @@ def draw_map(generator: np.random.Generator) -> str:
 
 def split_of_map(borders: str) -> str:
     """The same for a map whose borders are listed in another order."""
-    pairs = (borders[i : i + 2] for i in range(0, 2 * BORDERS, 2))
+    pairs = first_pairs(borders, BORDERS)
     return split_by_hash("".join(sorted("".join(sorted(pair)) for pair in pairs)))
 
 

@@ -380,10 +380,14 @@ other averages than the first).
 """
 
 
+def heading_of(experiment: Experiment) -> str:
+    return f"{experiment.name}: {experiment.title}"
+
+
 def section(experiment: Experiment, found: dict) -> list[str]:
     """The part of the page for an experiment."""
     return [
-        f"## {experiment.name}: {experiment.title}",
+        f"## {heading_of(experiment)}",
         "",
         f"*Claim*: {experiment.source}",
         "",
@@ -399,7 +403,7 @@ def section(experiment: Experiment, found: dict) -> list[str]:
     ]
 
 
-AFTER = "(asked after the runs)"
+AFTER = "(asked after the runs)"  # ends what such a claim says
 
 
 def overview(read: list[tuple[Experiment, dict]]) -> list[str]:
@@ -407,8 +411,8 @@ def overview(read: list[tuple[Experiment, dict]]) -> list[str]:
     which verdict, under each recipe."""
     rows = []
     for experiment, found in read:
-        title = f"{experiment.name}: {experiment.title}"
-        anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        # As GitHub makes it of a heading.
+        anchor = re.sub(r"[^\w -]", "", heading_of(experiment).lower()).replace(" ", "-")
         cells = []
         for recipe, claims in found["claims"].items():
             verdicts = Counter(c["verdict"] for c in claims if AFTER not in c["says"])
