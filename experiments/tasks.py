@@ -1,8 +1,8 @@
 """Systems on tasks: who is right how often, in how many steps, decoded in which order.
 
 configs/tasks/systems.toml says it all: a `base` configuration, `arms`, systems that are tuned
-alike and trained over seeds on every one of the `tasks`, and `decoders`, by which each of them
-answers the test split.
+alike (`tune`) and trained over seeds on every one of the `tasks`, and `decoders`, by which each
+of them answers the test split.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TaskExperiment:
 def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
     """All tasks of a file, by name."""
     values = read_toml(file)
-    arms, tasks = values.pop("arms"), values.pop("tasks")
+    arms, tasks, tune = values.pop("arms"), values.pop("tasks"), values.pop("tune")
     decoders = {
         name: DecodingOptions(**options) for name, options in values.pop("decoders").items()
     }
@@ -64,12 +64,8 @@ def load_tasks(file: Path = SYSTEMS) -> dict[str, TaskExperiment]:
     for task, changes in tasks.items():
         says = changes.pop("says")
         fixed = {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
-        recipe = fixed | changes
-        tuned = recipe.get("tune", {})  # on this task; an arm's own value is for the others
-        tables = {"recipe": recipe}
-        for name, arm in arms.items():
-            own = {key: value for key, value in arm.items() if key not in tuned}
-            tables[name] = {"from": "recipe"} | own
+        tables = {"recipe": fixed | changes | {"tune": tune}}
+        tables |= {name: {"from": "recipe"} | arm for name, arm in arms.items()}
         recipes = {RECIPE: read_arms(tables, f"task {task}")}
         del recipes[RECIPE]["recipe"]
         settings = values | {"recipes": recipes, "x": {}, "claims": []}

@@ -394,24 +394,6 @@ def test_systems_are_tuned_alike_and_differ_in_what_they_are_only():
                 assert getattr(config.model, key) == getattr(configs[0].model, key)
 
 
-def test_what_is_not_tuned_has_the_rate_that_was_best_where_it_was():
-    found, seen = load_tasks(), set()
-    for name, of in found.items():
-        (file,) = [RESULTS / f"{n}.json" for n, o in found.items() if tunes(o)]
-        for arm in of.experiment.recipes["fast"].values():
-            if tunes(of):
-                seen.add(len(arm.tune["optim.muon_lr"]))
-            elif file.exists():
-                best = json.loads(file.read_text())["arms"][arm.name]["tuned"]
-                rate = of.experiment.config("fast", arm, 0, {}).optim.muon_lr
-                assert {"optim.muon_lr": rate} == best, (name, arm.name)
-    assert seen == {3}
-
-
-def tunes(of):
-    return any(arm.tune for arm in of.experiment.recipes["fast"].values())
-
-
 def test_a_run_decodes_in_every_way_that_it_can(trained):
     run, gpt, data = trained
     found = load_tasks()
