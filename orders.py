@@ -62,7 +62,7 @@ class OrderConfig(Table):
     """l2r, r2l: left to right, right to left; random: uniform, drawn per sequence; mixture: l2r
     with probability l2r_prob, else random; fixed_random: one permutation for the whole run;
     fixed_blockwise: blocks from left to right, one permutation inside every block, which is not
-    left to right; random_blockwise: blocks from left to right, each in a random order of its own
+    left to right (of a sequence shorter than a block what is left of it); random_blockwise: blocks from left to right, each in a random order of its own
     (block diffusion, arXiv 2503.09573); slots: blocks in random order, left to right inside them
     (ReFusion, arXiv 2512.13586); context_l2r: a random set of positions first, in ascending order,
     then the others left to right (after AC-GPT, arXiv 2606.14943, where that set is given);

@@ -234,6 +234,11 @@ def draw_sum(generator: np.random.Generator) -> str:
     return f"{a:0{DIGITS}}+{b:0{DIGITS}}="
 
 
+def split_of_sum(question: str) -> str:
+    """Both numbers in either order are of one split."""
+    return split_by_hash("+".join(sorted(question[:-1].split("+"))))
+
+
 def sum_record(question: str, generator: np.random.Generator) -> str:
     a, b = question[:-1].split("+")
     return given(question) + f"{int(a) + int(b):0{DIGITS + 1}}"
@@ -431,7 +436,7 @@ TASKS: dict[str, Task] = {
             board=(SIDE, SIDE, BOX_ROWS, BOX_COLUMNS),
         ),
         Task("star", 2 * EDGES + 4 + ARM + 1, draw_star, star_record, 200_000, split=split_of_star),
-        Task("addition", 3 * DIGITS + 3, draw_sum, sum_record, 200_000),
+        Task("addition", 3 * DIGITS + 3, draw_sum, sum_record, 200_000, split=split_of_sum),
         Task(
             "reversal",
             2 * NAME + 1,

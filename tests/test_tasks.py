@@ -109,6 +109,13 @@ def test_each_fact_is_asked_once(tmp_path):
         assert len(rows) == data.num_blocks == 100
 
 
+def test_a_sum_whose_numbers_change_places_is_in_the_same_split():
+    task = TASKS["addition"]
+    keys = [key for key, *_ in made(task, 40)]
+    others = ["+".join(reversed(key[:-1].split("+"))) + "=" for key in keys]
+    assert others != keys and [*map(task.split_of, others)] == [*map(task.split_of, keys)]
+
+
 def test_a_map_whose_borders_are_listed_otherwise_is_in_the_same_split():
     task = TASKS["colouring"]
     for key, *_ in made(task, 40):
