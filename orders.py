@@ -62,13 +62,14 @@ class OrderConfig(Table):
     """l2r, r2l: left to right, right to left; random: uniform, drawn per sequence; mixture: l2r
     with probability l2r_prob, else random; fixed_random: one permutation for the whole run;
     fixed_blockwise: blocks from left to right, one permutation inside every block, which is not
-    left to right (of a sequence shorter than a block what is left of it); random_blockwise: blocks from left to right, each in a random order of its own
-    (block diffusion, arXiv 2503.09573); slots: blocks in random order, left to right inside them
-    (ReFusion, arXiv 2512.13586); context_l2r: a random set of positions first, in ascending order,
-    then the others left to right (after AC-GPT, arXiv 2606.14943, where that set is given);
-    random_l2r: the same, but that set in random order (Eso-LM, arXiv 2506.01928); sliding: always
-    one of the first `window` positions that are left, all equally probable (after Set Diffusion,
-    arXiv 2607.01775, whose windows are of sets); file: one of those in a file."""
+    left to right (of a sequence shorter than a block what is left of it); random_blockwise: blocks
+    from left to right, each in a random order of its own (block diffusion, arXiv 2503.09573);
+    slots: blocks in random order, left to right inside them (ReFusion, arXiv 2512.13586);
+    context_l2r: a random set of positions first, in ascending order, then the others left to right
+    (after AC-GPT, arXiv 2606.14943, where that set is given); random_l2r: the same, but that set in
+    random order (Eso-LM, arXiv 2506.01928); sliding: always one of the first `window` positions
+    that are left, all equally probable (after Set Diffusion, arXiv 2607.01775, whose windows are of
+    sets); file: one of those in a file."""
     l2r_prob: Probability = 0.1
     """Share of left-to-right sequences (mixture only)."""
     block: Count = 32

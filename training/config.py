@@ -229,9 +229,10 @@ class Config(Table):
                 "step"
             )
         decays = self.optim.ema_decay, *self.optim.more_ema_decays
-        if len(set(decays)) < len(decays):
+        if len({f"{decay:g}" for decay in decays}) < len(decays):  # names of metrics and tensors
             raise ValueError(
-                "optim.ema_decay and optim.more_ema_decays name a decay twice; give each once"
+                "optim.ema_decay and optim.more_ema_decays name a decay twice, to six digits; give "
+                "each once"
             )
         self._check_objective()
         self._check_orders()
