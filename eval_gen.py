@@ -71,14 +71,15 @@ COLUMNS = (
 HEAD = ["run", "sampler", *(title for title, *_ in COLUMNS)]
 NAMES = 2  # columns of names, before those of numbers
 LEGEND = (
-    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, adaptive) or tokens "
-    "drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
-    "interval over samples; of a sample: the mean of the samples' own, never less, which some "
-    "published tables have. Scored: the tokens. Of a sample's own tokens, means over samples: "
-    "entropy of their histogram in nats; distinct-n, the share of n-grams that differ from one "
-    "another; repeated, the share of 4-grams that occurred before. Words: the share of words "
-    "(letters only, three or more) that occur in the training text of --words-of. NFE: model calls "
-    "that a sample took part in, mean. Seconds: generation, all samples of a row."
+    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, adaptive) or "
+    "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a "
+    "95% interval over samples; of a sample: the mean of the samples' own, not less where all "
+    "are of one length, which some published tables have. Scored: the tokens. Of a sample's own "
+    "tokens, means over samples: entropy of their histogram in nats; distinct-n, the share of "
+    "n-grams that differ from one another; repeated, the share of 4-grams that occurred before. "
+    "Words: the share of words (letters only, three or more) that occur in the training text of "
+    "--words-of. NFE: model calls that a sample took part in, mean. Seconds: generation, all "
+    "samples of a row."
 )
 SAMPLER_WIDTH = len("speculative 128")
 WARM_UP_TOKENS = 8

@@ -298,7 +298,7 @@ def already_finished(config: Config, procs: Processes, progress: Progress) -> in
     """Say that there is nothing to do, and draw the curve if the run was killed before that."""
     folder = config.run_folder
     if procs.main and not (folder / "loss.png").exists():
-        plots.plot_losses(folder)
+        plots.plot_losses(folder, config.objective.kind)
     procs.print0(
         f"{folder} is finished at step {progress.step}; give more --train.steps to go on, "
         "or another --name"
@@ -327,7 +327,7 @@ def finish(config: Config, procs: Processes, progress: Progress, saved: Path | N
     """Draw the curve and say how the run ended. Raises CheckpointError if its last checkpoint was
     not written."""
     if procs.main:
-        plots.plot_losses(config.run_folder)
+        plots.plot_losses(config.run_folder, config.objective.kind)
     if saved is None:
         raise CheckpointError(
             "the last checkpoint could not be written (see above); free some space and start again"

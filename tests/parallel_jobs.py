@@ -190,7 +190,7 @@ def faulty(config, procs):
 
 
 def do(*jobs):
-    plots.plot_losses = lambda folder: None  # which takes longer than the run
+    plots.plot_losses = lambda *arguments: None  # which takes longer than the run
     with processes("cpu", 120.0, group=True) as procs:
         for job in jobs:
             name, _, path = job.partition("=")

@@ -69,6 +69,38 @@ ORDERS_OF_THE_PAPER = {
     "encoder": ("random", "none", "lambda_dce"),
     "radd": ("random", "none", "lambda_dce"),
     "sedd": ("random", "none", "score_entropy"),
+    "a3": ("random", "two_stream", "groupwise"),
+}
+
+# AO-GPT's architecture (section 4 and appendix B.3), and what the others have in its place.
+MODEL_OF_THE_PAPER = {
+    "attention": "causal",
+    "cond_dim": 128,
+    "noise": False,
+    "mask_token": None,
+    "position": "learned",
+    "position_init": "normal",
+    "start": "attended",
+    "norm": "rmsnorm",
+    "norm_bias": True,
+    "qk_norm": True,
+    "attn_bias": True,
+    "mlp_bias": True,
+    "gelu": "erf",
+    "tied_head": False,
+    "head_bias": True,
+    "value_residual": False,
+}
+GPT2_NORM = {"norm": "layernorm", "qk_norm": False}
+TIED = {"tied_head": True, "head_bias": False}
+ENCODER = {"attention": "full", "mask_token": 50257}  # the first id after GPT-2's
+RADD = ENCODER | GPT2_NORM | {"position": "rotary", "gelu": "tanh", "attn_bias": False}
+MODELS_OF_THE_PAPER = {
+    "sigmagpt": GPT2_NORM | TIED,
+    "gpt2": GPT2_NORM | TIED | {"gelu": "tanh", "start": "hidden"},
+    "encoder": ENCODER,
+    "radd": RADD,
+    "sedd": RADD | {"norm_bias": False, "noise": True},
 }
 
 
@@ -83,6 +115,8 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert kinds == ORDERS_OF_THE_PAPER[system]
     assert system != "aogpt" or config.order.l2r_prob == 0.1
     assert (m.vocab_size, m.block_size, m.dropout) == (50304, 1024, 0.0)
+    architecture = MODEL_OF_THE_PAPER | MODELS_OF_THE_PAPER.get(system, {})
+    assert {key: getattr(m, key) for key in architecture} == architecture
     assert (o.kind, o.beta1, o.beta2, o.weight_decay) == ("adamw", 0.9, 0.95, 0.05)
     assert (o.schedule, o.warmup_steps, o.min_lr_ratio) == ("cosine", 2000, 0.1)
     assert (o.grad_clip, o.ema_decay) == (1.0, 0.0 if system == "sigmagpt" else 0.9999)

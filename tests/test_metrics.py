@@ -13,6 +13,7 @@ from helpers import (
     change,
     encoder_config,
     limited_file_size,
+    newest,
     run_script,
     tiny_config,
 )
@@ -202,7 +203,10 @@ def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(da
     config = tiny_config(data, tmp_path, steps=20, eval__draws=3)
     config = change(config, optim__more_ema_decays=(0.0, 0.5))
     train.train(config, ALONE)
-    for line in (line for line in lines_of(config.run_folder) if "val_loss_l2r" in line):
+    evaluations = [line for line in lines_of(config.run_folder) if "val_loss_l2r" in line]
+    best = min(evaluations, key=lambda line: line["val_loss_random"])
+    assert newest(config)["best"] == {"step": best["step"], "loss": best["val_loss_random"]}
+    for line in evaluations:
         assert line["val_error_random"] > 0 and "val_error_l2r" not in line
         for kind in ("l2r", "random"):
             of = {name: line[f"val_loss_{kind}{name}"] for name in ("", "_raw", "_ema0", "_ema0.5")}
@@ -211,6 +215,28 @@ def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(da
 
 
 # ---- drawing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "objective, of_loss", [("ao_ar", "own orders"), ("score_entropy", "score")]
+)
+def test_the_curve_of_a_run_says_of_which_bound_every_line_is(
+    tmp_path, monkeypatch, objective, of_loss
+):
+    """SEDD is trained by a bound of its own, and validated by a likelihood."""
+    losses = {f"val_loss_{kind}": 3.0 for kind in ("random", "own")}
+    folder = write_lines(tmp_path / "run", [{"step": 1, "loss": 4.0}, {"step": 1} | losses])
+    figures = []
+    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or PNG)
+    plots.plot_losses(folder, objective)
+    of_training, *of_validation = (text.get_text() for text in legend_of(figures[0]))
+    assert of_loss in of_training and len(of_validation) == 2
+    assert ("likelihood" in of_validation[0]) == (objective == "score_entropy")
+
+
+def legend_of(figure):
+    return figure.axes[0].get_legend().get_texts()
+
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

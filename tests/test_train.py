@@ -209,12 +209,11 @@ def test_a_fixed_order_of_a_cut_batch_is_the_whole_order_without_the_positions_c
 
 @pytest.fixture(scope="module")
 def cut_run(data, tmp_path_factory):
-    """20 steps with Muon, half of them at a random length."""
+    """20 steps with Muon, half of them at a random length, and a second average of the weights."""
     out = tmp_path_factory.mktemp("cut")
     changes = {"data__random_length_prob": 0.5, "optim__kind": "muon", "optim__min_lr_ratio": 1.0}
-    config = tiny_config(
-        data, out, steps=20, **changes, checkpoint__interval=100, model__dropout=0.0
-    )
+    changes |= {"optim__more_ema_decays": (0.5,), "checkpoint__interval": 100}
+    config = tiny_config(data, out, steps=20, **changes, model__dropout=0.0)
     train.train(config, ALONE)
     return config
 

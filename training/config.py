@@ -106,7 +106,8 @@ class TrainConfig(_Section):
     device: str = "auto"
     init_from: str = ""
     """Start from the weights of this run, export or released checkpoint. GPT-2's become an adaLN
-    decoder that computes exactly what GPT-2 does until it is trained."""
+    decoder that computes exactly what GPT-2 does until it is trained, or a two-stream one, whose
+    query stream is new."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Of several processes. ddp: each holds everything and has its share of the batch. fsdp:
     weights, averaged weights and optimizer are cut among them, too, and so are checkpoints."""

@@ -5,6 +5,9 @@ A training line, every train.log_interval steps, holds
     step, loss, lr, grad_norm, tokens, tokens_per_second, mfu, memory_bytes, skipped_steps; with
     Muon muon_lr
 
+where loss is the objective's: of SEDD score entropy, a bound of its own, which is not the
+normalised likelihood that val_loss_random is of
+
 and an evaluation line, every eval.interval steps,
 
     step

@@ -30,6 +30,7 @@ PANELS = (
     Panel("left to right", "validation", ("val_loss_l2r", "val_loss_l2r_raw")),
     Panel("any order", "validation", ("val_loss_random", "val_loss_random_raw")),
     Panel("the run's fixed order", "validation", ("val_loss_fixed", "val_loss_fixed_raw")),
+    Panel("the run's own orders", "validation", ("val_loss_own", "val_loss_own_raw")),
     Panel("gradient norm, smoothed", "training", ("grad_norm",), unit=""),
     Panel("by step, any order", "curve", ("val_curve_random", "val_curve_l2r")),
 )
@@ -45,8 +46,13 @@ DEFAULT_PLOT = Path("out/compare.png")
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def plot_losses(folder: Path) -> None:
-    """Draw metrics.jsonl as loss.png: training loss, and validation loss in every order."""
+def plot_losses(folder: Path, objective: str) -> None:
+    """Draw metrics.jsonl as loss.png: training loss, and validation loss in every order.
+
+    Args:
+        objective: the run's objective.kind. Score entropy is a bound of its own (SEDD, section
+            3.2), and not the normalised likelihood that it is validated by.
+    """
     lines = read_metrics(folder / "metrics.jsonl")
     if not lines:
         return
@@ -56,7 +62,10 @@ def plot_losses(folder: Path) -> None:
         "val_loss_l2r": "validation, left to right",
         "val_loss_random": "validation, random order",
         "val_loss_fixed": "validation, the run's fixed order",
+        "val_loss_own": "validation, the run's own orders",
     }
+    if objective == "score_entropy":
+        labels |= {"loss": "training, score entropy", "val_loss_random": "validation, likelihood"}
     for key, label in labels.items():
         values = values_by_step(lines, key)
         if not values:
