@@ -30,7 +30,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 
@@ -44,7 +44,7 @@ from runtime.command_line import ModelOptions, run_script
 from runtime.devices import out_of_memory, pick_dtype
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
-from runtime.ranges import Count, NonNegative, check_values
+from runtime.ranges import Count, NonNegative, check_values, flag
 from runtime.reports import markdown_table, provenance
 from sampling.modes import DecodingOptions, Mode, check_mode, with_mode_defaults
 from sampling.token_choice import Temperature
@@ -59,16 +59,42 @@ def main() -> None:
         with processes(of_records.device) as procs:
             fill_in(of_records, procs)
         return
+    check_options(sys.argv[1:])
     arguments = tyro.cli(Arguments, description=__doc__)
     require_lm_eval()
     with processes(arguments.device) as procs:
         evaluate(arguments, procs)
 
 
+def check_options(words: list[str]) -> None:
+    """Raise ValueError for a command line that has no task, or options that only records have."""
+    named = named_tasks(words)
+    if not named and not {"--help", "-h"} & set(words):
+        raise ValueError("no task is named: give --tasks, such as --tasks sudoku6")
+    fields = [
+        {field.name for field in dataclasses.fields(of)} for of in (RecordArguments, Arguments)
+    ]
+    of_records = {flag(name) for name in fields[0] - fields[1]}
+    modes = {*get_args(Score), "speculative"}  # which the harness is not answered in
+    alone = [word for word in words if word.partition("=")[0] in of_records or word in modes]
+    if named and alone:
+        near = difflib.get_close_matches(named[0], TASKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"{alone[0]} is for prepared records, and there is no folder of records "
+            f"{named[0]!r}{hint or ': make it with data/prepare.py'}"
+        )
+
+
+def named_tasks(words: list[str]) -> list[str]:
+    """What stands after every --tasks of a command line."""
+    pairs = itertools.pairwise([*words, ""])
+    return [word.partition("=")[2] or after for word, after in pairs if is_tasks(word)]
+
+
 def names_records(words: list[str]) -> bool:
     """Whether the first task of a command line is a data set, and not one of the harness."""
-    pairs = itertools.pairwise([*words, ""])
-    named = [word.partition("=")[2] or after for word, after in pairs if is_tasks(word)]
+    named = named_tasks(words)
     if not named or named[0] in TASKS:
         return bool(named)
     try:
@@ -129,10 +155,10 @@ def fill_in(a: RecordArguments, procs: Processes) -> None:
         answers = answer(loaded, questions, options, a.seed, procs)
         used = {key: value for key, value in vars(options).items() if key in DECODING}
         results.append({"task": questions.name} | used | {"mode": mode} | answers.summary())
-        of_samples = zip(answers.samples.step.tolist(), answers.samples.nfe.tolist(), strict=True)
+        of_samples = zip(answers.samples.rows(), answers.samples.nfe.tolist(), strict=True)
         rows += [
             {"task": questions.name} | record | {"step": step, "nfe": nfe}
-            for record, (step, nfe) in zip(answers.records, of_samples, strict=True)
+            for record, ((_, step, _), nfe) in zip(answers.records, of_samples, strict=True)
         ]
         told = {key: value for key, value in results[-1].items() if value is not None}
         page = page or page_of(loaded, questions, answers, told)

@@ -43,7 +43,13 @@ from runtime.processes import Processes, StopRequest, processes
 from runtime.randomness import philox_bits
 from training import config as configuration
 from training import memory_plan, plots
-from training.batches import Batch, PendingLosses, accumulation_steps, micro_batches
+from training.batches import (
+    Batch,
+    PendingLosses,
+    accumulation_steps,
+    check_given_first,
+    micro_batches,
+)
 from training.config import Config
 from training.metrics import Log
 from training.optimizers import learning_rates, move, set_learning_rates
@@ -238,6 +244,8 @@ def open_data(config: Config, procs: Processes) -> tuple[TokenDataset, TokenData
     if config.eval.interval:
         val_data = TokenDataset(folder, "val", size, verify=verify)
     check_fits(config, data, procs)
+    if data.of_records and config.model.l2r_only:
+        check_given_first(data, config.data.folder)
     return data, val_data
 
 

@@ -10,6 +10,7 @@ comes from.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +88,14 @@ class PyDocs(Dataset):
         return {files.split or "train": PythonDocs()}
 
 
+STORIES = Path(__file__).with_name("stories.jsonl.xz")
+
+
 class Stories(Dataset):
     """Nine books for children (1865 to 1907, public domain), a document for each chapter."""
 
     def corpora(self, files: Files) -> dict[str, Corpus]:
-        path = Path(__file__).with_name("stories.jsonl.xz")
-        return {files.split or "train": LocalFiles((path,), TEXT_FILES, files.field)}
+        return {files.split or "train": LocalFiles((STORIES,), TEXT_FILES, files.field)}
 
 
 class Text(Dataset):
@@ -164,9 +167,11 @@ class ShuffledText(Text):
 
 
 class InfillText(Text):
-    """Pieces of Text whose middle is predicted, given both sides."""
+    """Pieces of Text, of the stories if no other is named, whose middle is predicted, given both
+    sides."""
 
     def corpora(self, files: Files) -> dict[str, Corpus]:
+        files = dataclasses.replace(files, source=files.source or (STORIES,))
         return {split: Infill(text) for split, text in super().corpora(files).items()}
 
 
@@ -345,7 +350,7 @@ DATASETS: dict[str, Dataset] = {
             name="infill",
             tokenizer="bytes",
             val_fraction=0.05,
-            source="always",
+            source="optional",
             protocol="records",
             block_size=INFILL,
         ),

@@ -92,7 +92,7 @@ class Prepare:
     records: .jsonl files of {"prompt": given, "text": predicted}, or of
     {"text": "some [GIVEN]parts[/GIVEN] of it given"}, or of {"text": ...,
     "given": "0110..."}, a mask of its characters; each in its own block.
-    infill: your own files in pieces of 128 characters, each a record whose
+    infill: your own files, or the stories, in pieces of 128 characters, each a record whose
     middle is predicted, given both sides.
     polya, latin5: made of random numbers, with a known entropy.
     sudoku6, star, addition, reversal, mirror, parity, colouring, copy,
@@ -437,6 +437,8 @@ def report(target: Path, meta: dict) -> None:
         print(f"next: python eval_ppl.py RUN --datasets {name}")
         return
     config = "own_text" if meta["tokenizer"] == "gpt2" else "quickstart"
+    if isinstance(DATASETS.get(settings["dataset"]), TaskData):
+        config = "sudoku6"
     if settings["dataset"] == "openwebtext":
         config = "aogpt_small"
     options = f"--name {target.name} --data.folder {_shown(target)}"

@@ -150,9 +150,10 @@ def with_mode_defaults(options: Options) -> Options:
             if name == "group_size" and (options.threshold, options.entropy_bound) != (None, None):
                 defaults[name] = value  # the model chooses how many
         elif value is not None:
+            also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
             raise ValueError(
                 f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
-                f"--mode {' or '.join(modes)}"
+                f"--mode {' or '.join((*modes, *also))}"
             )
     if options.mode == "speculative" and options.noise != "float64":
         raise ValueError(
@@ -183,7 +184,9 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """ValueError if a model of this shape cannot generate so. options: with the mode's defaults."""
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
-        if options.mode == "l2r":
+        if options.mode == "adaptive":
+            what += f" (by {options.unmask_by})"
+        elif options.mode == "l2r":
             what = f"--group-size {options.group_size}"
         raise ValueError(
             f"{what} needs a model that is told its target position; this one takes --mode l2r, "

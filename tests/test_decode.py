@@ -978,6 +978,8 @@ def test_steps_of_many_shapes_keep_away_from_attention_that_plans_each_of_them()
     [
         ("AO-GPT", "even 2", 0.9),
         ("AO-GPT", "entropy 5", 1.0),
+        ("AO-GPT", "blocks-sure", 1.0),
+        ("AO-GPT", "pairs 4", 0.9),
         ("two_stream", "speculative 4", 0.9),
         ("SEDD", "even 2", 0.9),
         ("encoder AO-GPT", "confidence 6", 1.0),

@@ -544,7 +544,8 @@ def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(
     refused, plain, mode
 ):
     said = refused("--mode", mode, path=plain)
-    assert f"--mode {mode} needs a model that is told its target position" in said
+    told = f"{mode} (by confidence)" if mode == "adaptive" else mode
+    assert f"--mode {told} needs a model that is told its target position" in said
     assert "--mode l2r" in said
 
 
