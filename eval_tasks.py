@@ -47,6 +47,7 @@ from runtime.processes import Processes, processes
 from runtime.ranges import Count, NonNegative, check_values, flag
 from runtime.reports import markdown_table, provenance
 from sampling.modes import DecodingOptions, Mode, check_mode, with_mode_defaults
+from sampling.plans import Score
 from sampling.token_choice import Temperature
 
 DECODING = {field.name for field in dataclasses.fields(DecodingOptions)}
