@@ -3,7 +3,7 @@
 Examples:
     python bench.py decode --size medium --batch-size 32 --steps 64 256 1024 --plot decoding.png
     python bench.py train --size small --batch-size 16 --markdown training.md --profile traces
-    python bench.py lengths --size tiny --threads 1 --lengths 256 512 1024 2048
+    python bench.py lengths --size tiny --threads 1 --lengths 256 512 1024 2048 4096 8192
     python bench.py memory --lengths 1024 2048 4096 8192 --batch-sizes 1 8
     python bench.py loading --size bench --repeats 12
     python bench.py tf32 out/quickstart --dataset stories

@@ -46,6 +46,8 @@ class LengthsOptions(BenchOptions):
     """Times every system is run at every length, in turn."""
     slow_calls: NonNegative = 8
     """As in bench.py decode."""
+    longest_cache_only: Count = 2048
+    """Above this length cache-only is left out: all its calls are run, and they take minutes."""
 
 
 def bench_lengths(options: LengthsOptions) -> None:
@@ -54,6 +56,11 @@ def bench_lengths(options: LengthsOptions) -> None:
     lengths = sorted(set(options.lengths))
     if len(lengths) < 2:
         raise ValueError("--lengths names fewer than two lengths, which show no growth; give more")
+    if "cache-only" in options.systems and lengths[1] > options.longest_cache_only:
+        raise ValueError(
+            "fewer than two lengths are at most --longest-cache-only "
+            f"{options.longest_cache_only}; raise it, or leave cache-only out of --systems"
+        )
     options.use_threads()
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
@@ -62,7 +69,12 @@ def bench_lengths(options: LengthsOptions) -> None:
     rows = []
     for length in lengths:
         steps = math.ceil(length / options.group)
-        of_length = DecodeOptions(**settings | {"length": length, "steps": (steps,)})
+        systems = [
+            s for s in options.systems if s != "cache-only" or length <= options.longest_cache_only
+        ]
+        of_length = DecodeOptions(
+            **settings | {"length": length, "steps": (steps,), "systems": systems}
+        )
         bench = DecodeBench(of_length, device, dtype)
         rows += [row | {"length": length} for row in bench.rows(steps, rates=None)]
     fits = {system: exponents(rows, system) for system in dict.fromkeys(options.systems)}
@@ -100,7 +112,10 @@ def report(result: dict) -> str:
     for system, fit in result["exponents"].items():
         cells = []
         for length in lengths:
-            row, ours = by_key[system, length], by_key.get(("ours", length))
+            row, ours = by_key.get((system, length)), by_key.get(("ours", length))
+            if row is None:
+                cells.append("-")
+                continue
             ratio = f" ({row['seconds'] / ours['seconds']:.2f})" if ours else ""
             extrapolated = "~" if row["extrapolated"] else ""
             cells.append(f"{extrapolated}{common.short(row['seconds'])}{ratio}")

@@ -335,21 +335,37 @@ def test_an_exponent_is_the_slope_of_logarithms(power):
 def test_growth_with_length_is_measured_and_reported(tmp_path, capsys):
     files = {"json": tmp_path / "l.json", "plot": tmp_path / "l.png"}
     options = lengths_bench.LengthsOptions(
-        size="tiny", lengths=(32, 16), systems=("ours", "encoder"), repeats=2, device="cpu", **files
+        size="tiny",
+        lengths=(32, 8, 16),
+        systems=("ours", "encoder", "cache-only"),
+        longest_cache_only=16,
+        repeats=2,
+        device="cpu",
+        **files,
     )
     lengths_bench.bench_lengths(options)
     result, printed = json.loads(files["json"].read_text()), capsys.readouterr().out
-    assert [row["length"] for row in result["rows"]] == [16, 16, 32, 32]
+    assert [row["length"] for row in result["rows"]] == [8, 8, 8, 16, 16, 16, 32, 32]
     fits = result["exponents"]
     assert fits["encoder"]["token_forwards"] == [pytest.approx(2, abs=0.2)] * 2
     assert fits["ours"]["token_forwards"][0] < 1.2 and len(fits["ours"]["seconds"]) == 2
     for r, fit in enumerate(fits["ours"]["seconds"]):
-        short, long = (row["all_seconds"][r] for row in result["rows"] if row["system"] == "ours")
-        assert fit == pytest.approx(math.log2(long / short))
-    assert "| encoder" in printed and files["plot"].read_bytes().startswith(b"\x89PNG")
-    assert of_bench(result)["ours"]["repeats"][1]["seconds_32"][0] == long
-    with pytest.raises(ValueError, match="fewer than two"):
-        lengths_bench.bench_lengths(lengths_bench.LengthsOptions(lengths=(32, 32)))
+        own = [row["all_seconds"][r] for row in result["rows"] if row["system"] == "ours"]
+        assert fit == pytest.approx(math.log2(own[2] / own[0]) / 2)  # at equal distances
+    for r, fit in enumerate(fits["cache-only"]["seconds"]):
+        own = [row["all_seconds"][r] for row in result["rows"] if row["system"] == "cache-only"]
+        assert fit == pytest.approx(math.log2(own[1] / own[0]))
+    assert (
+        "| encoder" in printed
+        and " - " in printed
+        and files["plot"].read_bytes().startswith(b"\x89PNG")
+    )
+    measured = of_bench(result)
+    assert measured["ours"]["repeats"][1]["seconds_32"][0] == result["rows"][-2]["all_seconds"][1]
+    assert "seconds_32" not in measured["cache-only"]["repeats"][1]
+    for wrong in ({"lengths": (32, 32)}, {"lengths": (32, 64, 128), "longest_cache_only": 32}):
+        with pytest.raises(ValueError, match="fewer than two"):
+            lengths_bench.bench_lengths(lengths_bench.LengthsOptions(**wrong))
 
 
 @pytest.mark.slow
