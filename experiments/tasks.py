@@ -369,20 +369,22 @@ def conclusions(results: dict[str, dict]) -> list[str]:
             if ours.value > 0.95 and other.value < 0.5:
                 far.append(f"{task} ({told_of(ours)} against {told_of(other)})")
     cells = [
-        (meets_limit(arm, decoder), f"{task}, {name}, {decoder}")
+        (meets_limit(arm, decoder), limit_of(arm, decoder), f"{task}, {name}, {decoder}")
         for task, arms in results.items()
         for name, arm in arms.items()
         for decoder in decoders_of(arm)
         if limit_of(arm, decoder) is not None
     ]
-    not_met = "; ".join(cell for met, cell in cells if not met) or "none"
+    not_met = "; ".join(cell for met, _, cell in cells if not met) or "none"
+    together = [met for met, limit, _ in cells if limit < 1]
     return [
         "- Any order wins: {wins}. It ties: {tie}. It loses: {loses}. Unresolved: "
         "{unresolved}.".format(**of_word),
         f"- AO-GPT is right in more than 95%, and the plain GPT in less than half: "
         f"{', '.join(far) or 'nowhere'} (with two standard errors).",
-        f"- What is possible is met in {sum(met for met, _ in cells)} of {len(cells)} ways to "
-        f"decode. Not met: {not_met}.",
+        f"- What is possible is met in {sum(met for met, *_ in cells)} of {len(cells)} ways to "
+        f"decode, and in {sum(together)} of the {len(together)} in which positions that are drawn "
+        f"together make less than all right answers possible. Not met: {not_met}.",
     ]
 
 
