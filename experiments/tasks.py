@@ -423,6 +423,8 @@ def figure(results: dict[str, dict]) -> bytes:
             for kind, points in of_kind.items():
                 x, y, bars = zip(*sorted(points), strict=True)
                 style = {"marker": MARKERS.get(kind, "P"), "markersize": 5, "linewidth": 0.7}
+                if len(decoders_of(arm)) == 1:  # that others would hide
+                    style |= {"markersize": 9, "zorder": 5}
                 axes.errorbar(x, y, yerr=bars, color=f"C{number}", alpha=0.7, capsize=2, **style)
         axes.set(title=task, xlabel="NFE", ylabel="exact match", ylim=(-0.05, 1.05))
         axes.set_xscale("log", base=2)
@@ -431,7 +433,9 @@ def figure(results: dict[str, dict]) -> bytes:
     for name, marker in MARKERS.items():
         grid.flat[0].plot([], [], marker, color="gray", label=name)
     handles, labels = grid.flat[0].get_legend_handles_labels()
-    drawing.legend(handles[-len(MARKERS) :], labels[-len(MARKERS) :], ncols=9, loc="lower center")
+    drawing.legend(
+        handles[-len(MARKERS) :], labels[-len(MARKERS) :], ncols=9, loc="outside lower center"
+    )
     return png(drawing, dpi=120)
 
 
