@@ -329,11 +329,21 @@ def summary_table(results: dict[str, dict]) -> list[str]:
     return markdown_table(head, rows)
 
 
-def cost_table(results: dict[str, dict]) -> list[str]:
-    """How many times the inputs and the seconds of AO-GPT an encoder takes, where both are right as
-    often by the same decoder in as many steps, and not hardly ever; means over seeds with half
-    their 95% intervals."""
-    rows = []
+@dataclass(frozen=True)
+class Cost:
+    """What an encoder takes beside AO-GPT with one decoder: multiples, one for each seed."""
+
+    task: str
+    decoder: str
+    nfe: float
+    shares: list[Share]  # of right answers, AO-GPT's and the encoder's
+    inputs: list[float]
+    seconds: list[float]
+
+
+def costs_of(results: dict[str, dict]) -> list[Cost]:
+    """Where both are right as often by the same decoder in as many steps, and not hardly ever."""
+    costs = []
     for task, arms in results.items():
         if not {"aogpt", "encoder"} <= arms.keys():
             continue
@@ -344,15 +354,39 @@ def cost_table(results: dict[str, dict]) -> list[str]:
             few = min(share.value for share in shares) < TOO_FEW
             if few or steps[0] != steps[1] or compared(*shares) != "tie":
                 continue
-            cells = [f"{share.value:.1%}" for share in shares]
+            ratios = []
             for key in ("token_forwards", "seconds"):
                 pairs = zip(*(values_of(arm, decoder, key) for arm in (encoder, ours)), strict=True)
-                ratios = [theirs / own for theirs, own in pairs]
-                mean, reach = mean_and_reach(ratios)
-                cells.append(f"{mean:.1f}" + f" +- {reach:.1f}" * (len(ratios) > 1))
-            rows.append([task, decoder, f"{steps[0]:.1f}", *cells])
+                ratios.append([theirs / own for theirs, own in pairs])
+            costs.append(Cost(task, decoder, steps[0], shares, *ratios))
+    return costs
+
+
+def cost_table(costs: list[Cost]) -> list[str]:
+    """Means over seeds with half their 95% intervals."""
+    rows = []
+    for cost in costs:
+        cells = [f"{share.value:.1%}" for share in cost.shares]
+        for ratios in (cost.inputs, cost.seconds):
+            mean, reach = mean_and_reach(ratios)
+            cells.append(f"{mean:.1f}" + f" +- {reach:.1f}" * (len(ratios) > 1))
+        rows.append([cost.task, cost.decoder, f"{cost.nfe:.1f}", *cells])
     head = ["task", "decoded", "NFE", "aogpt", "encoder", "inputs, times", "seconds, times"]
     return markdown_table(head, rows, left=2) if rows else ["Nowhere."]
+
+
+def cost_told(costs: list[Cost]) -> str:
+    """The range of the table, in a sentence."""
+    if not costs:
+        return "- Nowhere does an encoder tie with AO-GPT in as many steps."
+    ordered = sorted(costs, key=lambda cost: statistics.mean(cost.seconds))
+    times = [statistics.mean(cost.seconds) for cost in ordered]
+    least, most = (f"({cost.task}, {cost.decoder})" for cost in (ordered[0], ordered[-1]))
+    return (
+        f"- Where an encoder ties with AO-GPT in as many steps, it takes {times[0]:.1f} {least} to "
+        f"{times[-1]:.1f} times {most} the seconds, with half of the decoders more than "
+        f"{statistics.median(times):.1f} times."
+    )
 
 
 def conclusions(results: dict[str, dict]) -> list[str]:
@@ -385,6 +419,7 @@ def conclusions(results: dict[str, dict]) -> list[str]:
         f"- What is possible is met in {sum(met for met, *_ in cells)} of {len(cells)} ways to "
         f"decode, and in {sum(together)} of the {len(together)} in which positions that are drawn "
         f"together make less than all right answers possible. Not met: {not_met}.",
+        cost_told(costs_of(results)),
     ]
 
 
@@ -472,7 +507,7 @@ def page(tasks: dict[str, TaskExperiment], results: dict[str, dict]) -> str:
     lines += [
         "## What an encoder costs beside AO-GPT, where they tie",
         "",
-        *cost_table(results),
+        *cost_table(costs_of(results)),
         "",
     ]
     for task, arms in results.items():

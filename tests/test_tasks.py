@@ -27,6 +27,8 @@ from experiments.tasks import (
     against_l2r,
     conclusions,
     cost_table,
+    cost_told,
+    costs_of,
     figure,
     limit_cell,
     load_tasks,
@@ -462,13 +464,18 @@ def test_the_tables_and_the_page_say_what_the_results_are():
     told = dict(zip(cells_of(head), cells_of(row), strict=True))
     assert told["aogpt, l2r"].startswith("25.0%") and told["aogpt, confidence"].startswith("97.0%")
     assert told["encoder, confidence"].startswith("50.0%") and told["any order"] == "wins"
-    assert cost_table({"star": arms}) == ["Nowhere."]  # the encoder is right less often
+    assert costs_of({"star": arms}) == []  # the encoder is right less often
+    assert cost_table([]) == ["Nowhere."] and "Nowhere" in cost_told([])
     ends = {
         n: made_up([{"confidence": 0.97}] * 9, seconds=s) for n, s in (("aogpt", 1), ("encoder", 4))
     }
-    assert cells_of(cost_table({"star": ends})[-1]) == [
+    assert cells_of(cost_table(costs_of({"star": ends}))[-1]) == [
         "star", "confidence", "8.0", "97.0%", "97.0%", "4.0 +- 0.0", "4.0 +- 0.0",
     ]  # fmt: skip
+    dearer = ends | {"encoder": made_up([{"confidence": 0.97}] * 9, seconds=6)}
+    told = cost_told(costs_of({"star": ends, "copy": dearer}))
+    assert "4.0 (star, confidence) to 6.0 times (copy, confidence) the seconds" in told
+    assert "more than 5.0 times" in told
     text = page(load_tasks(), {"star": arms})
     assert "aogpt 1,234" in text and "## star:" in text and "Not run yet: sudoku6" in text
     assert "5.0M tokens. Tuned: aogpt muon_lr 0.02" in text
