@@ -2,6 +2,7 @@
 
     python speedrun.py bytes                        # the arms of a track, and what is known of them
     python speedrun.py bytes paper fast --jobs 2    # train them: resumed if cut off
+    python speedrun.py bytes paper fast --turns 3   # how long they take, in turns
     python speedrun.py bytes --markdown FILE        # the leaderboard
 
 A track fixes data, block size, evaluation and a goal, an any-order validation loss. An arm is a
@@ -20,13 +21,15 @@ if __name__ == "__main__":
 
 import math
 import statistics
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from benchmarks.common import cpu_name, with_range
 from evaluation.text_measures import mean_and_reach
 from experiments.arms import (
     ROOT,
@@ -45,8 +48,8 @@ from experiments.tuning import at_edge, best_of, choices_of, search
 from runtime.command_line import run_script
 from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, check_values
-from runtime.reports import markdown_table, versions
+from runtime.ranges import Count, NonNegative, check_values
+from runtime.reports import command, commit, markdown_table, versions
 from runtime.schemas import damaged, from_values, read_results, read_toml, schema
 from training import config as configuration
 from training.config import Config
@@ -70,6 +73,8 @@ class Arguments(OutputOptions):
     """Arms side by side, on a CPU; each has one thread."""
     processes: Count = 1
     """Of each run, one a GPU of this machine, started by torchrun."""
+    turns: NonNegative = 0
+    """Train nothing to its end: so many times, a short run of every arm in turn, for its speed."""
     markdown: Path | None = None
     """Write the table."""
 
@@ -84,8 +89,12 @@ def main() -> None:
             raise ValueError(
                 f"there is no arm {name!r}; {arguments.track} has {', '.join(track.arms)}"
             )
+    chosen = [track.arms[name] for name in arguments.arms]
+    if arguments.turns and chosen:
+        write_json(track.speeds, measure_speeds(track, chosen, arguments))
+        print(*time_table(track), sep="\n")
+        return
     with side_by_side(arguments.jobs) as pool:
-        chosen = [track.arms[name] for name in arguments.arms]
         for result in pool.map(lambda arm: run_arm(track, arm, arguments), chosen):
             write_json(track.result(result["arm"]), result)
             print(*markdown_table(HEAD, [row(result)]), sep="\n", flush=True)
@@ -108,6 +117,11 @@ class Track:
 
     def result(self, arm: str) -> Path:
         return RESULTS / self.name / f"{arm}.json"
+
+    @property
+    def speeds(self) -> Path:
+        """Tokens a second of its arms, measured in turns."""
+        return RESULTS / f"{self.name}.speeds.json"
 
     def config(self, arm: Arm, seed: int, tuned: dict) -> Config:
         """The configuration of one run."""
@@ -204,23 +218,99 @@ def result_of(config: Config, tuned: dict, processes: int) -> dict:
         return found | {"loss": None}
     validations = done.validations
     last = validations[-1]
-    # The first line has the start in it.
-    speeds = [line["tokens_per_second"] for line in done.lines if "loss" in line]
-    speeds = speeds[1:] or speeds
     return found | {
         "loss": done.loss,
         "any_order": last.get(ANY_ORDER),
         "l2r": last.get(L2R),
         "tokens": last["tokens"],
-        "tokens_per_second": statistics.median(speeds),
+        "tokens_per_second": speed_of(done.lines),
         "curve": [[line["tokens"], line.get(ANY_ORDER), line.get(L2R)] for line in validations],
     }
+
+
+def speed_of(lines: list[dict]) -> float:
+    """Tokens a second of a run; the first line has the start in it."""
+    speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
+    return statistics.median(speeds[1:] or speeds)
 
 
 def tokens_to(goal: float, found: dict) -> float | None:
     """Tokens at which the any-order loss of a run passes the goal; None if it never does."""
     curve = [{"tokens": tokens, "loss": loss} for tokens, loss, _ in found.get("curve", ())]
     return crossing(curve, "loss", goal)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+TIMED_TOKENS, TIMED_STEPS = 100_000, 50  # of a short run, at least
+
+
+def measure_speeds(track: Track, arms: list[Arm], a: Arguments) -> dict:
+    """Tokens a second of arms with results, in turns, so that what else the machine does falls on
+    all alike."""
+    speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for _ in range(a.turns):
+        for arm in arms:
+            result = read_results(track.result(arm.name), f"run {arm.name} first, without --turns")
+            config = track.config(arm, 0, result["runs"][0]["tuned"])
+            speeds[arm.name].append(speed_of_short_run(config, a.processes))
+            print(f"{arm.name}: {speeds[arm.name][-1]:,.0f} tokens a second", flush=True)
+    made = {"command": command(), "commit": commit(), "cpu": cpu_name(), "versions": versions()}
+    return {"tokens_per_second": speeds} | made
+
+
+def speed_of_short_run(config: Config, processes: int) -> float:
+    """Train the first steps of a run in a folder of its own, which is thrown away."""
+    tokens = config.train.batch_size * config.model.block_size
+    steps = max(TIMED_STEPS, math.ceil(TIMED_TOKENS / tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        short = replace(
+            config,
+            out=folder,
+            train=replace(config.train, steps=steps, log_interval=steps // 10),
+            optim=replace(config.optim, warmup_steps=min(config.optim.warmup_steps, steps)),
+            eval=replace(config.eval, interval=steps, sequences=1),
+        )
+        done = run_of(short, processes)
+        if done.lines is None:
+            raise ValueError(f"{config.name}: its loss became infinite within {steps} steps")
+        return speed_of(done.lines)
+
+
+def time_table(track: Track) -> list[str]:
+    """How long the runs of arms take by their measured speeds, and how long to the goal; shares are
+    of the first arm, to its end, turn by turn: the median, and the least and largest."""
+    advice = "remove it, and measure again with --turns"
+    speeds = read_results(track.speeds, advice)["tokens_per_second"]
+    results = {name: read_results(track.result(name), "run its arm again") for name in speeds}
+    first = next(iter(speeds))
+    ends = [tokens_of(results[first]) / speed for speed in speeds[first]]  # seconds, by turn
+    rows = []
+    for name, result in results.items():
+        reached = [run["tokens_to_goal"] for run in result["runs"]]
+        goal = None if None in reached else statistics.mean(reached)
+        shares = [
+            "-" if tokens is None else share_cell(tokens, speeds[name], ends)
+            for tokens in (tokens_of(result), goal)
+        ]
+        thousands = [speed / 1000 for speed in speeds[name]]
+        seconds = tokens_of(result) / statistics.median(speeds[name])
+        loss = mean_loss(runs_that_ended(result), "any_order")
+        rows.append([name, loss, spread_of(thousands), f"{seconds:.0f}", *shares])
+    return markdown_table(
+        ["arm", "any order", "1,000 tokens a second", "seconds", f"of {first}'s", "to the goal"],
+        rows,
+    )
+
+
+def share_cell(tokens: float, speeds: list[float], ends: list[float]) -> str:
+    """What share of the first arm's seconds so many tokens take."""
+    shares = [tokens / speed / end for speed, end in zip(speeds, ends, strict=True)]
+    return spread_of(shares)
+
+
+def spread_of(values: list[float]) -> str:
+    return with_range(statistics.median(values), min(values), max(values))
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -285,6 +375,8 @@ def table(track: Track) -> list[str]:
         known = [read_results(file, advice) for file in folder.glob("*.json")]
         known.sort(key=place)
         lines = [*markdown_table(HEAD, [row(result) for result in known]), *ingredients(known)]
+        if track.speeds.exists():
+            lines += ["", *time_table(track)]
     missing = [name for name in track.arms if not track.result(name).exists()]
     return [*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])]
 

@@ -147,6 +147,47 @@ def test_arms_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     assert f"{faster['runs'][0]['loss']:.4f}"[:4] in left and "| faster" in left
 
 
+def test_time_is_measured_in_turns_and_told_as_shares_of_the_first_arm(
+    track, tmp_path, monkeypatch, capsys
+):
+    """100 tokens at 10, 20 and 25 a second take 10, 5 and 4 seconds; 300 at 60, 60 and 25 take 5,
+    5 and 12, half, once and three times that; the goal after 60 takes a fifth of it."""
+    folder = tmp_path / "results" / "tiny"
+    folder.mkdir(parents=True)
+    for arm, tokens, goal in (("still", 100, None), ("moving", 300, 60)):
+        result = made_up(arm, [2.0, 2.2], tokens)
+        for one in result["runs"]:
+            one |= {"tokens_to_goal": goal, "any_order": one["loss"], "tuned": {"optim.lr": 1e-4}}
+        (folder / f"{arm}.json").write_text(json.dumps(result))
+    made, asked = iter((10, 60, 20, 60, 25, 25)), []
+
+    def pretended(config, processes):
+        asked.append((config.name.split("_")[0], config.optim.lr))
+        return next(made)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(speedrun, "speed_of_short_run", pretended)
+        run(monkeypatch, capsys, "tiny", "still", "moving", "--turns", 3)
+    assert asked[:3] == [("still", 1e-4), ("moving", 1e-4), ("still", 1e-4)] and len(asked) == 6
+    kept = json.loads((tmp_path / "results" / "tiny.speeds.json").read_text())
+    assert kept["tokens_per_second"] == {"still": [10, 20, 25], "moving": [60, 60, 25]}
+    still, moving = (line.split("|") for line in speedrun.time_table(track)[2:])
+    assert [cell.strip() for cell in still[3:7]] == [
+        "0.02 (0.01 - 0.025)", "5", "1 (1 - 1)", "-",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in moving[4:7]] == [
+        "5", "1 (0.5 - 3)", "0.2 (0.1 - 0.6)",
+    ]  # fmt: skip
+
+
+def test_the_speed_of_an_arm_is_that_of_a_short_run_that_is_thrown_away(track, monkeypatch):
+    config = track.config(track.arms["moving"], 0, {"optim.lr": 1e-2})
+    monkeypatch.setattr(speedrun, "TIMED_TOKENS", 1)
+    monkeypatch.setattr(speedrun, "TIMED_STEPS", 10)
+    assert speedrun.speed_of_short_run(config, 1) > 0
+    assert not config.run_folder.exists()
+
+
 def test_a_run_that_was_stopped_and_resumed_has_the_commits_of_both(track, monkeypatch):
     """train.py ends well, too, when a signal stops it."""
     config = track.config(track.arms["still"], 0, {})
