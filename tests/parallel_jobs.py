@@ -92,7 +92,8 @@ SHAPES = [(12, 4, 3), (4, 4, 1), (5, 8, 1), (3, 7, 1), (8, 2, 1)]  # and the par
 
 
 def orthogonal(config, procs):
-    """What Muon makes of the first 1, 3 and all of some matrices; every process must get it."""
+    """What Muon makes of the first 1, 3 and all of some matrices; every process must get it, and
+    only one of them do the work of each."""
     generator = torch.Generator().manual_seed(3)
     matrices = [torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES]
     parts = [parts for *_, parts in SHAPES]
@@ -101,7 +102,11 @@ def orthogonal(config, procs):
         matrices = [distribute_tensor(m, mesh, [Shard(0)]) for m in matrices]
     results = []
     for count in (1, 3, len(SHAPES)):
-        updates = muon.orthogonal_updates(matrices[:count], parts[:count])
+        own = mock.Mock(wraps=muon.orthogonalise)
+        with mock.patch.object(muon, "orthogonalise", own):
+            updates = muon.orthogonal_updates(matrices[:count], parts[:count])
+        made = procs.gather(sum(len(call.args[0]) for call in own.call_args_list))
+        assert sum(made) == count
         if config.train.parallel == "fsdp":
             pairs = zip(matrices, updates, strict=False)
             placed = {"device_mesh": mesh, "placements": [Shard(0)]}

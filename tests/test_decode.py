@@ -116,7 +116,14 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
     + [("two_stream", 4, mode) for mode in modes("random 2, random 3, l2r 2, even 2, exact 2")]
     + [(s, 4, mode) for s in ("two_stream", "encoder AO-GPT", "sigma-GPT") for mode in PACED]
     + [(ONE_BY_ONE, 3, mode) for mode in modes("random 2, exact 3, confidence 2, blocks-sure")]
-    + [("target rotary", 1, mode) for mode in (*DECODER_MODES, "l2r 2", "exact 3", "speculative 3")]
+    # Before the first token all positions are alike to it; `PACES` are enumerated without equals.
+    + [("target rotary", 1, mode) for mode in AOGPT_MODES if mode not in PACES]
+    + [("two_stream, rotary", 3, mode) for mode in (*DECODER_MODES, "random 2", "l2r 2", "exact 2")]
+    + [
+        (f"{system}, rotary", 4, mode)
+        for system in ("sigma-GPT", "shared", "per_block")
+        for mode in modes("exact 3, confidence 2, speculative-random 4")
+    ]
     + [(system, 2, mode) for system in ENCODERS for mode in ENCODER_MODES],
 )
 def test_samples_match_enumeration(system, seed, mode):
@@ -173,8 +180,9 @@ def test_the_chi_square_test_tells_modes_apart(mode, others):
         for mode in modes("exact 3, even 2, entropy 1")
     ]
     + [
-        ("target rotary", 1, {0: 1, 3: 0}, mode)
-        for mode in modes("l2r, random 2, exact 3, confidence 1, blocks, speculative 3")
+        (system, 1, {0: 1, 3: 0}, mode)
+        for system in ("target rotary", "two_stream, rotary")
+        for mode in modes("l2r, random 2, exact 3, confidence 1, speculative 3") + list(PACES)
     ],
 )
 def test_infilling_matches_enumeration(system, seed, prompt, mode):
@@ -247,7 +255,11 @@ def test_two_stages_and_one_stage_are_the_same_distribution(seed, steps):
         for system in ("RADD", "SEDD")
         for mode in ("exact 2", "even-cosine 2", "confidence 1")
     ]
-    + [("target rotary", mode) for mode in ("random 2", "confidence 1", "speculative-random 2")],
+    + [
+        (system, mode)
+        for system in ("target rotary", "two_stream, rotary")
+        for mode in ("random 2", "confidence 1", "speculative-random 2")
+    ],
 )
 def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(system, mode):
     """Lengths 4, 2, 3 and 0 in one batch, 2000 rows each."""
@@ -277,7 +289,8 @@ RULES = modes("confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3"
 @pytest.mark.parametrize(
     "system, seed, mode",
     [("AO-GPT", seed, mode) for seed in (0, 1) for mode in RULES]
-    + [(s, 2, mode) for s in ("two_stream", *ENCODERS) for mode in ("margin 1", "blocks-sure")],
+    + [(s, 2, mode) for s in ("two_stream", *ENCODERS) for mode in ("margin 1", "blocks-sure")]
+    + [("target rotary", 2, mode) for mode in ("l2r 1", "random 3")],
 )
 def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(system, seed, mode):
     """All 81, which sum to 1: log-probabilities are kept in float32, 1e-7 relative for each of four

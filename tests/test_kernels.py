@@ -117,6 +117,7 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
         ("AO-GPT", "exact 3"),
         ("AO-GPT", "confidence 4"),
         ("AO-GPT, rotary", "speculative 3"),
+        ("target rotary", "confidence 2"),
         ("sigma-GPT", "even 3"),
         ("two_stream", "speculative 3"),
         ("GPT-2", "l2r"),

@@ -27,6 +27,8 @@ VARIANTS = {name: (name, {}) for name in DECODERS} | {
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
     "two_stream, rotary": ("two_stream", {"position": "rotary"}),
+    "shared, rotary": ("shared", {"position": "rotary"}),
+    "per_block, rotary": ("per_block", {"position": "rotary"}),
     "two_stream, hidden start": ("two_stream", {"start": "hidden"}),
     "two_stream, mixed values": ("two_stream", {"value_residual": True}),
     "mixed values": ("AO-GPT", {"value_residual": True}),
@@ -101,7 +103,7 @@ def test_two_backward_passes_are_bitwise_equal():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "no target", "target rotary"])
+@every_variant
 def test_the_probabilities_of_all_sequences_sum_to_one_under_every_order(variant):
     """A leak of the token to be predicted, or of a later one, would break the normalisation."""
     model, sequences = make_variant(variant, 5, vocab_size=3), all_sequences(3, 4)

@@ -72,12 +72,15 @@ def some_masked(batch_size, length, seed):
 # ---- the formulas --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["attended", "hidden"])
+@pytest.mark.parametrize(
+    "system, start",
+    [("two_stream", "attended"), ("two_stream", "hidden"), ("two_stream, rotary", "attended")],
+)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, LENGTH])
-def test_groupwise_two_stream_computes_its_formulas(group, start):
+def test_groupwise_two_stream_computes_its_formulas(group, system, start):
     """Float64 against plain loops: 1e-9 is far above rounding and far below any difference of
     formula."""
-    model = make_system("two_stream", seed=group, start=start)
+    model = make_system(system, seed=group, start=start)
     tokens, order = random_tokens(TOKENS, 3, LENGTH, 1), random_orders(3, LENGTH, 2)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
     assert (-model(tokens, order, group_starts(order, group)) - expected).abs().max() < 1e-9
@@ -639,12 +642,12 @@ def test_predictions_do_not_see_the_tokens_of_their_own_group_or_later(seed, gro
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("system, seed", [("two_stream", 0), ("two_stream, rotary", 1)])
 @torch.no_grad()
-def test_groupwise_probabilities_of_all_sequences_sum_to_one(seed, group):
+def test_groupwise_probabilities_of_all_sequences_sum_to_one(system, seed, group):
     """1e-12: 81 float64 terms. A leak of any token of the own group or later would break the
     sum."""
-    model = make_system("two_stream", seed, vocab_size=V, block_size=N)
+    model = make_system(system, seed, vocab_size=V, block_size=N)
     sequences = all_sequences(V, N)
     for order in random_orders(6, N, seed):
         rows = order.expand(len(sequences), N)
