@@ -36,7 +36,16 @@ def test_arms_that_are_compared_at_equal_tokens_have_as_many(name):
         config = track.config(arm, 0, {})
         tokens[arm.name] = config.train.steps * config.train.batch_size * config.model.block_size
         assert config.train.steps % config.eval.interval == 0
-    shares = {"-x4": 4, "-x5": 5, "-x10": 10, "-half": 0.5, "-512k": 5 / 4, "-614k": 3 / 2, "-683k": 5 / 3}
+    shares = {
+        "-x4": 4,
+        "-x5": 5,
+        "-x10": 10,
+        "-half": 0.5,
+        "-461k": 9 / 8,
+        "-512k": 5 / 4,
+        "-614k": 3 / 2,
+        "-683k": 5 / 3,
+    }
     base = "tenth" if "tenth" in tokens else "fast-values"
     for arm, count in tokens.items():
         times = next((v for end, v in shares.items() if arm.endswith(end)), 1)
