@@ -93,11 +93,11 @@ def main() -> None:
     if arguments.turns and chosen:
         write_json(track.speeds, measure_speeds(track, chosen, arguments))
         print(*time_table(track), sep="\n")
-        return
-    with side_by_side(arguments.jobs) as pool:
-        for result in pool.map(lambda arm: run_arm(track, arm, arguments), chosen):
-            write_json(track.result(result["arm"]), result)
-            print(*markdown_table(HEAD, [row(result)]), sep="\n", flush=True)
+    else:
+        with side_by_side(arguments.jobs) as pool:
+            for result in pool.map(lambda arm: run_arm(track, arm, arguments), chosen):
+                write_json(track.result(result["arm"]), result)
+                print(*markdown_table(HEAD, [row(result)]), sep="\n", flush=True)
     if not arguments.arms:
         print(*table(track), sep="\n")
     if arguments.markdown:
@@ -248,13 +248,15 @@ TIMED_TOKENS, TIMED_STEPS = 100_000, 50  # of a short run, at least
 def measure_speeds(track: Track, arms: list[Arm], a: Arguments) -> dict:
     """Tokens a second of arms with results, in turns, so that what else the machine does falls on
     all alike."""
-    speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    configs = {}
+    for arm in arms:
+        result = read_results(track.result(arm.name), f"run {arm.name} first, without --turns")
+        configs[arm.name] = track.config(arm, 0, result["runs"][0]["tuned"])
+    speeds: dict[str, list[float]] = {name: [] for name in configs}
     for _ in range(a.turns):
-        for arm in arms:
-            result = read_results(track.result(arm.name), f"run {arm.name} first, without --turns")
-            config = track.config(arm, 0, result["runs"][0]["tuned"])
-            speeds[arm.name].append(speed_of_short_run(config, a.processes))
-            print(f"{arm.name}: {speeds[arm.name][-1]:,.0f} tokens a second", flush=True)
+        for name, config in configs.items():
+            speeds[name].append(speed_of_short_run(config, a.processes))
+            print(f"{name}: {speeds[name][-1]:,.0f} tokens a second", flush=True)
     made = {"command": command(), "commit": commit(), "cpu": cpu_name(), "versions": versions()}
     return {"tokens_per_second": speeds} | made
 
@@ -287,11 +289,9 @@ def time_table(track: Track) -> list[str]:
     ends = [tokens_of(results[first]) / speed for speed in speeds[first]]  # seconds, by turn
     rows = []
     for name, result in results.items():
-        reached = [run["tokens_to_goal"] for run in result["runs"]]
-        goal = None if None in reached else statistics.mean(reached)
         shares = [
-            "-" if tokens is None else share_cell(tokens, speeds[name], ends)
-            for tokens in (tokens_of(result), goal)
+            share_cell(tokens, speeds[name], ends)
+            for tokens in (tokens_of(result), mean_tokens_to_goal(result))
         ]
         thousands = [speed / 1000 for speed in speeds[name]]
         seconds = tokens_of(result) / statistics.median(speeds[name])
@@ -303,13 +303,16 @@ def time_table(track: Track) -> list[str]:
     )
 
 
-def share_cell(tokens: float, speeds: list[float], ends: list[float]) -> str:
-    """What share of the first arm's seconds so many tokens take."""
+def share_cell(tokens: float | None, speeds: list[float], ends: list[float]) -> str:
+    """What share of the first arm's seconds, `ends`, so many tokens take, turn by turn."""
+    if tokens is None:
+        return "-"
     shares = [tokens / speed / end for speed, end in zip(speeds, ends, strict=True)]
     return spread_of(shares)
 
 
 def spread_of(values: list[float]) -> str:
+    """The median, and the least and largest."""
     return with_range(statistics.median(values), min(values), max(values))
 
 
@@ -332,7 +335,7 @@ HEAD = [
 def row(result: dict) -> list[str]:
     """The line of an arm: means over its seeds, of losses with half a 95% interval."""
     ended = runs_that_ended(result)
-    reached = [r["tokens_to_goal"] for r in result["runs"]]
+    reached = mean_tokens_to_goal(result)
     minutes = statistics.mean(r["tokens"] / r["tokens_per_second"] / 60 for r in ended)
     return [
         result["arm"],
@@ -340,12 +343,18 @@ def row(result: dict) -> list[str]:
         mean_loss(ended, "l2r"),
         str(len(ended)),
         f"{ended[0]['tokens'] / 1e6:.2f}M",
-        "-" if None in reached else f"{statistics.mean(reached) / 1e6:.2f}M",
+        "-" if reached is None else f"{reached / 1e6:.2f}M",
         f"{minutes:.1f}",
         tuned_cell(ended[0]["tuned"]) + " (edge)" * is_at_edge(result),
         result["commit"],
         result["why"],
     ]
+
+
+def mean_tokens_to_goal(result: dict) -> float | None:
+    """Mean over seeds; None where one of them does not reach it."""
+    reached = [run["tokens_to_goal"] for run in result["runs"]]
+    return None if None in reached else statistics.mean(reached)
 
 
 def is_at_edge(result: dict) -> bool:

@@ -696,13 +696,13 @@ SYSTEMS = DECODERS | ENCODERS
 # Systems that the tests of all systems do without.
 ONE_BY_ONE = "two_stream, one by one"  # never trained in groups
 ROTARY_GPT = "GPT, rotary"  # plain, with the fast recipe
-OTHERS = {
+ROTATED = {
+    f"{system}, rotary": DECODERS[system] | {"position": "rotary"}
+    for system in ("sigma-GPT", "shared", "per_block")
+}
+OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
     "two_stream, rotary": {"target": "two_stream", "position": "rotary", "value_residual": True},
-    **{
-        f"{system}, rotary": DECODERS[system] | {"position": "rotary"}
-        for system in ("sigma-GPT", "shared", "per_block")
-    },
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
 }
 

@@ -117,7 +117,11 @@ ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 
     + [(s, 4, mode) for s in ("two_stream", "encoder AO-GPT", "sigma-GPT") for mode in PACED]
     + [(ONE_BY_ONE, 3, mode) for mode in modes("random 2, exact 3, confidence 2, blocks-sure")]
     # Before the first token all positions are alike to it; `PACES` are enumerated without equals.
-    + [("target rotary", 1, mode) for mode in AOGPT_MODES if mode not in PACES]
+    + [
+        ("target rotary", 1, mode)
+        for mode in dict.fromkeys((*DECODER_MODES, "exact 3", *AOGPT_MODES))
+        if mode not in PACES
+    ]
     + [("two_stream, rotary", 3, mode) for mode in (*DECODER_MODES, "random 2", "l2r 2", "exact 2")]
     + [
         (f"{system}, rotary", 4, mode)

@@ -98,14 +98,16 @@ def test_an_ensemble_of_one_member_is_the_model_itself():
 
 
 @pytest.mark.parametrize(
-    "system_name", ["AO-GPT", "sigma-GPT", "two_stream", "two_stream, rotary", "target rotary"]
+    "system_name, scale",
+    [(name, 2.0) for name in ("AO-GPT", "sigma-GPT", "two_stream", "target rotary")]
+    + [("two_stream, rotary", 4.0)],  # the order of its context matters less
 )
-def test_no_cheap_gain_is_a_loss_and_larger_ensembles_gain_more_on_average(system_name):
-    model = make_system(system_name, scale=2.0)
+def test_no_cheap_gain_is_a_loss_and_larger_ensembles_gain_more_on_average(system_name, scale):
+    model = make_system(system_name, scale=scale)
     tokens = random_tokens(8, 400, 8, seed=0)
     gains = cheap_gains(model, tokens, (2, 4, 8, 16), 0, 0, range(400), 64)
     assert gains.max() < 1e-12  # float64 rounding
-    assert (gains.mean(dim=0).diff() < 0).all() and gains.mean(dim=0)[0] < -1e-4
+    assert (gains.mean(dim=0).diff() < 0).all() and gains.mean(dim=0)[0] < -1e-3
 
 
 def test_members_score_the_remaining_positions_from_the_same_set():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import (
     DECODERS,
+    ROTATED,
     TINY,
     TOKENS,
     all_sequences,
@@ -22,18 +23,15 @@ import model as model_module
 from model import AOGPT, Encoder, KVCache, ModelConfig, ParallelPass, PermutationGather, ragged
 
 LENGTH = TINY["block_size"]
-VARIANTS = {name: (name, {}) for name in DECODERS} | {
+VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
     "no target": ("AO-GPT", {"target": "none"}),
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
     "two_stream, rotary": ("two_stream", {"position": "rotary"}),
-    "shared, rotary": ("shared", {"position": "rotary"}),
-    "per_block, rotary": ("per_block", {"position": "rotary"}),
     "two_stream, hidden start": ("two_stream", {"start": "hidden"}),
     "two_stream, mixed values": ("two_stream", {"value_residual": True}),
     "mixed values": ("AO-GPT", {"value_residual": True}),
     "per_block, tables and rotary": ("per_block", {"position": "both"}),
-    "sigma-GPT, rotary": ("sigma-GPT", {"position": "rotary"}),
     "layernorm, tied": ("AO-GPT", {"norm": "layernorm", "tied_head": True}),
     "no bias, tanh, no qk-norm": (
         "AO-GPT",
