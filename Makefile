@@ -57,7 +57,7 @@ lint: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(VENV)/bin/lint-imports
 
 gpu: $(VENV)/.requirements
-	$(PY) gpu.py
+	$(PY) -m studies.gpu
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py
@@ -96,7 +96,7 @@ eval-smoke: $(VENV)/.requirements-dev
 		--settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 --json $(SMOKE)/gen.json --plot $(SMOKE)/gen.png --overwrite
 	@echo "== 8/8 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
 	@for task in file word; do sed 's|@FILE@|$(AOGPT_DATA)/lambada/lambada_test.jsonl|' \
-		configs/tasks/lambada_$$task.yaml > $(SMOKE)/lambada_$$task.yaml || exit; done
+		studies/configs/tasks/lambada_$$task.yaml > $(SMOKE)/lambada_$$task.yaml || exit; done
 	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml $(SMOKE)/lambada_word.yaml --limit 200 \
 		--json $(SMOKE)/tasks.json --overwrite
 	$(PY) eval_tasks.py $(SMOKE)/encoder --tasks $(SMOKE)/lambada_file.yaml --limit 200

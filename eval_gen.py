@@ -9,6 +9,8 @@ A text that repeats itself is easy to predict: perplexity alone would reward it.
 
 from __future__ import annotations
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     from runtime.startup import begin
 
@@ -200,14 +202,14 @@ def check(a: Arguments) -> Outputs:
     """The files to write. ValueError for what has no meaning or cannot be written."""
     check_values(a)
     if not a.runs and not a.samples:
-        raise ValueError(
+        raise UserError(
             "nothing to evaluate: name a run to sample from (out/NAME), or --samples FILE.jsonl"
         )
     if not a.settings:
-        raise ValueError("--settings is empty; give at least one, or leave it out")
+        raise UserError("--settings is empty; give at least one, or leave it out")
     for named in (a.runs, a.samples):
         if len(set(named)) < len(named):
-            raise ValueError("a run or a file of samples is named twice; name each once")
+            raise UserError("a run or a file of samples is named twice; name each once")
     files = {flag(name): getattr(a, name) for name in ("json", "markdown", "plot", "save_samples")}
     return Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
 
@@ -245,13 +247,13 @@ def parse_setting(text: str) -> tuple[float, float]:
     try:
         temperature, top_p = map(float, text.split(","))
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"--settings {text}: give temperature and top-p, a comma between, as in 0.9,0.95"
         ) from None
     try:
         TokenChoice(temperature, top_p)
     except ValueError as error:
-        raise ValueError(f"--settings {text}: {error}") from error
+        raise UserError(f"--settings {text}: {error}") from error
     return temperature, top_p
 
 
@@ -259,17 +261,17 @@ def fit_to_model(sampler: Sampler, loaded: Loaded) -> Sampler:
     """The sampler with the length and steps that the model gives it. ValueError if the model cannot
     sample so."""
     if loaded.scored_from:
-        raise ValueError(
+        raise UserError(
             f"{sampler.run} has no start token (GPT-2) and can only continue a text: make samples "
             "with sample.py --prompt TEXT --jsonl FILE, and score them with --samples FILE"
         )
     try:
         modes.check_mode(sampler, loaded.model.config)
     except ValueError as error:
-        raise ValueError(f"{sampler.run}: {error}") from error
+        raise UserError(f"{sampler.run}: {error}") from error
     block_size = loaded.model.config.block_size
     if sampler.length and sampler.length > block_size:
-        raise ValueError(
+        raise UserError(
             f"--length is {sampler.length}, but {sampler.run} was built for up to {block_size} "
             "tokens"
         )

@@ -11,6 +11,8 @@ has the last word of a passage (--last-word), which is predicted given all that 
 
 from __future__ import annotations
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     from runtime.startup import begin
 
@@ -73,7 +75,7 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     if not a.runs:
-        raise ValueError("nothing to evaluate: name a run, such as results/books_model")
+        raise UserError("nothing to evaluate: name a run, such as results/books_model")
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}
     outputs = Outputs(files, [*a.runs, a.data, DATA / a.data], a.overwrite)
@@ -98,7 +100,7 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     split = a.split or evaluation_split(load_meta(folder))
     dataset = TokenDataset(folder, split, loaded.model.config.block_size)
     if dataset.meta["tokenizer"] != loaded.tokenizer:
-        raise ValueError(
+        raise UserError(
             f"{a.data} holds {dataset.meta['tokenizer']} tokens, but the model was trained on "
             f"{loaded.tokenizer} tokens: prepare the data with --tokenizer {loaded.tokenizer}"
         )
@@ -107,12 +109,12 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
         size = loaded.model.config.block_size
         found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
         if not len(found):
-            raise ValueError(f"no document of two words or more ends in {a.data}")
+            raise UserError(f"no document of two words or more ends in {a.data}")
         return found
     blocks = dataset.blocks(list(range(min(a.num_passages, dataset.num_blocks))))
     found = find_passages(blocks, tokenizer, a.shortest, a.longest)
     if not len(found):
-        raise ValueError(
+        raise UserError(
             f"no sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks of {a.data}"
         )
     return found

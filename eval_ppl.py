@@ -9,6 +9,8 @@ orders of the context.
 
 from __future__ import annotations
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     from runtime.startup import begin
 
@@ -105,26 +107,26 @@ def check_arguments(a: Arguments) -> Outputs:
     check_values(a)
     names = " ".join(a.datasets)
     if not a.datasets:
-        raise ValueError("--datasets names nothing; give RUN first, then --datasets and a name")
+        raise UserError("--datasets names nothing; give RUN first, then --datasets and a name")
     if len({Path(name).name for name in a.datasets}) < len(a.datasets):
-        raise ValueError(
+        raise UserError(
             f"--datasets {names}: results go by the last part of a path; give each its own"
         )
     if not a.ensemble:
-        raise ValueError("--ensemble names no size; give one at least, or leave it out")
+        raise UserError("--ensemble names no size; give one at least, or leave it out")
     if a.target_se and a.max_draws < 2:
-        raise ValueError("--target-se needs --num-orders 2 or more: one draw has no visible error")
+        raise UserError("--target-se needs --num-orders 2 or more: one draw has no visible error")
     if a.group > 1 and set(a.ensemble) != {1}:
-        raise ValueError("ensembles are of single steps: leave out --ensemble or --group")
+        raise UserError("ensembles are of single steps: leave out --ensemble or --group")
     if a.bound == "iw" and (a.num_orders is None or a.target_se or set(a.ensemble) != {1}):
-        raise ValueError(
+        raise UserError(
             "--bound iw is over a number of orders: give --num-orders, without --target-se and "
             "--ensemble"
         )
     if a.per_token and a.per_token.suffix != ".npz":
-        raise ValueError(f"--per-token {a.per_token}: name a file that ends in .npz")
+        raise UserError(f"--per-token {a.per_token}: name a file that ends in .npz")
     if a.json and a.json.suffix in (".md", ".npz"):  # names of what is written beside it
-        raise ValueError(f"--json {a.json}: name a file that ends in .json")
+        raise UserError(f"--json {a.json}: name a file that ends in .json")
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table, "--per-token": a.per_token}
     inputs = [a.run, *a.datasets, *(DATA / name for name in a.datasets)]
@@ -140,12 +142,12 @@ def settings_of(text: str, types: dict[str, type], example: str) -> tuple[str, d
         key, _, value = setting.partition("=")
         if key not in types:
             possible = f"it has {', '.join(types)} (as in {example})" if types else "it has none"
-            raise ValueError(f"--orders {text}: {key!r} is no setting of {name}; {possible}")
+            raise UserError(f"--orders {text}: {key!r} is no setting of {name}; {possible}")
         try:
             values[key] = types[key](value)
         except ValueError:
             needed = types[key].__name__
-            raise ValueError(f"--orders {text}: {key} is {value!r}, not of type {needed}") from None
+            raise UserError(f"--orders {text}: {key} is {value!r}, not of type {needed}") from None
     return name, values
 
 
@@ -157,7 +159,7 @@ def parse_orders(text: str) -> OrderConfig:
     try:
         return OrderConfig(kind, **values)
     except ValueError as error:
-        raise ValueError(f"--orders {text}: {error}") from None
+        raise UserError(f"--orders {text}: {error}") from None
 
 
 def parse_rule(text: str) -> Rule | None:
@@ -168,12 +170,12 @@ def parse_rule(text: str) -> Rule | None:
     for key, value in values.items():
         least = 1 if RULE_SETTINGS[key] is int else 0
         if not value >= least:  # nor is that which is no number
-            raise ValueError(f"--orders {text}: {key} is {value}; give a larger number")
+            raise UserError(f"--orders {text}: {key} is {value}; give a larger number")
     block = values.pop("block", None)
     try:
         return Rule(score, Pace(**values) if values else None, block)
     except ValueError as error:
-        raise ValueError(f"--orders {text}: {error}") from None
+        raise UserError(f"--orders {text}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -191,21 +193,21 @@ def scored_by(text: str, a: Arguments, config: ModelConfig) -> Scored:
     """What `text` means for this model. Raises ValueError where it has no such likelihood."""
     if text == "score_entropy":
         if not config.noise:
-            raise ValueError("--orders score_entropy is the bound of SEDD; this is another model")
+            raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
         return Scored(OrderConfig("random"), score_entropy=True)
     rule = parse_rule(text)
     if rule and rule.pace and a.group > 1:
-        raise ValueError(
+        raise UserError(
             f"--orders {text} says itself how many positions a step takes; leave out --group, or "
             f"write most={a.group} there"
         )
     found = Scored(OrderConfig("l2r"), rule) if rule else Scored(parse_orders(text))
     if "block" in ORDER_SETTINGS[found.orders.kind] and found.orders.block > config.block_size:
-        raise ValueError(
+        raise UserError(
             f"--orders {text}: the model's block size is {config.block_size}; give a smaller block"
         )
     if config.l2r_only and (found.orders.kind != "l2r" or rule):
-        raise ValueError(
+        raise UserError(
             f"this model is not told its target position and has no {text!r} perplexity; "
             "give --orders l2r"
         )
@@ -220,10 +222,10 @@ def choose_orders(a: Arguments, config: ModelConfig) -> dict[str, Scored]:
     elif config.l2r_only:  # a decoder that can only know the order it was trained on
         possible = ("l2r",)
     if a.orders == ():
-        raise ValueError("--orders names no order; give l2r, random, or another distribution")
+        raise UserError("--orders names no order; give l2r, random, or another distribution")
     named = {text: scored_by(text, a, config) for text in a.orders or possible}
     if a.group > 1 and (config.l2r_only or "score_entropy" in named):
-        raise ValueError(
+        raise UserError(
             "--group is for models that are told their targets, scored as probabilities; leave it "
             "out, or name other --orders"
         )
@@ -236,19 +238,19 @@ def check_measures(a: Arguments, config: ModelConfig, named: dict[str, Scored]) 
     if a.bound == "iw":
         fixed = all(of.orders.is_fixed for of in named.values())
         if fixed or (config.is_encoder and "random" in named):
-            raise ValueError(
+            raise UserError(
                 "--bound iw needs orders that are drawn, and of an encoder those of a "
                 "distribution other than random, whose ELBO takes no order: give other --orders"
             )
     if a.disagreement:
         drawn = [of for of in named.values() if not of.orders.is_fixed]
         if config.is_encoder and ("random" in named or "score_entropy" in named):
-            raise ValueError(
+            raise UserError(
                 "--disagreement is of likelihoods along orders, which an ELBO takes none of: give "
                 "other --orders"
             )
         if len(named) < 2 and not (drawn and a.max_draws > 1):
-            raise ValueError("--disagreement needs two --orders, or two draws of one")
+            raise UserError("--disagreement needs two --orders, or two draws of one")
     if set(a.ensemble) != {1}:
         reason = None
         if config.is_encoder:
@@ -256,11 +258,11 @@ def check_measures(a: Arguments, config: ModelConfig, named: dict[str, Scored]) 
         elif config.l2r_only:
             reason = "is not told its target position: it knows one order only"
         if reason:
-            raise ValueError(
+            raise UserError(
                 f"this model {reason}, so there is no ensemble of orders; leave out --ensemble"
             )
         if all(of.orders.kind != "random" for of in named.values()):
-            raise ValueError(
+            raise UserError(
                 f"ensembles are of uniformly random orders, not of {', '.join(named)}; "
                 "add random to --orders, or leave out --ensemble"
             )
@@ -270,7 +272,7 @@ def check_sets(a: Arguments, eval_sets: list[EvalSet], orders: dict[str, Scored]
     """Raise ValueError for what is not known of records."""
     records = [eval_set.name for eval_set in eval_sets if eval_set.dataset.of_records]
     if records and (set(a.ensemble) != {1} or "score_entropy" in orders):
-        raise ValueError(
+        raise UserError(
             f"{records[0]} holds records, of which a part is given: neither --ensemble nor "
             "score_entropy takes that into account; leave them out"
         )

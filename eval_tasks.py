@@ -17,6 +17,8 @@ The YAML file of a task is a program: by the harness's design it can name Python
 
 from __future__ import annotations
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     from runtime.startup import begin
 
@@ -71,7 +73,7 @@ def check_options(words: list[str]) -> None:
     """Raise ValueError for a command line that has no task, or options that only records have."""
     named = named_tasks(words)
     if not named and not {"--help", "-h"} & set(words):
-        raise ValueError("no task is named: give --tasks, such as --tasks sudoku6")
+        raise UserError("no task is named: give --tasks, such as --tasks sudoku6")
     fields = [
         {field.name for field in dataclasses.fields(of)} for of in (RecordArguments, Arguments)
     ]
@@ -81,7 +83,7 @@ def check_options(words: list[str]) -> None:
     if named and alone:
         near = difflib.get_close_matches(named[0], TASKS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
+        raise UserError(
             f"{alone[0]} is for prepared records, and there is no folder of records "
             f"{named[0]!r}{hint or ': make it with data/prepare.py'}"
         )
@@ -215,9 +217,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     check_values(a)
     if a.include_path is not None and not a.include_path.is_dir():
-        raise ValueError(f"--include-path {a.include_path}: there is no such folder")
+        raise UserError(f"--include-path {a.include_path}: there is no such folder")
     if a.bundled_only and (a.include_path or any(Path(name).exists() for name in a.tasks)):
-        raise ValueError("--bundled-only takes no files of tasks: name tasks of the harness")
+        raise UserError("--bundled-only takes no files of tasks: name tasks of the harness")
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     settings = {field.name: getattr(a, field.name) for field in dataclasses.fields(Settings)}
@@ -249,7 +251,7 @@ def mistakes_of_tasks():
         ours = Path(frame.filename).parent in (ROOT, *(ROOT / room for room in ROOMS))
         if ours or out_of_memory(error):
             raise
-        raise ValueError(
+        raise UserError(
             f"the tasks cannot be evaluated: {cause(error)} ({Path(frame.filename).name}, line "
             f"{frame.lineno}); mend their files, or name other tasks"
         ) from error
@@ -264,14 +266,14 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
         if not matching:
             near = difflib.get_close_matches(name, [*TASKS, *manager.all_tasks], n=3)
             hint = f"did you mean {', '.join(near)}? " if near else ""
-            raise ValueError(
+            raise UserError(
                 f"there is no task {name!r}, and no folder of prepared records: {hint}Records are "
                 "made by data/prepare.py; tasks of the harness of your own are found with "
                 "--include-path FOLDER"
             )
         found += matching
     if not found:
-        raise ValueError("--tasks names no task; give at least one")
+        raise UserError("--tasks names no task; give at least one")
     return found
 
 

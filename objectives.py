@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model import group_starts, log_linear_noise
 from orders import OrderConfig, Roles, orders_at
+from runtime.errors import UserError
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, Probability, Table, check_values
 
@@ -50,7 +51,7 @@ class ObjectiveConfig(Table):
     def __post_init__(self):
         check_values(self, lambda field: f"objective.{field}")
         if self.prefix_prob and self.kind in DECODER_OBJECTIVES:
-            raise ValueError(
+            raise UserError(
                 f"objective.prefix_prob is of encoders, and objective.kind is {self.kind!r}; set "
                 "it to 0, and order.kind = 'mixture' for a share of left-to-right sequences"
             )
@@ -160,7 +161,7 @@ def masks_at(
     if config.kind == "t_dce":
         return Masks(masked, 1 / t, sigma, lengths)
     if config.kind != "score_entropy":
-        raise ValueError(f"{config.kind} has no masks")
+        raise UserError(f"{config.kind} has no masks")
     if roles is None:
         return Masks(masked, (1 - eps) / (1 - rate), sigma)  # the weight is sigma'(t)
     # The network is told the noise level of what is masked among all tokens, as where it generates.

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from runtime.errors import UserError
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, Probability, Seed, Table, check_values
 from runtime.schemas import read_bounded
@@ -88,9 +89,9 @@ class OrderConfig(Table):
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")
         if self.kind == "file" and not self.file:
-            raise ValueError("order.kind is 'file': name a .npy file of orders with order.file")
+            raise UserError("order.kind is 'file': name a .npy file of orders with order.file")
         if self.kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
-            raise ValueError(
+            raise UserError(
                 "order.block is 1, and blocks of one position are left to right; give at least 2, "
                 "or order.kind = 'l2r'"
             )
@@ -103,7 +104,7 @@ class OrderConfig(Table):
     def check_length(self, length: int) -> None:
         """Raise ValueError for blocks that are longer than sequences of this length."""
         if "block" in ORDER_SETTINGS[self.kind] and self.block > length:
-            raise ValueError(
+            raise UserError(
                 f"order.block ({self.block}) exceeds model.block_size ({length}); lower it"
             )
 
@@ -120,7 +121,7 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
     Returns: LongTensor (len(rows), T) of positions, on the CPU.
     """
     if length < 1:
-        raise ValueError(f"an order needs at least one position, but length is {length}")
+        raise UserError(f"an order needs at least one position, but length is {length}")
     identity = torch.arange(length).expand(len(rows), length)
     if config.kind == "l2r":
         return identity.clone()
@@ -263,17 +264,17 @@ def read_orders(file: str, length: int) -> np.ndarray:
         # From memory, where a header that claims more than there is takes none.
         orders = np.load(io.BytesIO(read_bounded(Path(file), 2**30)), allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does
-        raise ValueError(f"order.file {file} cannot be read as a .npy file: {error}") from None
+        raise UserError(f"order.file {file} cannot be read as a .npy file: {error}") from None
     of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
     if not of_integers or orders.ndim != 2 or not len(orders):
-        raise ValueError(f"order.file {file} does not hold integers (M, T), an order a row")
+        raise UserError(f"order.file {file} does not hold integers (M, T), an order a row")
     count, longest = orders.shape
     if longest < length:
-        raise ValueError(
+        raise UserError(
             f"order.file {file} holds orders of {longest} positions, but sequences have {length}"
         )
     if not (np.sort(orders, axis=1) == np.arange(longest)).all():
-        raise ValueError(f"order.file {file} has a row that is no permutation of 0..{longest - 1}")
+        raise UserError(f"order.file {file} has a row that is no permutation of 0..{longest - 1}")
     return orders[orders < length].reshape(count, length).astype(np.int64)
 
 

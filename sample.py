@@ -8,6 +8,8 @@ Examples:
 
 from __future__ import annotations
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     from runtime.startup import begin
 
@@ -136,7 +138,7 @@ def sample(a: Arguments, procs: Processes) -> None:
 def check_files(a: Arguments) -> Outputs:
     """The files to write. ValueError for those that cannot be written or contradict each other."""
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
-        raise ValueError(
+        raise UserError(
             "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold "
             "both kinds"
         )
@@ -149,7 +151,7 @@ def read_requests(a: Arguments) -> list[Request]:
     if a.prompts is None:
         return [Request("--prompt", "prompt", a.prompt or "")]
     if a.prompts.suffix not in (".txt", ".jsonl"):
-        raise ValueError(
+        raise UserError(
             f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
         )
     lines, characters = [], 0
@@ -157,7 +159,7 @@ def read_requests(a: Arguments) -> list[Request]:
         lines.append((place, line))
         characters += len(line)
         if len(lines) > MAX_PROMPTS or characters > PROMPT_CHARACTERS:
-            raise ValueError(
+            raise UserError(
                 f"--prompts {a.prompts}: more than {MAX_PROMPTS:,} prompts, or more than "
                 f"{PROMPT_CHARACTERS >> 20} MB of them; cut the file"
             )
@@ -166,7 +168,7 @@ def read_requests(a: Arguments) -> list[Request]:
     else:
         requests = [read_request(place, line) for place, line in lines]
     if not requests:
-        raise ValueError(f"--prompts {a.prompts}: there is no prompt in it")
+        raise UserError(f"--prompts {a.prompts}: there is no prompt in it")
     return requests
 
 
@@ -175,14 +177,14 @@ def read_request(place: str, line: str) -> Request:
     row = json_object(line, place)
     kinds = row.keys() & {"prompt", "infill"}
     if len(kinds) != 1 or row.keys() - {"prompt", "infill", "length"}:
-        raise ValueError(
+        raise UserError(
             f'{place}: give {{"prompt": TEXT}}, also with "length": N, or {{"infill": TEXT}}; '
             f"found keys {', '.join(map(repr, row)) or '(none)'}"
         )
     (kind,) = kinds
     for key, type_, name in ((kind, str, "text"), ("length", int, "a whole number")):
         if key in row and type(row[key]) is not type_:  # `isinstance` would take true for 1
-            raise ValueError(f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}')
+            raise UserError(f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}')
     return Request(place, kind, row[kind], row.get("length"))
 
 
@@ -198,7 +200,7 @@ def encode(request: Request, tokenizer: Tokenizer, length: int | None, block_siz
     if total is None:
         option, total = "--length", length or block_size
     if not len(prompt) < total <= block_size:
-        raise ValueError(
+        raise UserError(
             f"{request.place}: the prompt has {len(prompt)} tokens and {option} is {total}: the "
             f"length must exceed the prompt and be at most the model's block size, {block_size}"
         )
@@ -210,7 +212,7 @@ def encode_infill(
 ) -> Context:
     if length is not None or request.length is not None:
         option = "--length" if request.length is None else '"length"'
-        raise ValueError(
+        raise UserError(
             f"{request.place}: an infill is as long as its text and its masks; leave out {option}"
         )
     tokens = []
@@ -223,16 +225,16 @@ def encode_infill(
             # One more than fits is enough to be refused, whatever the number is.
             tokens += [None] * min(int(mask[1]), block_size + 1)
         else:
-            raise ValueError(
+            raise UserError(
                 f"{request.place}: {part[:40]!r} is no mask; write [MASK:n] for n tokens, n at "
                 "least 1"
             )
     if None not in tokens:
-        raise ValueError(
+        raise UserError(
             f"{request.place}: there is no mask; write [MASK:n] where n tokens are to be generated"
         )
     if len(tokens) > block_size:
-        raise ValueError(
+        raise UserError(
             f"{request.place}: text and masks together exceed the model's block size, {block_size} "
             "tokens; shorten them"
         )
@@ -244,13 +246,13 @@ def check_contexts(loaded: Loaded, requests: list[Request], contexts: list[Conte
     config = loaded.model.config
     for request, context in zip(requests, contexts, strict=True):
         if loaded.scored_from and context[0] is None:
-            raise ValueError(
+            raise UserError(
                 f"{request.place}: this model has no start token (GPT-2): give it a prompt to "
                 "continue, or an infill that begins with text"
             )
         text_after_mask = any(token is not None for token in context[context.index(None) :])
         if config.l2r_only and text_after_mask:
-            raise ValueError(
+            raise UserError(
                 f"{request.place}: this model is not told its target position and can only "
                 "continue a text: write one mask, at the end"
             )

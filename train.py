@@ -16,6 +16,8 @@ traffic that the run would need on so many GPUs (--plan --help for its options).
 
 from __future__ import annotations
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     from runtime.startup import begin
 
@@ -125,7 +127,7 @@ def training_loop(
             stop.agree(failed=progress.skipped_in_a_row >= config.train.max_skipped_steps)
             if stop.failed:  # some steps late, as the losses are
                 what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
-                raise ValueError(not_finite_message(config, progress.step, what))
+                raise UserError(not_finite_message(config, progress.step, what))
 
             last = progress.step == config.train.steps
             evaluating = val_data and (last or progress.step % config.eval.interval == 0)
@@ -253,29 +255,29 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     """Raise ValueError for what only data and processes together can show to be impossible."""
     t, model, data_vocab = config.train, config.model, data.meta["vocab_size"]
     if t.batch_size % (t.micro_batch_size * procs.world_size):
-        raise ValueError(
+        raise UserError(
             f"train.batch_size ({t.batch_size}) must be a multiple of train.micro_batch_size "
             f"({t.micro_batch_size}) times the {procs.world_size} processes"
         )
     if data.of_records and config.data.random_length_prob:
-        raise ValueError(
+        raise UserError(
             f"{config.data.folder} holds records, which are not cut: leave out "
             "data.random_length_prob"
         )
     if data.of_records and config.model.l2r_only and config.order.kind != "l2r":
-        raise ValueError(
+        raise UserError(
             f"{config.data.folder} holds records, which a model that is not told its targets reads "
             "with what is given in front: give order.kind = 'l2r', or another model.target"
         )
     check_memory(config, procs)
     if data_vocab > model.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the data in {config.data.folder} has a vocabulary of {data_vocab}, but "
             f"model.vocab_size is {model.vocab_size}; set it to at least that (a multiple of 64 is "
             "fastest)"
         )
     if model.mask_token is not None and model.mask_token < data_vocab:
-        raise ValueError(
+        raise UserError(
             f"model.mask_token is {model.mask_token}, a token of the data in "
             f"{config.data.folder}; set it to {data_vocab}, the first id after its vocabulary, and "
             "model.vocab_size above that"
@@ -296,7 +298,7 @@ def check_memory(config: Config, procs: Processes) -> None:
         ("the model with its optimizer", sum(state.values()), "model.n_embd or model.n_layer"),
     ):
         if needed > free:
-            raise ValueError(
+            raise UserError(
                 f"{what} needs more than {needed / 2**30:,.0f} GiB of memory, and "
                 f"{free / 2**30:,.0f} GiB are free; lower {change}"
             )

@@ -24,6 +24,7 @@ from checkpoints import on_disk, released, store
 from checkpoints.errors import CheckpointError
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import out_of_memory
+from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.ranges import Count, NonNegative
 from runtime.schemas import FileError, FileName, from_values, read_json, schema, short, too_deep
@@ -83,7 +84,7 @@ def load(
     Raises CheckpointError that says what was found and what is supported.
     """
     if weights not in ("ema", "raw"):
-        raise ValueError(f"weights is {weights!r}; give 'ema' or 'raw'")
+        raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
     file = path
     try:
@@ -126,12 +127,10 @@ def make_model(
     shapes = released.parameter_shapes(config, len(weights))
     if shapes.keys() != weights.keys():
         odd = sorted(shapes.keys() ^ weights.keys())
-        raise ValueError(
-            f"the weights do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
-        )
+        raise UserError(f"the weights do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
     for name, shape in shapes.items():
         if (found := tuple(weights[name].shape)) != shape:
-            raise ValueError(f"{name} is {found} in the file, {shape} in the model")
+            raise UserError(f"{name} is {found} in the file, {shape} in the model")
         released.check_tensor(name, weights[name])
     with torch.device("meta"):
         model = AOGPT(config)
@@ -139,7 +138,7 @@ def make_model(
         plain = torch.contiguous_format
         value = weights.pop(name).to(torch.float32, copy=copy, memory_format=plain)
         if not on_disk.is_finite(value):
-            raise ValueError(f"{name} holds numbers that are not finite")
+            raise UserError(f"{name} holds numbers that are not finite")
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value))
     if config.tied_head:
@@ -246,7 +245,7 @@ def read_file(path: Path) -> dict:
     Raises CheckpointError for whatever is not a dict, and for checkpoints of earlier versions."""
     try:
         if not path.is_file():  # a FIFO would be waited for
-            raise ValueError("it is no regular file")
+            raise UserError("it is no regular file")
         with open(path, "rb") as file:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
@@ -364,7 +363,7 @@ def _exported(file: Path, tensors: dict, settings: dict, weights: str) -> Conten
     settings = from_values(settings, Export, str(place), "convert its source again")
     origin = {name: settings[name] for name in EXPORTED} | {"system": settings.get("system")}
     if weights == "raw" and origin["weights"] != "raw":
-        raise ValueError(
+        raise UserError(
             f"it holds the {origin['weights']} weights only; convert its source with --weights raw"
         )
     return settings["model"], tensors, origin
@@ -386,7 +385,7 @@ def _released(contents: dict, settings: dict, weights: str) -> Contents:
     system = released.layout(state)
     step = contents.get("iter_num", 0)
     if type(step) is not int or step < 0:
-        raise ValueError(f"iter_num is {short(step)}, but it must be a number of steps")
+        raise UserError(f"iter_num is {short(step)}, but it must be a number of steps")
     origin = {"step": step, "weights": used, "system": system}
     # All of these models have GPT-2's tokens; the rows after them are [MASK] or padding.
     origin |= {

@@ -22,6 +22,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints.on_disk import DTYPES
 from model import AOGPT, ModelConfig
+from runtime.errors import UserError
 from runtime.ranges import Count
 from runtime.schemas import from_values, schema
 
@@ -42,7 +43,7 @@ def layout(state: dict) -> str:
         return "sigma-GPT"
     if any(re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name) for name in names):
         return "GPT-2"
-    raise ValueError(f"it holds {_list(sorted(map(repr, names)))}: none of the known layouts")
+    raise UserError(f"it holds {_list(sorted(map(repr, names)))}: none of the known layouts")
 
 
 def translate(
@@ -72,7 +73,7 @@ def translate(
         model_config, state, names = arrange(state, settings)
         return model_config, _rename(state, names, model_config)
     except ValueError as error:
-        raise ValueError(f"its tensors are named as in {kind}, but {error}") from None
+        raise UserError(f"its tensors are named as in {kind}, but {error}") from None
 
 
 def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str, Tensor]:
@@ -87,13 +88,11 @@ def averaged(state: dict[str, Tensor], shadow_params: list[Tensor]) -> dict[str,
         state = _without_tied_head(state)
     names = [name for name in gpt_names(kind, _blocks(state)) if name in state]
     if len(shadow_params) != len(names):
-        raise ValueError(
-            f"ema_model holds {len(shadow_params)} tensors for {len(names)} parameters"
-        )
+        raise UserError(f"ema_model holds {len(shadow_params)} tensors for {len(names)} parameters")
     for name, average in zip(names, shadow_params, strict=True):
         if not isinstance(average, Tensor) or average.shape != state[name].shape:
             shape = tuple(getattr(average, "shape", ()))
-            raise ValueError(
+            raise UserError(
                 f"{name} is {tuple(state[name].shape)} in model, but {shape} in ema_model"
             )
     return dict(zip(names, shadow_params, strict=True))
@@ -308,13 +307,13 @@ def _radd(state: dict, settings: DiffusionSettings, **sedd):
         if frequency.shape != expected.shape or not torch.allclose(
             frequency.float(), expected, rtol=5e-3, atol=1e-7
         ):
-            raise ValueError("rotary_emb.inv_freq is not that of rotary positions with base 10000")
+            raise UserError("rotary_emb.inv_freq is not that of rotary positions with base 10000")
     return config, state, diffusion_names(config.n_layer)
 
 
 def _sedd(state: dict, settings: DiffusionSettings):
     if not settings["model"].get("scale_by_sigma", True):
-        raise ValueError("its scale_by_sigma is False; known is True")
+        raise UserError("its scale_by_sigma is False; known is True")
     return _radd(
         state,
         settings,
@@ -345,11 +344,11 @@ def _rename(state: dict, names: dict[str, str], config: ModelConfig) -> dict[str
     problems = [f"it lacks {_list(missing)}"] if missing else []
     problems += [f"the model has no place for {_list(unknown)}"] if unknown else []
     if problems:
-        raise ValueError(" and ".join(problems))
+        raise UserError(" and ".join(problems))
     for theirs, tensor in state.items():
         expected = shapes[names[theirs]]
         if tuple(tensor.shape) != expected:
-            raise ValueError(
+            raise UserError(
                 f"{theirs} (our {names[theirs]}) is {tuple(tensor.shape)}, not "
                 f"{expected} as it should be"
             )
@@ -361,7 +360,7 @@ def parameter_shapes(config: ModelConfig, tensors: int) -> dict[str, tuple[int, 
     """The shapes of a model's parameters, by name, without memory for them. tensors: how many there
     are of its weights. Raises ValueError where that is less than one for each layer."""
     if config.n_layer > tensors:
-        raise ValueError(f"there are {tensors} tensors for a model of {config.n_layer} layers")
+        raise UserError(f"there are {tensors} tensors for a model of {config.n_layer} layers")
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in AOGPT(config).named_parameters()}
 
@@ -371,20 +370,20 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     (a sparse one, or a view that repeats what the file holds once, can be of any size)."""
     plain = tensor.layout == torch.strided and str(tensor.dtype).removeprefix("torch.") in DTYPES
     if not plain or tensor.is_meta:
-        raise ValueError(
+        raise UserError(
             f"{name} holds {tensor.dtype} ({tensor.layout}), not plain floating-point numbers"
         )
     if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-        raise ValueError(f"{name} is {tuple(tensor.shape)}, more than the file holds")
+        raise UserError(f"{name} is {tuple(tensor.shape)}, more than the file holds")
 
 
 def _without_prefixes(state: dict) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is {type(tensor).__name__}, not a tensor")
+            raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
     without = {re.sub(PREFIXES, "", str(name)): tensor for name, tensor in state.items()}
     if len(without) < len(state):
-        raise ValueError("two of its tensors have the same name but for a prefix")
+        raise UserError("two of its tensors have the same name but for a prefix")
     return without
 
 
@@ -394,7 +393,7 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
     head = state.pop("lm_head.weight", None)
     table = state.get("transformer.wte.weight")
     if head is not None and table is not None and not torch.equal(head, table):
-        raise ValueError(
+        raise UserError(
             "lm_head.weight and transformer.wte.weight differ, though the layout shares them"
         )
     return state
@@ -417,7 +416,7 @@ def _blocks(state: dict) -> int:
 
 def _width(state: dict, name: str) -> int:
     if name not in state or state[name].dim() != 2:
-        raise ValueError(f"it lacks {name}, a matrix")
+        raise UserError(f"it lacks {name}, a matrix")
     return state[name].shape[1]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from checkpoints import on_disk
 from checkpoints.errors import CheckpointError
+from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.processes import Processes
 
@@ -152,7 +153,7 @@ def read_newest(
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
     paths = find(run_folder)
     if any(others != paths for others in gather(paths)):
-        raise ValueError(
+        raise UserError(
             f"the processes see different checkpoints in {run_folder}; put --out on a disk that "
             "all share"
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.loader import check_file, load_meta
+from runtime.errors import UserError
 from runtime.files import is_alive, sync_folder
 from runtime.schemas import read_bounded
 
@@ -28,7 +29,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     if not target.exists():
         return False
     if not target.is_dir():
-        raise ValueError(f"{target} is a file; choose another --out")
+        raise UserError(f"{target} is a file; choose another --out")
     names = {path.name for path in target.iterdir()}
     if not names:
         return False
@@ -38,7 +39,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     if "meta.json" in names and not strangers and not _is_ours(target / "meta.json"):
         strangers = ["a meta.json that prepare.py has not written"]
     if strangers or "meta.json" not in names:
-        raise ValueError(
+        raise UserError(
             f"{target} is not empty and holds more or other things than a prepared dataset "
             f"({', '.join(strangers[:3]) or 'no meta.json'}); choose another --out"
         )
@@ -49,12 +50,12 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         for split in found["splits"]:
             check_file(target, found, split)
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(
+        raise UserError(
             f"{error}\n{target} holds a damaged dataset: pass --overwrite to replace it, "
             "or choose another --out"
         ) from error
     if differences := _differences(found, meta):
-        raise ValueError(
+        raise UserError(
             f"{target} holds a dataset made with other settings ({'; '.join(differences)}): "
             "pass --overwrite to replace it, or choose another --out"
         )

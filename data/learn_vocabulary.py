@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where `data` is a package
     from runtime.startup import begin
@@ -47,7 +49,7 @@ def learn(args: Learn) -> None:
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise ValueError("this needs the package tokenizers: pip install tokenizers") from error
+        raise UserError("this needs the package tokenizers: pip install tokenizers") from error
     check_values(args)
     outputs = Outputs({"--out": args.out}, args.source, args.overwrite)
 
@@ -63,7 +65,7 @@ def learn(args: Learn) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if len(ranks) < args.size:
-        raise ValueError(f"the text has only {len(ranks)} tokens; give more text or a lower --size")
+        raise UserError(f"the text has only {len(ranks)} tokens; give more text or a lower --size")
     byte_of = byte_of_character()
     lines = [
         base64.b64encode(bytes(byte_of[c] for c in token)) + b" %d\n" % i

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from data.catalogue import DATASETS
 from data.tokenizers import TOKENIZERS
 from runtime import randomness
+from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, NonNegative
@@ -175,18 +176,18 @@ def load_meta(folder) -> Meta:
         )
     advice = "prepare the dataset again"
     if (version := read_json(path, Format, advice)["format"]) > FORMAT:
-        raise ValueError(
+        raise UserError(
             f"{path} has format {version}, this code reads up to {FORMAT}: update the code, "
             f"or {advice}"
         )
     meta = read_json(path, Meta, advice)
     if meta.get("protocol") in ("sedd", "records") and not meta.get("block_size"):
-        raise ValueError(f"{path} lacks block_size, which its protocol has; {advice}")
+        raise UserError(f"{path} lacks block_size, which its protocol has; {advice}")
     if meta.get("protocol") == "records" and any("roles" not in s for s in meta["splits"].values()):
-        raise ValueError(f"{path}: a split of records lacks roles; {advice}")
+        raise UserError(f"{path}: a split of records lacks roles; {advice}")
     tokenizer = TOKENIZERS.get(meta["tokenizer"])
     if tokenizer and meta["vocab_size"] != tokenizer.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{path}: vocab_size is {meta['vocab_size']}, but the {tokenizer.name} tokenizer has "
             f"{tokenizer.vocab_size} ids; {advice}"
         )
@@ -201,7 +202,7 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
     """
     if split not in meta["splits"]:
         splits = ", ".join(map(repr, meta["splits"]))
-        raise ValueError(f"{folder} has no split {split!r}; its splits are {splits}")
+        raise UserError(f"{folder} has no split {split!r}; its splits are {splits}")
     entry = meta["splits"][split]
     path = Path(folder) / entry["file"]
     if not path.is_file():
@@ -210,7 +211,7 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
         )
     size, expected = path.stat().st_size, entry["tokens"] * DTYPES[meta["dtype"]].itemsize
     if size != expected:
-        raise ValueError(
+        raise UserError(
             f"{path} has {size:,} bytes, but {entry['tokens']:,} tokens of {meta['dtype']} need "
             f"{expected:,}: the file is damaged or not this dataset's; copy it or prepare it again"
         )
@@ -258,7 +259,7 @@ def check_contents(path: Path, meta: dict, entry: dict) -> None:
             largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
     check_sum(path, digest.hexdigest(), entry["sha256"])
     if largest >= meta["vocab_size"]:
-        raise ValueError(
+        raise UserError(
             f"{path} holds the id {largest}, but the {meta['tokenizer']} tokenizer has "
             f"{meta['vocab_size']} ids; prepare the dataset again"
         )
@@ -267,7 +268,7 @@ def check_contents(path: Path, meta: dict, entry: dict) -> None:
 def check_sum(path: Path, found: str, sha256: str) -> None:
     """Raise ValueError where a file has another checksum."""
     if found != sha256:
-        raise ValueError(
+        raise UserError(
             f"{path} does not match its checksum (sha256 {found[:12]}... instead of "
             f"{sha256[:12]}...): the file is damaged; copy it or prepare it again"
         )
@@ -276,7 +277,7 @@ def check_sum(path: Path, found: str, sha256: str) -> None:
 def check_roles(path: Path, entry: dict, verify: bool) -> None:
     """As `check_file`, of the roles of a split of records, which meta.json has `entry` for."""
     if not path.is_file() or path.stat().st_size != entry["tokens"]:
-        raise ValueError(
+        raise UserError(
             f"{path} is missing or has not one byte for each of {entry['tokens']:,} tokens: copy "
             "it or prepare the dataset again"
         )
@@ -328,7 +329,7 @@ class TokenDataset:
         self.tokens = read_tokens(folder, split, verify)
         count, packed = self.tokens.size, self.meta.get("block_size")
         if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, not {block_size}")
+            raise UserError(f"block_size must be at least 1, not {block_size}")
         protocol = self.meta.get("protocol")
         if protocol == "records" and packed < block_size:
             self.block_size = block_size = packed  # a model may be made for longer ones
@@ -336,12 +337,12 @@ class TokenDataset:
             what = f"prepare it again with --block-size {block_size}, or with --protocol full"
             if protocol == "records":
                 what = f"set the model's block_size to {packed} or more"
-            raise ValueError(
+            raise UserError(
                 f"{folder} is packed into blocks of {packed} tokens (protocol {protocol}), not of "
                 f"{block_size}: {what}"
             )
         if count < block_size:
-            raise ValueError(
+            raise UserError(
                 f"the {split} split of {folder} has {count:,} tokens, fewer than one block of "
                 f"{block_size:,}: lower block_size to at most {count:,}, or prepare more text"
             )
@@ -372,7 +373,7 @@ class TokenDataset:
 
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
         if indices.size and not (0 <= indices.min() and indices.max() < self.num_blocks):
-            raise ValueError(
+            raise UserError(
                 f"block numbers run from 0 to {self.num_blocks - 1}, got {indices.min()} to "
                 f"{indices.max()}"
             )
@@ -398,7 +399,7 @@ class TokenDataset:
         the run is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks.
         """
         if step < 0 or (len(rows) and not (0 <= min(rows) and max(rows) < global_batch)):
-            raise ValueError(
+            raise UserError(
                 f"step {step} and rows {rows} must not be negative, and rows stay below "
                 f"{global_batch=}"
             )
@@ -440,11 +441,11 @@ def frequency_losses(
     Raises ValueError for fewer than two tokens or an id outside the vocabulary."""
     for ids in (counted, tokens):
         if ids.ndim != 1 or ids.size < 2:
-            raise ValueError(
+            raise UserError(
                 f"pairs need a flat array of at least 2 tokens, got one of shape {ids.shape}"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"ids run from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab_size}"
             )
     unigram = (np.bincount(counted, minlength=vocab_size) + 1) / (counted.size + vocab_size)

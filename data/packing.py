@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.errors import UserError
+
 SHARDS = 8
 GROUP_ROWS = 1000
 COPY_BYTES = 4 << 20
@@ -145,7 +147,7 @@ class SplitFile:
         del ends
         self._ends_path.unlink()
         if size == 0:
-            raise ValueError(
+            raise UserError(
                 f"the {self.path.stem} split has {self.tokens:,} tokens in {self.documents:,} "
                 f"rows, and no group of {GROUP_ROWS:,} rows in a shard (an eighth of the rows) "
                 f"fills a block of {self.block_size:,}: lower --block-size, "

@@ -19,6 +19,8 @@ the number of workers.
 import sys
 from pathlib import Path
 
+from runtime.errors import UserError
+
 if __name__ == "__main__":
     # A script's sys.path begins with its own folder: let it begin with the project's, where `data`
     # is a package.
@@ -242,71 +244,71 @@ def output_folder(args: Prepare) -> Path:
 def check_options(args: Prepare, dataset: Dataset) -> None:
     """Raise ValueError for options that do not fit the dataset or each other."""
     if args.source and dataset.source == "never":
-        raise ValueError(
+        raise UserError(
             f"{args.name} brings its own documents and takes no --source; for files of your own: "
             "python data/prepare.py text --source FILE ..."
         )
     if not args.source and dataset.source == "always":
-        raise ValueError(f"{args.name} needs files to read: --source FILE ...")
+        raise UserError(f"{args.name} needs files to read: --source FILE ...")
     own_splits = args.val or args.test or args.val_fraction is not None
     if isinstance(dataset, EvaluationSet) and own_splits:
-        raise ValueError(
+        raise UserError(
             f"{args.name} is an evaluation set: it is written one split at a time, "
             f"--split {'|'.join(dataset.splits)}, and takes no --val, --test or --val-fraction"
         )
     if isinstance(dataset, GeneratedText | TaskData) and (own_splits or args.split):
-        raise ValueError(
+        raise UserError(
             f"{args.name} is made in splits of its own: leave out --split and --val-fraction"
         )
     if args.seed and dataset.val_fraction is None:
-        raise ValueError(
+        raise UserError(
             f"--seed draws a validation split, and {args.name} has splits of its own: leave it out"
         )
     if (args.val or args.test) and dataset.source != "always":
-        raise ValueError(
+        raise UserError(
             f"--val and --test are for text; the validation split of {args.name} is a share of its "
             "documents (--val-fraction)"
         )
     if args.split is not None:
         check_value(args.split, Literal[dataset.splits], f"--split of {args.name}")
         if own_splits:
-            raise ValueError(
+            raise UserError(
                 "--split writes all documents to one split: give it without --val, --test and "
                 "--val-fraction"
             )
     if args.val and args.val_fraction is not None:
-        raise ValueError("give --val or --val-fraction, not both")
+        raise UserError("give --val or --val-fraction, not both")
     if dataset.protocol == "records":
         check_records(args, dataset)
     elif args.block_size is not None and (args.protocol or dataset.protocol) != "sedd":
-        raise ValueError(
+        raise UserError(
             "--block-size is for --protocol sedd; a dataset of the protocol full can be read in "
             "blocks of any size"
         )
     given = collections.Counter(path.resolve() for path in (*args.source, *args.val, *args.test))
     for path, times in given.items():
         if times > 1:
-            raise ValueError(f"{path} is given {times} times; a file belongs to one split, once")
+            raise UserError(f"{path} is given {times} times; a file belongs to one split, once")
 
 
 def check_records(args: Prepare, dataset: Dataset) -> None:
     """Raise ValueError for options that do not fit records."""
     if args.protocol is not None:
-        raise ValueError(
+        raise UserError(
             f"{args.name}: a record is in a block of its own, so there is no --protocol to choose; "
             "leave it out"
         )
     if dataset.block_size is None and args.block_size is None:
-        raise ValueError(
+        raise UserError(
             f"{args.name} needs --block-size N: as many tokens as the longest record has, prompt, "
             "text and end-of-text together"
         )
     if dataset.block_size is not None and args.block_size not in (None, dataset.block_size):
-        raise ValueError(
+        raise UserError(
             f"the records of {args.name} have {dataset.block_size} tokens; leave out --block-size"
         )
     if dataset.block_size is not None and args.tokenizer not in (None, "bytes"):
-        raise ValueError(f"the records of {args.name} are of single bytes; leave out --tokenizer")
+        raise UserError(f"the records of {args.name} are of single bytes; leave out --tokenizer")
 
 
 def effective_settings(args: Prepare, dataset: Dataset) -> dict:

@@ -25,6 +25,7 @@ import numpy as np
 
 from data.sources import Piece, read_jsonl_rows, text_of
 from data.tokenizers import Tokenizer
+from runtime.errors import UserError
 
 PREDICTED, GIVEN, ABSENT = range(3)
 BEGIN, END = "[GIVEN]", "[/GIVEN]"
@@ -42,14 +43,14 @@ def spans(record: str, place: str = "this record") -> list[tuple[str, int]]:
     for part in parts:
         if part in (BEGIN, END):
             if (part == BEGIN) == (role == GIVEN):
-                raise ValueError(f"{place}: {part} without its other mark; write {BEGIN}text{END}")
+                raise UserError(f"{place}: {part} without its other mark; write {BEGIN}text{END}")
             role = GIVEN if part == BEGIN else PREDICTED
         elif part:
             result.append((part, role))
     if role == GIVEN:
-        raise ValueError(f"{place}: {BEGIN} without {END}; write {BEGIN}text{END}")
+        raise UserError(f"{place}: {BEGIN} without {END}; write {BEGIN}text{END}")
     if all(role == GIVEN for _, role in result):
-        raise ValueError(f"{place}: all of it is given, and nothing left to predict")
+        raise UserError(f"{place}: all of it is given, and nothing left to predict")
     return result
 
 
@@ -72,7 +73,7 @@ def encode_record(
         roles.append(PREDICTED)
     missing = block_size - len(ids)
     if missing < 0:
-        raise ValueError(
+        raise UserError(
             f"the record {record[:40]!r}... has {len(ids)} tokens, more than a block of "
             f"{block_size}: give a larger --block-size"
         )
@@ -90,7 +91,7 @@ def read_records(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
         if ways:
             told = {key: text_of(row, key, place) for key in ways}
             if len(ways) > 1 or re.search(r"\[/?GIVEN\]", record + told.get("prompt", "")):
-                raise ValueError(f"{place}: give a prompt, a mask or {BEGIN} marks, one of them")
+                raise UserError(f"{place}: give a prompt, a mask or {BEGIN} marks, one of them")
             if "prompt" in told:
                 record = given(told["prompt"]) + record
             else:
@@ -103,7 +104,7 @@ def masked(text: str, mask: str, place: str) -> str:
     """The text with marks around what a mask says is given. Raises ValueError, with its place, for
     a mask of another length or of other characters."""
     if len(mask) != len(text) or set(mask) - {"0", "1"}:
-        raise ValueError(
+        raise UserError(
             f"{place}: `given` must have a 1 (given) or a 0 (predicted) for each of the "
             f"{len(text)} characters of the text; it has {len(mask)} characters"
         )

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
 
 PIECE_BYTES = 1 << 20
@@ -102,7 +103,7 @@ class LocalFiles(Corpus):
         self.paths = list(paths)
         for path in self.paths:
             if path.is_dir():
-                raise ValueError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
+                raise UserError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: no such file")
         self.readers = [find_reader(path.name, readers, str(path)) for path in self.paths]
@@ -154,7 +155,7 @@ def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
             suffixes[-1] == suffix or (suffix[-1] == "-" and suffixes[-1].startswith(suffix))
         ):
             return reader
-    raise ValueError(
+    raise UserError(
         f"{name}: unknown kind of file; known here are {', '.join(readers)} "
         "(each but .parquet also followed by .gz or .xz)"
     )
@@ -172,11 +173,11 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 with decompress(raw) as unpacked:
                     yield raw, unpacked
     except EOFError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: the compressed file ends too early; it is incomplete, get it again"
         ) from error
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise ValueError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
+        raise UserError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
 
 
 class XzStreams(io.RawIOBase):
@@ -230,7 +231,7 @@ def not_empty(pieces: Iterable[Piece], name: str) -> Iterator[Piece]:
     for piece in pieces:
         yield piece
     if piece is None:
-        raise ValueError(f"{name} holds no documents; leave it out")
+        raise UserError(f"{name} holds no documents; leave it out")
 
 
 def read_whole(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
@@ -245,7 +246,7 @@ def read_whole(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
             yield held[:cut], False
             held = held[cut:]
         elif len(held) > MAX_WORD_BYTES:
-            raise ValueError(
+            raise UserError(
                 f"{name}: {len(held):,} characters without a place to cut them (a character "
                 "followed by a space or a newline); this is not text as tokenizers know it"
             )
@@ -261,7 +262,7 @@ def _decoded(decoder, chunk: bytes, name: str, offset: int, final: bool = False)
     except UnicodeDecodeError as error:
         # error.object begins with what the decoder held back of the chunk before
         where = offset - len(error.object) + error.start
-        raise ValueError(
+        raise UserError(
             f"{name}: not UTF-8 ({error.reason} at byte {where:,}); convert it first, "
             "e.g. iconv -f latin1 -t utf-8"
         ) from error
@@ -292,13 +293,13 @@ def read_lines(stream: BinaryIO, name: str, field: str = "") -> Iterator[Piece]:
         while line := lines.readline(MAX_WORD_BYTES):
             number += 1
             if "\0" in line or len(line) == MAX_WORD_BYTES:
-                raise ValueError(
+                raise UserError(
                     f"{name} line {number}: this is not text, a line a document; "
                     "is it the right file?"
                 )
             yield line, True
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{name}: not UTF-8 ({error.reason}, not far after line {number}); is it text?"
         ) from error
 
@@ -321,7 +322,7 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"{name}: reading .parquet files needs the package pyarrow: pip install pyarrow"
         ) from error
     number = 0
@@ -334,7 +335,7 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
                 number += 1
                 yield text_of({field: text}, field, f"{name} row {number}"), True
     except (ArrowException, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"{name}: damaged, or not a .parquet file ({cause(error)} after row {number})"
         ) from error
 
@@ -342,12 +343,12 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
 def text_of(row: dict, field: str, place: str) -> str:
     """The text in a row. Raises ValueError, with its place, where there is none."""
     if field not in row:
-        raise ValueError(
+        raise UserError(
             f"{place}: no field {field!r}; its fields are "
             f"{', '.join(map(repr, row)) or '(none)'}; choose one with --field"
         )
     if not isinstance(row[field], str):
-        raise ValueError(
+        raise UserError(
             f"{place}: the field {field!r} holds {type(row[field]).__name__}, not a string; "
             "choose another with --field, or mend the file"
         )
@@ -425,7 +426,7 @@ class HubRows(Corpus):
         try:
             return next(rows, None)
         except Exception as error:  # whatever pyarrow or the network raise: rows come as needed
-            raise ValueError(
+            raise UserError(
                 f"reading {self.repository} through the package datasets failed after row "
                 f"{self.position} ({cause(error)})"
             ) from error
@@ -434,7 +435,7 @@ class HubRows(Corpus):
         try:
             from datasets import load_dataset
         except ImportError as error:
-            raise ValueError(NO_DATASETS) from error
+            raise UserError(NO_DATASETS) from error
         options = {"split": self.split, "streaming": self.streaming}
         try:
             return load_dataset(self.repository, self.config, **options)
@@ -458,7 +459,7 @@ def _from_network(name: str, get: Callable[[], Result]) -> Result:
     except Exception as error:
         if isinstance(error, ValueError) and isinstance(error.__cause__, ImportError):
             raise
-        raise ValueError(
+        raise UserError(
             f"could not get {name} from the Hugging Face hub or its published address "
             f"({cause(error)}). Download its files where there is a network and pass them: "
             f"python data/prepare.py {name} --source FILE.parquet ... "
@@ -469,7 +470,7 @@ def _from_network(name: str, get: Callable[[], Result]) -> Result:
 def check_complete(name: str, found: int, expected: int) -> None:
     """Raises ValueError where fewer documents were downloaded than there should be."""
     if found < expected:
-        raise ValueError(
+        raise UserError(
             f"{name}: {found:,} of {expected:,} documents were served (the hub's converted copies "
             "can be partial); download the files and pass them with --source"
         )
@@ -504,7 +505,7 @@ class PythonDocs(Corpus):
         try:
             from pydoc_data.topics import topics
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 "this Python comes without its documentation (pydoc_data); use another Python, or "
                 "text of your own: python data/prepare.py text --source FILE"
             ) from error

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from data.sources import Corpus, Piece, safe_cut
+from runtime.errors import UserError
 from runtime.randomness import SPLIT, philox_bits
 
 RoutedPiece = tuple[str, str, bool]  # split, text, whether the document ends here
@@ -57,7 +58,7 @@ def _split_documents(
     enough = math.ceil(group_size)
     documents = corpus.count(min(enough, limit or enough))
     if documents == 1 and records:
-        raise ValueError(
+        raise UserError(
             "a single record makes no training and validation split: add records, or give --split"
         )
     if documents == 1:
@@ -89,7 +90,7 @@ def _split_one_document(
     characters = sum(len(text) for text, _ in _limited(corpus, limit))
     boundary = characters - max(1, round(characters * fraction))
     if boundary < 1:
-        raise ValueError(
+        raise UserError(
             f"the only document has {characters} characters, too few for a training and a "
             "validation split; add documents"
         )

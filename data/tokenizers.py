@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from runtime.errors import UserError
 from runtime.ranges import check_value
 
 END_OF_TEXT = "<|endoftext|>"
@@ -87,7 +88,7 @@ class Tokenizer:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(
+            raise UserError(
                 f"id {wrong} is not in the vocabulary of the {self.name!r} tokenizer, whose ids "
                 f"are 0 to {self.vocab_size - 1}; was the text made with another tokenizer?"
             )
@@ -166,7 +167,7 @@ def _tiktoken(name: str):
     try:
         import tiktoken
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"the {name} tokenizer needs the package tiktoken: pip install tiktoken, "
             "or use the bytes tokenizer (--tokenizer bytes)"
         ) from error
@@ -193,7 +194,7 @@ def _load_r50k():
     # requests' errors, OSErrors, a hash that does not match: one remedy for all
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             "tiktoken could not get r50k_base, the file of the gpt2 tokenizer "
             f"({type(error).__name__}: {reason}). Without a network, set TIKTOKEN_CACHE_DIR to a "
             "folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 (tiktoken's cache "

@@ -25,6 +25,7 @@ from data.loader import (
 )
 from data.tokenizers import get_tokenizer
 from orders import Roles
+from runtime.errors import UserError
 
 NGRAM_TOKENS = 10_000_000  # of the training split: more do not change what they lose visibly
 
@@ -106,7 +107,7 @@ def open_eval_set(
     folder = find_dataset(name)
     meta = load_meta(folder)
     if meta["tokenizer"] != loaded.tokenizer:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
             f"{loaded.tokenizer} tokens; prepare the text again with --tokenizer {loaded.tokenizer}"
         )

@@ -34,6 +34,7 @@ from model import log_linear_noise
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions
 from runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
+from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.randomness import philox_bits, to_uniform
 from runtime.ranges import Count, check_values
@@ -170,16 +171,16 @@ class HarnessModel(TemplateLM):
         """ValueError if the model cannot do what the settings say."""
         a, config = self.settings, self.model.config
         if self.is_encoder and a.order == "l2r":
-            raise ValueError(
+            raise UserError(
                 "this model is an encoder and has no left-to-right likelihood; take order random"
             )
         if config.l2r_only and (a.order, a.mode) != ("l2r", "l2r"):
-            raise ValueError(
+            raise UserError(
                 "this model is not told its target position; take order l2r and mode l2r"
             )
         ids = config.mask_token if self.is_encoder else config.vocab_size
         if not self.tokenizer.vocab_size == self.loaded.vocab_size <= ids:
-            raise ValueError(
+            raise UserError(
                 f"{self.loaded.path} knows {min(self.loaded.vocab_size, ids)} tokens, but its "
                 f"tokenizer, {self.tokenizer.name}, has {self.tokenizer.vocab_size}: text cannot "
                 "be scored with it"
@@ -309,7 +310,7 @@ class HarnessModel(TemplateLM):
         _, context, continuation = requests[longest]
         end = self.tokenizer.decode(context[-SHOWN_TOKENS:])
         start = self.tokenizer.decode(continuation[:SHOWN_TOKENS])
-        raise ValueError(
+        raise UserError(
             f"{many} of {len(requests)} requests have no room: the model takes {self.block_size} "
             f"tokens, one of context among them, and request {longest + 1} has a continuation of "
             f"{lengths[longest]} tokens, which begins {start!r} after a context that ends in "
@@ -398,12 +399,12 @@ class HarnessModel(TemplateLM):
         top_p, top_k = given.pop("top_p", None), given.pop("top_k", None)
         given.pop("temperature", None)
         if given:
-            raise ValueError(
+            raise UserError(
                 f"generation setting {', '.join(given)} is not supported: until, max_gen_toks, "
                 "do_sample, temperature, top_p and top_k are"
             )
         if not 1 <= max_tokens < self.block_size:
-            raise ValueError(
+            raise UserError(
                 f"max_gen_toks is {max_tokens}, but the model takes {self.block_size} tokens, at "
                 "least one of context among them; give gen_kwargs max_gen_toks=N, N from 1 to "
                 f"{self.block_size - 1}"
@@ -499,4 +500,4 @@ def digest(*parts: Sequence[int]) -> int:
 
 def require_lm_eval() -> None:
     if lm_eval is None:
-        raise ValueError("this needs the package lm_eval: pip install -r requirements-harness.txt")
+        raise UserError("this needs the package lm_eval: pip install -r requirements-harness.txt")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.tokenizers import Tokenizer
 from model import Transformer
+from runtime.errors import UserError
 
 SENTENCE_ENDS = (".", "!", "?")
 AFTER_THEM = " \n\"')”’"  # what may stand between a sentence's end and the next one
@@ -116,7 +117,7 @@ def middle_nll(model: Transformer, passages: Passages, both_sides: bool) -> Tens
     to right. Raises ValueError where a model can continue a text only and both sides are asked for.
     """
     if model.config.l2r_only and both_sides:
-        raise ValueError("this model is not told its target and knows what stands before only")
+        raise UserError("this model is not told its target and knows what stands before only")
     tokens, device = passages.tokens, model.wte.weight.device
     known, (N, T) = passages.known(both_sides), tokens.shape
     length, positions = passages.end - passages.start, torch.arange(T)

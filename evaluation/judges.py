@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from checkpoints.errors import CheckpointError
 from checkpoints.load import Loaded, load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
+from runtime.errors import UserError
 from runtime.schemas import read_bounded
 
 # Elements of the logits of one batch, so that a large vocabulary does not exhaust the memory: a
@@ -85,7 +86,7 @@ class Judge:
         """
         largest = max((max(ids) for ids in samples if ids), default=0)
         if largest >= self.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the judge {self.name} has {self.vocab_size} tokens, but id {largest} is to be "
                 "scored: do its tokenizer and its model belong together?"
             )
@@ -151,7 +152,7 @@ def load_judge(name: str, device: torch.device) -> Judge:
     try:
         loaded = load(name, "ema", device)
     except CheckpointError as error:
-        raise ValueError(
+        raise UserError(
             f"--judge {name}: {error}. A judge can also be a folder that transformers has saved "
             "(config.json with a model_type, model.safetensors and a tokenizer), or a Hugging Face "
             "id, as gpt2-large"
@@ -177,7 +178,7 @@ class DecoderJudge(Judge):
     def __init__(self, name: str, loaded: Loaded, device: torch.device):
         config = loaded.model.config
         if config.is_encoder:
-            raise ValueError(
+            raise UserError(
                 f"--judge {name} is an encoder: it has no left-to-right probabilities; give a "
                 "decoder or a causal language model"
             )
@@ -211,14 +212,14 @@ class TransformersJudge(Judge):
         try:
             import transformers
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 f"--judge {name} needs the package transformers: pip install transformers; or give "
                 "a run or checkpoint of this project as the judge"
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         if not Path(name).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-            raise ValueError(f"--judge {name}: there is no such file or folder")
+            raise UserError(f"--judge {name}: there is no such file or folder")
         self.name, self.device = name, device
         self.libraries = {"transformers": transformers.__version__}
 
@@ -231,7 +232,7 @@ class TransformersJudge(Judge):
             name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name, **safe)
         )
         if not self.encode(PROBE):  # where no file is, transformers makes an empty tokenizer
-            raise ValueError(
+            raise UserError(
                 f"--judge {name} has no tokenizer: save the files of its tokenizer beside the model"
             )
         options = safe | {"use_safetensors": True, "output_loading_info": True}
@@ -243,14 +244,14 @@ class TransformersJudge(Judge):
             ),
         )
         if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
-            raise ValueError(
+            raise UserError(
                 f"--judge {name} is no complete causal language model: {len(missing)} of its "
                 f"weights are missing, e.g. {missing[0]}"
             )
         self.model = model.to(device).eval()
         self._set_attributes(config)
         if not self._is_causal():
-            raise ValueError(
+            raise UserError(
                 f"--judge {name} ({config.model_type}) is no causal language model: what it says "
                 "of a token depends on later ones; give a left-to-right model, as gpt2-large"
             )
@@ -319,7 +320,7 @@ def _obtain(name: str, what: str, read: Callable):
         return read()
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ValueError(
+        raise UserError(
             f"--judge {name}: its {what} could not be had: {type(error).__name__}: {reason}. Give "
             "a run or checkpoint of this project, a folder with config.json, model.safetensors "
             "and a tokenizer, or the id of a causal language model on Hugging Face (which needs "

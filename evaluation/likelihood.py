@@ -26,6 +26,7 @@ from model import Transformer
 from objectives import token_nll, token_score_entropy
 from orders import OrderConfig, Roles
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
+from runtime.errors import UserError
 from runtime.processes import Processes
 from sampling.engine import generate
 from sampling.plans import Pace, Rule, l2r_plan
@@ -195,7 +196,7 @@ class BatchRunner:
             advice = "use a device with more of it"
             if self.given:
                 advice = "leave out --batch-size, or give a smaller one"
-            raise ValueError(
+            raise UserError(
                 f"the device is out of memory at {self.batch_size} sequences a pass; {advice}"
             )
         self.batch_size //= 2

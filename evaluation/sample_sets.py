@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.tokenizers import TOKENIZERS, get_tokenizer
+from runtime.errors import UserError
 from runtime.files import json_object, read_lines
 
 
@@ -43,7 +44,7 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
         key = json.dumps(sample.get("settings"), sort_keys=True)
         groups.setdefault(key, []).append((place, sample))
     if not groups:
-        raise ValueError(f"--samples {path}: there is no sample in it")
+        raise UserError(f"--samples {path}: there is no sample in it")
     sets = []
     for group in groups.values():
         places, samples = zip(*group, strict=True)
@@ -59,19 +60,19 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
 def check_sample(sample: dict, place: str) -> None:
     """ValueError if it is not what sample.py writes."""
     if not isinstance(sample.get("text"), str):
-        raise ValueError(
+        raise UserError(
             f'{place}: give an object with "text", as sample.py --jsonl writes, or {{"text": TEXT}}'
         )
     for key in ("tokens", "step"):
         values = sample.get(key, [])
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise ValueError(
+            raise UserError(
                 f'{place}: "{key}" must be a list of whole numbers, as sample.py writes it'
             )
     if "step" in sample and len(sample["step"]) != len(sample.get("tokens", [])):
-        raise ValueError(f'{place}: "step" and "tokens" must be equally long')
+        raise UserError(f'{place}: "step" and "tokens" must be equally long')
     if not isinstance(sample.get("settings", {}), dict):
-        raise ValueError(f'{place}: "settings" must be an object, as sample.py writes it')
+        raise UserError(f'{place}: "settings" must be an object, as sample.py writes it')
 
 
 def find_tokenizer(path: Path, places: tuple[str, ...], samples: tuple[dict, ...]) -> str | None:
@@ -80,7 +81,7 @@ def find_tokenizer(path: Path, places: tuple[str, ...], samples: tuple[dict, ...
     if with_tokens == 0:
         return None
     if with_tokens < len(samples):
-        raise ValueError(
+        raise UserError(
             f'{path}: some rows have "tokens", some not; give all of them tokens, or none'
         )
     # The last one first, and no more than needed: gpt2 reads its files, at worst from the network.
@@ -88,7 +89,7 @@ def find_tokenizer(path: Path, places: tuple[str, ...], samples: tuple[dict, ...
     tokenizer = next(fitting, None)
     for place, sample in zip(places, samples, strict=True):
         if tokenizer is None or not is_text_of(tokenizer, sample):
-            raise ValueError(
+            raise UserError(
                 f'{place}: "tokens" are not those of "text" in '
                 f'{tokenizer or "any known tokenizer"}; leave "tokens" out to score the text alone'
             )

@@ -22,6 +22,7 @@ from evaluation.text_measures import (
     repetition,
     unigram_entropy,
 )
+from runtime.errors import UserError
 from runtime.processes import Processes
 
 
@@ -52,9 +53,7 @@ def score_samples(
         for place, *both in zip(places, tokens, judged, strict=True):
             least = min(map(len, both))
             if least < 2:
-                raise ValueError(
-                    f"{place}: the sample has {least} tokens; 2 at least can be scored"
-                )
+                raise UserError(f"{place}: the sample has {least} tokens; 2 at least can be scored")
 
     windows, quiet = len(judge.windows(judged)), None if procs.main else True
     with tqdm(total=windows, desc="judge", unit="window", disable=quiet, leave=False) as bar:

@@ -21,6 +21,7 @@ from data.tasks import TASKS, Task
 from data.tokenizers import get_tokenizer
 from evaluation.text_measures import mean_and_error
 from orders import Roles
+from runtime.errors import UserError
 from runtime.processes import Processes
 from sampling.engine import Generation
 from sampling.modes import DecodingOptions, PlannedSamples, generate_distributed, mode_plan
@@ -70,14 +71,14 @@ def open_questions(
     folder = find_dataset(name)
     meta = load_meta(folder)
     if meta["tokenizer"] != loaded.tokenizer:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
             f"{loaded.tokenizer} tokens"
         )
     split = split or ("test" if "test" in meta["splits"] else evaluation_split(meta))
     data = TokenDataset(folder, split, loaded.model.config.block_size)
     if not data.of_records:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds text of which nothing is given; make records with: python "
             "data/prepare.py records --source FILE.jsonl --block-size N"
         )

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from runtime.errors import UserError
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -64,12 +66,12 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
     except RuntimeError:
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} is not known; give auto, cpu, cuda or cuda:N")
+        raise UserError(f"device {device!r} is not known; give auto, cpu, cuda or cuda:N")
     if chosen.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = local_rank if chosen.index is None else chosen.index
         if index >= count:
-            raise ValueError(
+            raise UserError(
                 f"device {device!r}: PyTorch sees {count} GPUs here; use --device cpu or "
                 "fewer processes"
             )

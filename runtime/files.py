@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runtime.errors import UserError
 from runtime.schemas import MAX_DEPTH, too_deep
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
@@ -146,7 +147,7 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     where a line is not UTF-8 or longer than anybody writes."""
     if not path.is_file():
         what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
-        raise ValueError(f"{option} {path}: {what}")
+        raise UserError(f"{option} {path}: {what}")
     with open(path, "rb") as file:
         yield from lines_of(file, str(path))
 
@@ -158,11 +159,11 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
         place = f"{name} line {number}"
         if len(data) > LINE_BYTES:
-            raise ValueError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
+            raise UserError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
         try:
             line = data.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+            raise UserError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
         if line.strip():
             yield place, line.removesuffix("\n").removesuffix("\r")
 
@@ -172,9 +173,9 @@ def json_object(line: str, place: str) -> dict:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep
-        raise ValueError(f"{place}: this is not JSON ({error})") from error
+        raise UserError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
+        raise UserError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
     if line.count("[") + line.count("{") > MAX_DEPTH and too_deep(row):
-        raise ValueError(f"{place}: brackets are nested too deep")
+        raise UserError(f"{place}: brackets are nested too deep")
     return row

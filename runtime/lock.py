@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from runtime.errors import UserError
 from runtime.files import is_alive, temporary_beside
 from runtime.processes import Processes
 
@@ -38,7 +39,7 @@ def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
             except (ValueError, OSError) as failure:
                 error = str(failure)
         if error := procs.gather(error)[0]:
-            raise ValueError(error)
+            raise UserError(error)
         yield
 
 
@@ -82,7 +83,7 @@ def _open_and_lock(path: Path) -> tuple[IO[str], bool]:
     known = True
     while True:
         if path.is_symlink() or path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no file of a job: remove it")
+            raise UserError(f"{path} is no file of a job: remove it")
         # "a" makes the file where there is none, and empties none.
         file = open(path, "a+", encoding="utf-8", errors="replace")
         file.seek(0)
@@ -91,7 +92,7 @@ def _open_and_lock(path: Path) -> tuple[IO[str], bool]:
         except BlockingIOError:
             owner = file.read(1000).strip()
             file.close()
-            raise ValueError(_in_use(path, owner)) from None
+            raise UserError(_in_use(path, owner)) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
@@ -107,7 +108,7 @@ def check_owner(path: Path, text: str, known: bool = True) -> None:
     """Raise ValueError if what stands in a lock file, whose kernel's lock is free, is of a job that
     may go on elsewhere, or here. known: the kernel knows of jobs on this machine."""
     if text.strip("\0\n ") and not text.startswith("{"):  # zeros: what a crash may leave
-        raise ValueError(f"{path} is no file of a job: remove it")
+        raise UserError(f"{path} is no file of a job: remove it")
     try:
         owner = json.loads(text)
         host, job = owner["host"], owner["job"]
@@ -120,7 +121,7 @@ def check_owner(path: Path, text: str, known: bool = True) -> None:
         return
     # No job touches its file in the future.
     if abs(_now(path) - path.stat().st_mtime) < LEFT_OVER_AFTER:
-        raise ValueError(_in_use(path, text.strip()))
+        raise UserError(_in_use(path, text.strip()))
 
 
 def _is_at_work(pid: Any) -> bool:

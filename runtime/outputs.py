@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.errors import UserError
 from runtime.files import rewrite, temporary_beside, to_json
 
 # Names of files that are no result of a script that writes results: in a folder that it reads, not
@@ -76,12 +77,12 @@ class Outputs:
         for option, path in given.items():
             other = seen.setdefault(path.resolve(), option)
             if other != option and (path.is_file() or not path.exists()):  # not a device
-                raise ValueError(f"{other} and {option} name the same file; name different ones")
+                raise UserError(f"{other} and {option} name the same file; name different ones")
             check_place(path, option)
             for source in read:
                 check_not_input(path, option, source)
             if not overwrite and path.is_file() and path.stat().st_size:
-                raise ValueError(
+                raise UserError(
                     f"{option} {path} exists already; pass --overwrite to replace it, or name "
                     "another file"
                 )
@@ -150,10 +151,10 @@ def _keep_elsewhere(path: Path, content: bytes) -> str:
 def check_place(path: Path, option: str) -> None:
     """Raise ValueError if a result file could not be written."""
     if path.is_dir():
-        raise ValueError(f"{option} {path} is a folder; name a file")
+        raise UserError(f"{option} {path} is a folder; name a file")
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             if not os.access(path, os.W_OK):
@@ -163,7 +164,7 @@ def check_place(path: Path, option: str) -> None:
         temporary.open("xb").close()
         temporary.unlink()
     except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written: {error}") from error
+        raise UserError(f"{option} {path} cannot be written: {error}") from error
 
 
 def check_not_input(path: Path, option: str, source: Path) -> None:
@@ -178,7 +179,7 @@ def check_not_input(path: Path, option: str, source: Path) -> None:
     if not replaced and path.is_file() and path.stat().st_nlink > 1 and folder.is_dir():
         replaced = any(is_kept(file) and file.samefile(path) for file in folder.rglob("*"))
     if replaced:
-        raise ValueError(f"{option} {path} is a file that is read ({source}); name another file")
+        raise UserError(f"{option} {path} is a file that is read ({source}); name another file")
 
 
 def is_kept(path: Path) -> bool:

@@ -5,6 +5,8 @@ number of processes, asks for the same (seed, index, row) and gets the same numb
 
 import numpy as np
 
+from runtime.errors import UserError
+
 # Uses of one seed that must not share numbers: the top word of the 256-bit counter tells them
 # apart.
 ORDERS, SHUFFLE, SPLIT, LENGTHS = range(4)
@@ -22,7 +24,7 @@ def philox_bits(seed: int, index: int, rows: range, width: int, stream: int = OR
     Returns: uint64 array (len(rows), width); raw Philox output, the same in every version of numpy.
     """
     if not (0 <= seed < 2**64 and 0 <= index < 2**64):
-        raise ValueError(
+        raise UserError(
             f"seed and step must be from 0 to 2**64 - 1, but they are {seed} and {index}"
         )
     counters = -(-width // 4)  # of a row: one counter yields four numbers

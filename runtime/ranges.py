@@ -24,6 +24,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
+from runtime.errors import UserError
+
 LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
@@ -78,14 +80,14 @@ def check_value(value: Any, hint: Any, name: str) -> None:
     if hint in KINDS:
         kind, allowed = KINDS[hint]
         if not isinstance(value, allowed) or isinstance(value, bool) and hint is not bool:
-            raise ValueError(f"{name} is {value!r}, but it must be {kind}")
+            raise UserError(f"{name} is {value!r}, but it must be {kind}")
     elif origin in (Union, types.UnionType):  # X | None
         if value is not None:
             for option in (option for option in arguments if option is not type(None)):
                 check_value(value, option, name)
     elif origin is tuple:  # tuple[X, ...]
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{name} is {value!r}, but it must be a list")
+            raise UserError(f"{name} is {value!r}, but it must be a list")
         for item in value:
             check_value(item, arguments[0], name)
     elif origin is Literal:
@@ -93,12 +95,12 @@ def check_value(value: Any, hint: Any, name: str) -> None:
             choices = ", ".join(map(repr, arguments))
             near = difflib.get_close_matches(str(value), map(str, arguments), n=1)
             guess = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name} is {value!r}; it must be one of {choices}{guess}")
+            raise UserError(f"{name} is {value!r}; it must be one of {choices}{guess}")
     elif origin is Annotated:
         check_value(value, arguments[0], name)
         bounds = [bound for item in arguments[1:] for bound in _bounds(item)]
         if not all(_within(value, bound) for bound in bounds):
-            raise ValueError(f"{name} is {value}; {_advice(bounds)}")
+            raise UserError(f"{name} is {value}; {_advice(bounds)}")
 
 
 def _bounds(metadata: Any) -> list:

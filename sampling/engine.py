@@ -28,6 +28,7 @@ from runtime.devices import (
     out_of_memory,
     release_memory,
 )
+from runtime.errors import UserError
 from sampling.compiled import CompiledShapes, StepRunner, with_compiled_blocks
 from sampling.packed import packed
 from sampling.passes import (
@@ -157,7 +158,7 @@ def generate(
     B, T = plan.order.shape
     for name, value in (("vocab_size", vocab_size), ("batch_size", batch_size)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; give at least 1, or None for all")
+            raise UserError(f"{name} is {value}; give at least 1, or None for all")
     choice = choice or TokenChoice()
     if forced is not None:
         uniforms = _check_forced(model, plan, forced)
@@ -182,7 +183,7 @@ def generate(
             if not out_of_memory(error):
                 raise
             if not halve or size == 1:
-                raise ValueError(
+                raise UserError(
                     f"memory ran out with a batch of {size} samples of {T} tokens on "
                     f"{model.wte.weight.device}: {_advice(size // 2)}"
                 ) from error
@@ -198,52 +199,52 @@ def _check(model, plan, choice, tokens, uniforms, generator) -> tuple[Tensor, Te
     model, plan and choice."""
     (B, T), config = plan.order.shape, model.config
     if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
+        raise UserError("the model is in training mode; call model.eval() first")
     if B == 0:
-        raise ValueError("the plan holds no samples; plan at least one")
+        raise UserError("the plan holds no samples; plan at least one")
     if T > config.block_size:
-        raise ValueError(
+        raise UserError(
             f"samples of {T} tokens, but the model was built for up to {config.block_size}"
         )
     if plan.draft and (config.is_encoder or config.l2r_only):
-        raise ValueError(
+        raise UserError(
             "speculative decoding needs a decoder that is told its target position; use another "
             "plan"
         )
     if plan.draft and choice.noise != "float64":
-        raise ValueError(
+        raise UserError(
             f"speculative decoding draws exactly; {choice.noise} noise has no meaning there"
         )
     given = plan.given_positions()
     if tokens is None:
         if given.any():
-            raise ValueError("the plan has given positions: pass their tokens")
+            raise UserError("the plan has given positions: pass their tokens")
         tokens = torch.zeros(B, T, dtype=torch.long)
     if uniforms is None:
         uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
     for name, value in (("tokens", tokens), ("uniforms", uniforms)):
         if value.shape != (B, T):
-            raise ValueError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
+            raise UserError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
     if not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise ValueError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
+        raise UserError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
     prompt = tokens.cpu()[given]
     ids = config.vocab_size if config.mask_token is None else config.mask_token
     if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < ids:
-        raise ValueError(f"a given token is outside the model's vocabulary of {ids}")
+        raise UserError(f"a given token is outside the model's vocabulary of {ids}")
     return tokens.cpu().where(given, 0), uniforms
 
 
 def _check_forced(model, plan: Plan, forced: Tensor) -> Tensor:
     """Uniforms, which nothing is drawn with; ValueError where these tokens cannot be forced."""
     if plan.draft:
-        raise ValueError("speculation draws what it is to verify; force tokens on another plan")
+        raise UserError("speculation draws what it is to verify; force tokens on another plan")
     if forced.shape != plan.order.shape:
-        raise ValueError(
+        raise UserError(
             f"forced are {tuple(forced.shape)}, but the plan is for {tuple(plan.order.shape)}"
         )
     ids = model.config.vocab_size if model.config.mask_token is None else model.config.mask_token
     if forced.numel() and not 0 <= int(forced.min()) <= int(forced.max()) < ids:
-        raise ValueError(f"a forced token is outside the model's vocabulary of {ids}")
+        raise UserError(f"a forced token is outside the model's vocabulary of {ids}")
     return torch.zeros(forced.shape, dtype=torch.float64)
 
 
@@ -272,7 +273,7 @@ def _size_that_fits(model, length: int, batch_size: int, halve: bool) -> int:
     while halve and batch_size > 1 and batch_size * one > free:
         batch_size //= 2
     if batch_size * one > free:
-        raise ValueError(
+        raise UserError(
             f"the cache of {batch_size} samples of {length} tokens takes "
             f"{batch_size * one / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB are free on {device}: "
             f"{_advice(free // one)}"
@@ -337,7 +338,7 @@ class Engine(nn.Module):
         """As the function of that name, with the same checks, for plans of T positions, always B
         samples at a time."""
         if plan.order.shape[1] != self.T:
-            raise ValueError(
+            raise UserError(
                 f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
             )
         checked = _check(self.model, plan, self.choice, tokens, uniforms, generator)
@@ -388,7 +389,7 @@ class Engine(nn.Module):
             step = plan.step.where(plan.generated(), -1)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, : self.T].isfinite().all():
-            raise ValueError(
+            raise UserError(
                 "the model's output is not finite (its weights overflowed or hold NaN); nothing "
                 "was generated"
             )

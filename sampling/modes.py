@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from model import ModelConfig, Transformer
 from runtime.devices import available_memory
+from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.ranges import LARGEST, Count, Probability, check_values, flag
 from sampling.engine import Generation, generate
@@ -141,7 +142,7 @@ def with_mode_defaults(options: Options) -> Options:
     defaults = {}
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
-            raise ValueError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
+            raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
         options = dataclasses.replace(options, mode="adaptive", unmask_by=options.mode)
     for name, (default, modes) in MODE_OPTIONS.items():
         value = getattr(options, name)
@@ -151,12 +152,12 @@ def with_mode_defaults(options: Options) -> Options:
                 defaults[name] = value  # the model chooses how many
         elif value is not None:
             also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
-            raise ValueError(
+            raise UserError(
                 f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
                 f"--mode {' or '.join((*modes, *also))}"
             )
     if options.mode == "speculative" and options.noise != "float64":
-        raise ValueError(
+        raise UserError(
             f"--noise {options.noise} has no meaning with --mode speculative, which draws exactly; "
             "leave it out"
         )
@@ -165,7 +166,7 @@ def with_mode_defaults(options: Options) -> Options:
     if options.threshold is not None and options.unmask_by != "random":
         check_threshold(options.unmask_by, options.threshold)
     if options.unmask_by == "random" and of_choice != (None, None, None):
-        raise ValueError(
+        raise UserError(
             "--threshold, --entropy-bound and --block are for positions that the model chooses: "
             "give another --unmask-by"
         )
@@ -188,12 +189,12 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             what += f" (by {options.unmask_by})"
         elif options.mode == "l2r":
             what = f"--group-size {options.group_size}"
-        raise ValueError(
+        raise UserError(
             f"{what} needs a model that is told its target position; this one takes --mode l2r, "
             "group size 1"
         )
     if options.mode == "speculative" and config.is_encoder:
-        raise ValueError(
+        raise UserError(
             "--mode speculative needs causal attention, and this model has full attention; take "
             "another mode"
         )
@@ -252,7 +253,7 @@ def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -
     numbers = options.num_samples * len(contexts) * max(map(len, contexts))
     memory = available_memory(torch.device("cpu"))
     if memory is not None and numbers * PLAN_BYTES > memory:
-        raise ValueError(
+        raise UserError(
             f"{options.num_samples:,} samples for each of {len(contexts):,} prompts need "
             f"{numbers * PLAN_BYTES / 2**30:,.0f} GiB of memory; ask for fewer at once"
         )

@@ -8,6 +8,7 @@ from JSON inside it.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from runtime.errors import UserError
 from runtime.files import to_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -35,12 +36,12 @@ class PageSample:
 
     def __post_init__(self):
         if not len(self.pieces) == len(self.step) == len(self.log_probs):
-            raise ValueError(
+            raise UserError(
                 f"a sample has {len(self.pieces)} pieces, {len(self.step)} steps and "
                 f"{len(self.log_probs)} log-probabilities; give one of each per token"
             )
         if self.step and min(self.step) < -1:
-            raise ValueError(
+            raise UserError(
                 f"a sample has step {min(self.step)}; steps are 0 or more, or -1 for a given token"
             )
 
@@ -55,7 +56,7 @@ def render(samples: list[PageSample], settings: dict) -> str:
     no samples.
     """
     if not samples:
-        raise ValueError("there are no samples to show; give at least one")
+        raise UserError("there are no samples to show; give at least one")
     data = to_json({"samples": [asdict(sample) for sample in samples], "settings": settings})
     # to_json leaves only ASCII; without "<" no text can end the script element that holds the data.
     data = data.replace("<", "\\u003c")

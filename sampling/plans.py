@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
 from runtime.ranges import LARGEST, check_value
 
 Schedule = Literal["linear", "cosine"]
@@ -53,7 +54,7 @@ class Pace:
     def __post_init__(self):
         for name, value in vars(self).items():
             if value is not None and not value >= (name == "most"):
-                raise ValueError(
+                raise UserError(
                     f"{name} is {value}; give a number of at least {int(name == 'most')}"
                 )
 
@@ -75,7 +76,7 @@ class Rule:
 def check_threshold(score: Score, threshold: float) -> None:
     """Raise ValueError for one that no position could reach."""
     if score != "entropy" and threshold > 1:
-        raise ValueError(
+        raise UserError(
             f"the threshold is {threshold:g}, but {score} is a probability: give a number from 0 "
             "to 1"
         )
@@ -114,33 +115,33 @@ class Plan:
     def __post_init__(self):
         if self.order.shape != self.step.shape or self.order.dim() != 2:
             order, step = tuple(self.order.shape), tuple(self.step.shape)
-            raise ValueError(f"order {order} and step {step} must both be (B, T)")
+            raise UserError(f"order {order} and step {step} must both be (B, T)")
         B, T = self.order.shape
         if self.length is None:
             self.length = torch.full((B,), T)
         if self.length.shape != (B,) or ((self.length < 0) | (self.length > T)).any():
-            raise ValueError(f"a plan's length must be {B} numbers from 0 to {T}, one a sample")
+            raise UserError(f"a plan's length must be {B} numbers from 0 to {T}, one a sample")
         positions = torch.arange(T, device=self.order.device)
         if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
-            raise ValueError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
+            raise UserError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
         if not torch.equal(self.order < self.length[:, None], self.valid()):
-            raise ValueError(
+            raise UserError(
                 "a plan's order must name the positions that a sample has before those it does not "
                 "have"
             )
         falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
         if (self.step < -1).any() or falls.any():
-            raise ValueError(
+            raise UserError(
                 "a plan's steps must be -1 (given) or more and must not fall along the order"
             )
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
         if self.draft and (self.draft < 2 or self.unmask_by != "order"):
-            raise ValueError(
+            raise UserError(
                 f"a draft of {self.draft} positions (unmasked by {self.unmask_by!r}): draft at "
                 "least 2, in order"
             )
         if self.pace and self.unmask_by == "order":
-            raise ValueError("a plan has a pace where the model chooses: set its unmask_by")
+            raise UserError("a plan has a pace where the model chooses: set its unmask_by")
 
     def __getitem__(self, rows: slice) -> Plan:
         return dataclasses.replace(
@@ -216,7 +217,7 @@ def mdm_plan(
             first and many at the end (MaskGIT).
     """
     if not 1 <= steps <= LARGEST:
-        raise ValueError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
+        raise UserError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
     check_value(schedule, Schedule, "the schedule")
     samples = _Samples(batch_size, length, given)
     # Inverse CDF: a position unmasks when the share of unmasked positions (1 minus that of the
@@ -262,7 +263,7 @@ def adaptive_plan(
         plan = random_plan(batch_size, length, generator, given, group)
         return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
     if by == "random":
-        raise ValueError(
+        raise UserError(
             "threshold, entropy_bound and block are for positions chosen by the model; give a "
             "score to choose by"
         )
@@ -355,7 +356,7 @@ class _Samples:
     def __init__(self, batch_size: int, length: int | Tensor, given: Tensor | None):
         length = torch.as_tensor(length).cpu()
         if length.shape not in ((), (batch_size,)) or (length < 0).any():
-            raise ValueError(
+            raise UserError(
                 f"length must be a number >= 0, or {batch_size} of them, one a sample; it is "
                 f"{length}"
             )
@@ -364,7 +365,7 @@ class _Samples:
         if given is None:
             given = torch.zeros(self.B, self.T, dtype=torch.bool)
         if given.shape != (self.B, self.T):
-            raise ValueError(
+            raise UserError(
                 f"given is {tuple(given.shape)}, but the samples are {(self.B, self.T)}"
             )
         self.position = torch.arange(self.T).expand(self.B, self.T)
@@ -395,6 +396,6 @@ class _Samples:
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """The positions by rising key, `group` in a step."""
         if group < 1:
-            raise ValueError(f"a group of {group} positions; unmask at least 1 in a step")
+            raise UserError(f"a group of {group} positions; unmask at least 1 in a step")
         order, index = self.order_by(key)
         return self.plan(order, index, index // group)

@@ -61,19 +61,18 @@ import eval_gen
 import eval_infill
 import eval_ppl
 import eval_tasks
-import findings
 import sample
-import speedrun
 import train
 from checkpoints import on_disk
 from checkpoints.load import load
 from data import prepare
 from evaluation import published
-from experiments import suite
-from experiments.tuning import choices_of
 from runtime.command_line import run_script
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import commit, markdown_table
+from studies import findings, speedrun
+from studies.experiments import suite
+from studies.experiments.tuning import choices_of
 
 SECONDS, BYTES = 30, 2 * 2**30
 STEPS, CHECKPOINTS = 6, "run/checkpoints"
@@ -247,10 +246,10 @@ WORDS = [word for word in map(str, ODD) if "\0" not in word and "\ud800" not in 
 
 OWN_SETTINGS = {
     "data/published.toml": "published.toml",
-    "configs/findings/E1.toml": "findings/E1.toml",
-    "configs/findings/common.toml": "findings/common.toml",
-    "configs/speedrun/bytes64.toml": "tracks/bytes64.toml",
-    "configs/speedrun/bytes.toml": "tracks/bytes.toml",
+    "studies/configs/findings/E1.toml": "findings/E1.toml",
+    "studies/configs/findings/common.toml": "findings/common.toml",
+    "studies/configs/speedrun/bytes64.toml": "tracks/bytes64.toml",
+    "studies/configs/speedrun/bytes.toml": "tracks/bytes.toml",
 }
 TASK = """task: own
 dataset_path: json

@@ -14,23 +14,23 @@ from helpers import ALONE, assert_user_error, make_data, run_script, tiny_config
 from reference import LEVEL, chi_square_p, make_plan, seeded
 
 import train
-from benchmarks import common
-from benchmarks import decode as bench
-from benchmarks import lengths as lengths_bench
-from benchmarks import loading as loading_bench
-from benchmarks import memory as memory_bench
-from benchmarks.baselines import decode_cached, decode_uncached, draw
-from benchmarks.common import Rates
-from benchmarks.decode import floor_of, model_calls, only_calls, row_groups
 from checkpoints import on_disk
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load
-from experiments.measures import of_bench
 from model import AOGPT, ModelConfig
 from orders import OrderConfig
 from sampling.engine import generate
 from sampling.plans import Plan, group_sizes, l2r_plan, mdm_plan
 from sampling.token_choice import TokenChoice
+from studies.benchmarks import common
+from studies.benchmarks import decode as bench
+from studies.benchmarks import lengths as lengths_bench
+from studies.benchmarks import loading as loading_bench
+from studies.benchmarks import memory as memory_bench
+from studies.benchmarks.baselines import decode_cached, decode_uncached, draw
+from studies.benchmarks.common import Rates
+from studies.benchmarks.decode import floor_of, model_calls, only_calls, row_groups
+from studies.experiments.measures import of_bench
 
 N, V = 4, 3  # positions and tokens of the enumerable model: 81 sequences
 SAMPLES = 10_000
@@ -222,7 +222,7 @@ def measured(tmp_path_factory):
     """Folder with all that one run wrote, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
     outputs = [f"--{option}={folder / option}" for option in ("json", "markdown", "plot")]
-    done = run_script("bench.py", *TINY, "--steps", 4, 32, "--slow-calls", 4, *outputs)
+    done = run_script("-m", "studies.bench", *TINY, "--steps", 4, 32, "--slow-calls", 4, *outputs)
     return folder, done.stdout
 
 
@@ -269,7 +269,7 @@ def test_the_report_says_what_was_measured_on_what(measured):
     for model in result["models"].values():
         assert abs(model["entropy"] - bench.ENTROPY) < 0.01
     markdown = (folder / "markdown").read_text()
-    assert result["command"].startswith("python bench.py decode --size=tiny")
+    assert result["command"].startswith("python -m studies.bench decode --size=tiny")
     assert result["command"] in markdown and printed.strip() in markdown
     table = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 8 and len({line.count("|") for line in table}) == 1
@@ -300,7 +300,7 @@ def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
 
 def test_all_calls_of_chosen_systems_and_of_even_plans():
     chosen = ("--slow-calls", 0, "--plan", "even", "--systems", "encoder", "ours")
-    done = run_script("bench.py", *TINY, "--steps", 8, *chosen)
+    done = run_script("-m", "studies.bench", *TINY, "--steps", 8, *chosen)
     table = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")][2:]
     cells = [(row[0].strip(), row[4].strip(), row[-1].strip()) for row in table]
     assert cells == [("encoder", "8", "all"), ("ours", "8", "all")]
@@ -426,7 +426,7 @@ def test_impossible_settings_are_refused_by_name(settings, words, monkeypatch):
     ids=["decode", "train"],
 )
 def test_bad_command_lines_end_with_a_message(arguments, words):
-    assert_user_error(run_script("bench.py", *arguments, check=False), *words)
+    assert_user_error(run_script("-m", "studies.bench", *arguments, check=False), *words)
 
 
 def test_loading_is_timed_with_checksums_and_without(tmp_path, capsys):

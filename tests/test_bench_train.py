@@ -11,12 +11,12 @@ import torch
 from helpers import run_script
 from reference import randomise
 
-from benchmarks import train as bench
-from benchmarks.baselines import PerToken
-from benchmarks.train import PHASES, Trainee, TrainOptions
 from model import AOGPT, ModelConfig
 from orders import OrderConfig, orders_at
 from runtime.devices import has_compiler
+from studies.benchmarks import train as bench
+from studies.benchmarks.baselines import PerToken
+from studies.benchmarks.train import PHASES, Trainee, TrainOptions
 
 COMPILER = has_compiler()
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def measured(tmp_path_factory):
     ]
     systems = [*(["gpt"] if COMPILER else []), "per-token", "aogpt-eager", "gpt-eager"]
     done = run_script(
-        "bench.py", *TINY, "--repeats", 3, "--warmup", 2, "--systems", *systems, *outputs
+        "-m", "studies.bench", *TINY, "--repeats", 3, "--warmup", 2, "--systems", *systems, *outputs
     )
     return folder, done.stdout
 
@@ -230,7 +230,7 @@ def test_the_report_says_what_was_measured_on_what(measured):
     assert result["versions"]["torch"] == torch.__version__ and result["machine"]["threads"] == 1
     markdown = (folder / "markdown").read_text()
     assert (
-        result["command"].startswith("python bench.py train --size tiny")
+        result["command"].startswith("python -m studies.bench train --size tiny")
         and result["command"] in markdown
     )
     assert printed.strip() in markdown and result["machine"]["name"] in printed

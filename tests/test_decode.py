@@ -46,20 +46,21 @@ from reference import (
     with_choice,
 )
 
-from decode import (
+from evaluation.likelihood import decoding_nll, importance_weighted
+from model import AOGPT, log_linear_noise
+from orders import Roles
+from sampling import (
     Engine,
     Plan,
     TokenChoice,
+    engine,
     generate,
     group_sizes,
     l2r_plan,
     mdm_plan,
     speculative_plan,
+    token_choice,
 )
-from evaluation.likelihood import decoding_nll, importance_weighted
-from model import AOGPT, log_linear_noise
-from orders import Roles
-from sampling import engine, token_choice
 from sampling.compiled import CompiledShapes, StepRunner
 from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
 from sampling.plans import Pace, Rule

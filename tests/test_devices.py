@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from benchmarks.tf32 import TF32, to_tf32
 from runtime.devices import deterministic, pick_device, tf32
+from studies.benchmarks.tf32 import TF32, to_tf32
 
 
 @pytest.mark.parametrize(

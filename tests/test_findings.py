@@ -17,14 +17,14 @@ import pytest
 import tomli_w
 from helpers import ROOT, change, run_script, tiny_config
 
-import findings
 from data.loader import read_tokens
-from experiments import arms as of_arms
-from experiments import measures, report, suite, tuning, verdicts
-from experiments.measures import SYSTEMS
-from experiments.suite import load_experiment
-from experiments.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
 from runtime.schemas import FileError
+from studies import findings
+from studies.experiments import arms as of_arms
+from studies.experiments import measures, report, suite, tuning, verdicts
+from studies.experiments.measures import SYSTEMS
+from studies.experiments.suite import load_experiment
+from studies.experiments.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
 from training import config as configuration
 from training.optimizers import learning_rates
 
@@ -133,7 +133,7 @@ def test_the_encoder_beside_the_order_ensembles_is_that_of_the_findings():
 def test_runs_at_the_papers_scale_have_the_papers_size_and_what_their_arm_changes(name):
     experiment = load_experiment(name)
     if experiment.bench:
-        assert experiment.scale["command"].startswith("python bench.py")
+        assert experiment.scale["command"].startswith("python -m studies.bench")
         return
     configs = {(r, a): c for r in experiment.recipes for a, c in experiment.at_scale(r).items()}
     for config in configs.values():
@@ -610,7 +610,7 @@ def test_data_of_measures_are_missed_before_anything_is_trained(tiny, monkeypatc
 
 @pytest.mark.slow
 def test_the_first_experiment_runs_quickly_from_the_text_of_the_repository(tmp_path):
-    done = run_script("findings.py", "E1", "--seeds", 1, "--quick", "--jobs", 2)
+    done = run_script("-m", "studies.findings", "E1", "--seeds", 1, "--quick", "--jobs", 2)
     assert "unresolved" in done.stdout
     assert (ROOT / "out" / "findings" / "quick" / "E1.png").stat().st_size > 10_000
 
@@ -618,7 +618,7 @@ def test_the_first_experiment_runs_quickly_from_the_text_of_the_repository(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["E6", "E7"])  # models of another, a judge; a benchmark
 def test_experiments_with_measures_run_quickly(name):
-    run_script("findings.py", name, "--seeds", 1, "--quick", "--jobs", 2)
+    run_script("-m", "studies.findings", name, "--seeds", 1, "--quick", "--jobs", 2)
     assert (ROOT / "out" / "findings" / "quick" / f"{name}.png").stat().st_size > 10_000
 
 

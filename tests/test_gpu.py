@@ -9,10 +9,10 @@ import torch
 from helpers import run_script
 from torch.autograd import DeviceType
 
-import gpu
 import train
-from benchmarks import correctness
-from benchmarks.correctness import Check, at_most
+from studies import gpu
+from studies.benchmarks import correctness
+from studies.benchmarks.correctness import Check, at_most
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def test_on_a_cpu_all_is_as_it_should_be(tmp_path):
     """Every kind of model against float64, compiled, decoded; and training in processes."""
     out = tmp_path / "gpu"
-    done = run_script("gpu.py", "--device", "cpu", "--out", out, check=True)
+    done = run_script("-m", "studies.gpu", "--device", "cpu", "--out", out, check=True)
     result = json.loads((out / "gpu.json").read_text())
     rows = result["rows"]
     assert {row["part"] for row in rows} == {0, 1} and len(rows) > 60

@@ -13,8 +13,7 @@ from reference import make_plan, make_system, random_tokens, seeded, some_given
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode import generate
-from sampling import engine, passes
+from sampling import engine, generate, passes
 from sampling.token_choice import TokenChoice, choose_tokens, probabilities
 
 triton = pytest.importorskip("triton")

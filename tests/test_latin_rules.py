@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.generators import latin5
-from experiments.latin_rules import CELLS, RULES, above_entropy, fitting, looking_ahead
+from studies.experiments.latin_rules import CELLS, RULES, above_entropy, fitting, looking_ahead
 
 
 @pytest.mark.parametrize("seed", range(20))

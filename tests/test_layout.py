@@ -12,7 +12,7 @@ import pytest
 from conftest import THINNED
 from helpers import ROOT
 
-FOLDERS = {"benchmarks", "experiments", "training", "evaluation", "sampling", "checkpoints"}
+FOLDERS = {"studies", "training", "evaluation", "sampling", "checkpoints"}
 FOLDERS |= {"data", "runtime"}
 PAPER = {"model", "orders", "objectives"}
 
@@ -30,15 +30,15 @@ def test_the_paper_is_built_on_itself_and_on_runtime_only(name, may):
 
 
 def test_names_that_other_programs_import():
-    import checkpoint
-    import decode
+    import checkpoints
+    import sampling
 
     for name in ("load_model", "load", "CheckpointError"):
-        assert callable(getattr(checkpoint, name))
+        assert callable(getattr(checkpoints, name))
     for name in ("generate", "Generation", "Engine", "Plan", "TokenChoice", "group_sizes"):
-        assert callable(getattr(decode, name))
+        assert callable(getattr(sampling, name))
     for kind in ("l2r", "random", "mdm", "adaptive", "speculative"):
-        assert callable(getattr(decode, f"{kind}_plan"))
+        assert callable(getattr(sampling, f"{kind}_plan"))
 
 
 def test_tests_of_which_cases_are_left_out_are_tests():

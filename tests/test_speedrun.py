@@ -8,14 +8,14 @@ import pytest
 import tomli_w
 from helpers import ROOT, change, tiny_config
 
-import speedrun
-from experiments import arms as of_experiments
-from experiments.arms import crossing
 from runtime.schemas import FileError
-from speedrun import load_track
+from studies import speedrun
+from studies.experiments import arms as of_experiments
+from studies.experiments.arms import crossing
+from studies.speedrun import load_track
 from training import config as configuration
 
-TRACKS = sorted(path.stem for path in (ROOT / "configs" / "speedrun").glob("*.toml"))
+TRACKS = sorted(path.stem for path in (ROOT / "studies" / "configs" / "speedrun").glob("*.toml"))
 
 
 @pytest.mark.parametrize("name", TRACKS)

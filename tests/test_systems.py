@@ -33,7 +33,6 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
-from decode import Plan, generate
 from model import AOGPT, ModelConfig, log_linear_noise
 from objectives import (
     Masks,
@@ -46,6 +45,7 @@ from objectives import (
     token_score_entropy,
 )
 from orders import OrderConfig, orders_at
+from sampling import Plan, generate
 from training import config as configuration
 from training.batches import make_batch
 from training.config import Config, StageConfig

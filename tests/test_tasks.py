@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import pytest
+import tasks as command
 import torch
 from helpers import ALONE, prepared, read_lines, tiny_config
 
 import eval_tasks
-import tasks as command
 import train
 from checkpoints.load import load
 from data import tasks
@@ -20,8 +20,9 @@ from data.loader import TokenDataset
 from data.records import GIVEN, spans
 from data.tasks import TASKS
 from evaluation.tasks import open_questions
-from experiments.kept import Kept
-from experiments.tasks import (
+from orders import OrderConfig
+from studies.experiments.kept import Kept
+from studies.experiments.tasks import (
     RESULTS,
     Decodings,
     against_l2r,
@@ -36,7 +37,6 @@ from experiments.tasks import (
     summary_table,
     task_table,
 )
-from orders import OrderConfig
 
 
 def made(task, count, seed=0):

@@ -17,6 +17,7 @@ from torch import Tensor
 from data.loader import TokenDataset, batch_lengths
 from objectives import DECODER_OBJECTIVES, Masks, masks_at
 from orders import Roles, orders_at
+from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
 
@@ -104,7 +105,7 @@ def check_given_first(data: TokenDataset, folder: str) -> None:
         given = Roles.of(data.roles(numbers)).given
         starts = places < given.sum(dim=1, keepdim=True)
         if wrong := (starts != given).any(dim=1).nonzero().flatten().tolist():
-            raise ValueError(
+            raise UserError(
                 f"record {numbers[wrong[0]]} of {folder} has given tokens that do not stand at its "
                 "beginning, and a model that is not told its target reads from left to right: set "
                 "model.target, or give it records of a prompt and a text"

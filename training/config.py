@@ -23,6 +23,7 @@ from annotated_types import Ge, Interval
 from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
 from orders import FIXED, OrderConfig, OrderKind
+from runtime.errors import UserError
 from runtime.ranges import (
     Amount,
     BelowOne,
@@ -133,7 +134,7 @@ class TrainConfig(_Section):
     def __post_init__(self):
         super().__post_init__()
         if self.batch_size % self.micro_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"train.batch_size ({self.batch_size}) must be a multiple of "
                 f"train.micro_batch_size ({self.micro_batch_size})"
             )
@@ -216,22 +217,22 @@ class Config(Table):
     def __post_init__(self):
         check_values(self, name=str)
         if self.name in ("", ".", "..") or Path(self.name).name != self.name:
-            raise ValueError(f"name is {self.name!r}; give a plain folder name without a path")
+            raise UserError(f"name is {self.name!r}; give a plain folder name without a path")
         if self.optim.warmup_steps > self.train.steps:
-            raise ValueError(
+            raise UserError(
                 f"optim.warmup_steps ({self.optim.warmup_steps}) exceeds train.steps "
                 f"({self.train.steps}): the learning rate would never reach its peak; lower the "
                 "first or raise the second"
             )
         if 0 < self.optim.decay_steps < self.optim.warmup_steps:
-            raise ValueError(
+            raise UserError(
                 f"optim.decay_steps ({self.optim.decay_steps}) is before the end of the warm-up; "
                 f"give at least optim.warmup_steps ({self.optim.warmup_steps}), or 0 for the last "
                 "step"
             )
         decays = self.optim.ema_decay, *self.optim.more_ema_decays
         if len({f"{decay:g}" for decay in decays}) < len(decays):  # names of metrics and tensors
-            raise ValueError(
+            raise UserError(
                 "optim.ema_decay and optim.more_ema_decays name a decay twice, to six digits; give "
                 "each once"
             )
@@ -242,30 +243,30 @@ class Config(Table):
         """Raise ValueError where architecture and objective do not go together."""
         kind, encoder = self.objective.kind, self.model.is_encoder
         if encoder and kind in DECODER_OBJECTIVES:
-            raise ValueError(
+            raise UserError(
                 f"objective.kind = {kind!r} does not fit an encoder (model.attention = 'full'); "
                 "set objective.kind to lambda_dce, k_dce, t_dce or score_entropy"
             )
         if not encoder and kind not in DECODER_OBJECTIVES:
-            raise ValueError(
+            raise UserError(
                 f"objective.kind = {kind!r} does not fit a decoder; set objective.kind to ar, "
                 "ao_ar or groupwise"
             )
         if (kind == "score_entropy") != self.model.noise:
-            raise ValueError(
+            raise UserError(
                 "objective.kind = 'score_entropy' and model.noise = true belong together"
             )
         if kind == "groupwise" and self.model.target != "two_stream":
-            raise ValueError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
+            raise UserError("objective.kind = 'groupwise' needs model.target = 'two_stream'")
         if kind == "groupwise" and not self.model.group_attention:
-            raise ValueError("objective.kind = 'groupwise' needs model.group_attention = true")
+            raise UserError("objective.kind = 'groupwise' needs model.group_attention = true")
 
     def _check_orders(self) -> None:
         """Raise ValueError for orders, of the run or of a stage, that its model cannot learn."""
         model, stages = self.model, (self.order, *self.schedule)
         if model.is_encoder:
             if self.schedule or self.order.kind not in ("random", "mixture"):
-                raise ValueError(
+                raise UserError(
                     "an encoder predicts in no order: set order.kind to 'random' and leave out "
                     "[[schedule]]"
                 )
@@ -278,18 +279,18 @@ class Config(Table):
                 stage.kind == "mixture" and stage.l2r_prob < 1
             )
             if drawn and model.l2r_only:
-                raise ValueError(
+                raise UserError(
                     f"order.kind = {stage.kind!r} needs a model that is told its target position, "
                     "but model.target is 'none'; set model.target to 'adaln' or 'input', or "
                     "order.kind to 'l2r'"
                 )
             if stage.kind != "l2r" and self.objective.kind == "ar":
-                raise ValueError(
+                raise UserError(
                     f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
                 )
         steps = [stage.step for stage in self.schedule]
         if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):
-            raise ValueError(
+            raise UserError(
                 "schedule: the steps of the stages must rise from one [[schedule]] table to the "
                 "next"
             )
@@ -307,9 +308,9 @@ def load_toml(path: str | Path) -> Config:
         found = [p.name for p in path.parent.glob("*.toml")]
         nearest = difflib.get_close_matches(path.name, sorted(found), n=1)
         hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
-        raise ValueError(f"there is no config file {path}{hint}") from None
+        raise UserError(f"there is no config file {path}{hint}") from None
     except IsADirectoryError:
-        raise ValueError(
+        raise UserError(
             f"{path} is a folder; give the .toml file, e.g. {path / 'config.toml'}"
         ) from None
     return from_dict(values, str(path))
@@ -331,7 +332,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     elif "--help" in arguments or "-h" in arguments:
         path, overrides, default = "CONFIG.toml", arguments, Config()
     else:
-        raise ValueError("give a config file first, e.g. python train.py configs/quickstart.toml")
+        raise UserError("give a config file first, e.g. python train.py configs/quickstart.toml")
     return tyro.cli(
         Config, default=default, args=overrides, prog=f"train.py {path}", description=description
     )

@@ -54,6 +54,7 @@ from annotated_types import Interval
 
 from model import AOGPT, Block, Transformer, head_chunk
 from runtime.devices import GPU, GPUS
+from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
@@ -112,7 +113,7 @@ def find_gpu(name: str, memory_gib: float | None = None) -> GPU:
     """A GPU by its exact device name. memory_gib: another size than it has. Raises ValueError for
     an unknown name."""
     if name not in GPUS:
-        raise ValueError(f"--gpu {name!r} is not known; the known ones are {', '.join(GPUS)}")
+        raise UserError(f"--gpu {name!r} is not known; the known ones are {', '.join(GPUS)}")
     gpu = GPUS[name]
     return gpu if memory_gib is None else dataclasses.replace(gpu, memory_gib=memory_gib)
 
@@ -164,13 +165,13 @@ def check_batch(config: Config, world_size: int) -> None:
     if left_over:
         near = [share * world_size, (share + 1) * world_size]
         near = " or ".join(str(size) for size in near if size)
-        raise ValueError(
+        raise UserError(
             f"train.batch_size ({t.batch_size}) cannot be cut among {world_size} GPUs: set "
             f"train.batch_size to a multiple of them, e.g. {near}, or --world-size to a divisor "
             "of it"
         )
     if share % t.micro_batch_size:
-        raise ValueError(
+        raise UserError(
             f"train.micro_batch_size ({t.micro_batch_size}) must divide the {share} sequences that "
             f"each of {world_size} GPUs has of a step: set it to one of "
             f"{', '.join(map(str, divisors(share)))}"

@@ -48,6 +48,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from data.loader import batch_lengths
 from model import Transformer
 from runtime.devices import peak_flops, pick_dtype
+from runtime.errors import UserError
 from runtime.files import read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
 from runtime.ranges import NonNegative
@@ -269,7 +270,7 @@ def start_wandb(config: Config):
     try:
         import wandb
     except ImportError:
-        raise ValueError(
+        raise UserError(
             "wandb.mode is set but wandb is not installed; pip install wandb, or leave it out"
         ) from None
     id_file = config.run_folder / "wandb_id"
@@ -286,6 +287,6 @@ def start_wandb(config: Config):
             config=asdict(config),
         )
     except wandb.errors.Error as error:
-        raise ValueError(
+        raise UserError(
             f"Weights & Biases did not start: {error}; log in, or pass --wandb.mode offline"
         ) from error

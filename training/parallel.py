@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from data.loader import LENGTHS
 from model import AOGPT, Transformer
 from runtime.devices import has_compiler, pick_dtype
+from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
 
@@ -154,7 +155,7 @@ def compiled(model: Transformer, config: Config, procs: Processes):
         yield
         return
     if procs.device.type == "cpu" and not has_compiler():
-        raise ValueError(
+        raise UserError(
             "train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile"
         )
     if isinstance(model, FSDPModule):

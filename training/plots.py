@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from runtime.errors import UserError
 from runtime.files import write_atomically
 from runtime.outputs import OutputOptions, Outputs
 from runtime.reports import new_figure, png
@@ -101,7 +102,7 @@ def plot_command(arguments: list[str]) -> int:
     what = "Draw runs against each other."
     a = tyro.cli(PlotArguments, args=arguments, prog="train.py", description=what)
     if not a.plot:
-        raise ValueError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
+        raise UserError("--plot needs run folders, e.g. python train.py --plot out/one out/other")
     file = a.plot_out or DEFAULT_PLOT
     file.parent.mkdir(parents=True, exist_ok=True)
     outputs = Outputs({"--plot-out": file}, a.plot, a.overwrite)
@@ -120,7 +121,7 @@ def plot_runs(folders: list[Path], file: Path, over: str = "tokens") -> bytes:
         over: what stands on the x axis, "tokens" or "steps".
     """
     if file.suffix != ".png" or file.is_dir():
-        raise ValueError(f"cannot draw to {file}: the plot is a PNG; name a file that ends in .png")
+        raise UserError(f"cannot draw to {file}: the plot is a PNG; name a file that ends in .png")
     runs = {folder: lines_to_draw(folder) for folder in dict.fromkeys(folders)}
     measured = {key for lines in runs.values() for line in lines for key in line}
     panels = [panel for panel in PANELS if measured & set(panel.keys)]
@@ -158,7 +159,7 @@ def lines_to_draw(folder: Path) -> list[dict]:
         found = "its metrics.jsonl has no whole line"
     else:
         found = "its metrics.jsonl holds no losses"
-    raise ValueError(
+    raise UserError(
         f"cannot draw {folder}: {found}; give folders of runs that have trained, as out/NAME"
     )
 

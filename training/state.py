@@ -17,6 +17,7 @@ from checkpoints.background import BackgroundWriter
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
 from model import AOGPT, Transformer
+from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.schemas import read_bounded
 from training import config as configuration
@@ -93,7 +94,7 @@ def check_own_folder(folder: Path) -> None:
         written = configuration.to_toml(configuration.load_toml(folder / "config.toml"))
         own = read_bounded(folder / "config.toml").decode() == written
     if not own:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds {found[0]}, but no checkpoint, and this version of train.py has not "
             "written it: choose another --name, or remove the file"
         )
@@ -135,14 +136,14 @@ def check_same_run(
     for key, (before, after) in configuration.differences(old, config).items():
         if key.startswith("model.") or key in fixed:
             what = fixed.get(key, "architecture")
-            raise ValueError(
+            raise UserError(
                 f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}:"
                 f" the {what} of a run cannot change; set it back, or start another run with --name"
             )
         print0(f"changed since {path}: {key} = {after!r} (was {before!r})")
     tokenizer, now = values["data"]["tokenizer"], data_meta["tokenizer"]
     if tokenizer != now:
-        raise ValueError(
+        raise UserError(
             f"{config.run_folder} was trained on {tokenizer} tokens, but {config.data.folder} holds"
             f" {now} tokens; use the data it was trained on, or start another run with --name"
         )
@@ -237,7 +238,7 @@ class Saver:
         config = self.config
         tensors = named_tensors(state)
         if name := next(filter(None, self.procs.gather(not_finite(tensors))), None):
-            raise ValueError(not_finite_message(config, state.progress.step, name))
+            raise UserError(not_finite_message(config, state.progress.step, name))
         values = plain_values(state, best, config, self.data_meta)
         path = store.path_of(config.run_folder, state.progress.step)
         self.unfinished = state, best, path

@@ -1,7 +1,7 @@
 """Is everything right, and fast, on this GPU? One table says so.
 
-    python gpu.py                      # all parts: up to an hour
-    python gpu.py --parts 1 4 --out out/gpu
+    python -m studies.gpu                      # all parts: up to an hour
+    python -m studies.gpu --parts 1 4 --out out/gpu
 
 Parts: 0 the machine; 1 right or wrong, against float64 and the CPU, and training in processes;
 2 and 3 speed of training, Small and Medium; 4 speed of decoding; 5 train.py itself. A part is a
@@ -40,22 +40,22 @@ import tyro
 from torch.autograd import DeviceType
 
 import train
-from benchmarks import common, correctness
-from benchmarks import train as bench_train
-from benchmarks.common import SIZES
-from benchmarks.correctness import Check, at_most
-from benchmarks.decode import DecodeOptions, bench_decode
-from benchmarks.train import TrainOptions
 from runtime.command_line import run_script
 from runtime.devices import GPU, pick_device, pick_dtype, release_memory
 from runtime.files import write_json, write_text
 from runtime.ranges import Positive, check_values
 from runtime.reports import command, commit, markdown_table, versions
+from studies.benchmarks import common, correctness
+from studies.benchmarks import train as bench_train
+from studies.benchmarks.common import SIZES
+from studies.benchmarks.correctness import Check, at_most
+from studies.benchmarks.decode import DecodeOptions, bench_decode
+from studies.benchmarks.train import TrainOptions
 from training.config import Config
 from training.memory_plan import plan_run
 from training.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 MARK = "== "  # before a check that a part has printed
 Part = Literal[0, 1, 2, 3, 4, 5]
 

@@ -21,17 +21,18 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from benchmarks import common
-from benchmarks.baselines import AO_GPT, decode_cached, decode_uncached, is_ao_gpt
-from benchmarks.common import SIZES, BenchOptions, Rates
 from checkpoints.load import load
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
+from runtime.errors import UserError
 from runtime.ranges import Count, NonNegative
 from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, Generation
 from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, speculative_plan
 from sampling.token_choice import TokenChoice
+from studies.benchmarks import common
+from studies.benchmarks.baselines import AO_GPT, decode_cached, decode_uncached, is_ao_gpt
+from studies.benchmarks.common import SIZES, BenchOptions, Rates
 
 System = Literal[
     "ours", "baseline", "no-cache", "cache-only", "encoder", "l2r", "speculative", "gpt", "rotary"
@@ -81,7 +82,7 @@ def bench_decode(options: DecodeOptions) -> None:
     """Run the benchmark and report. Raises ValueError for settings that no system could run."""
     options.check()
     if not options.steps:
-        raise ValueError("--steps is empty; give numbers of at least 1")
+        raise UserError("--steps is empty; give numbers of at least 1")
     options.use_threads()
     device = pick_device(options.device)
     bench = DecodeBench(options, device, pick_dtype(options.dtype, device))
@@ -111,7 +112,7 @@ class DecodeBench:
         self.model, self.vocab_size = load_decoder(options, device)
         block_size = self.model.config.block_size
         if options.length > block_size:
-            raise ValueError(
+            raise UserError(
                 f"--length {options.length} exceeds the model's block size, {block_size}; lower it"
             )
         self.model.to(dtype)
@@ -318,7 +319,7 @@ def load_decoder(options: DecodeOptions, device: torch.device) -> tuple[AOGPT, i
         return common.random_model(config, options.seed, device), vocab_size
     loaded = load(options.run, device=device)
     if not is_ao_gpt(loaded.model.config):
-        raise ValueError(f"{options.run} is not AO-GPT: give {AO_GPT}")
+        raise UserError(f"{options.run} is not AO-GPT: give {AO_GPT}")
     return loaded.model, loaded.vocab_size
 
 

@@ -1,6 +1,6 @@
 """Systems on tasks: who is right how often, in how many steps, decoded in which order.
 
-configs/tasks/systems.toml says it all: a `base` configuration, `arms`, systems that are tuned
+studies/configs/tasks/systems.toml says it all: a `base` configuration, `arms`, systems that are tuned
 alike (`tune`) and trained over seeds on every one of the `tasks`, and `decoders`, by which each
 of them answers the test split.
 """
@@ -22,19 +22,19 @@ from checkpoints.load import Loaded, load
 from data.tasks import TASKS
 from evaluation.tasks import ON_PAGE, Answers, Questions, answer, open_questions, page_of
 from evaluation.text_measures import mean_and_reach
-from experiments import suite
-from experiments.arms import ROOT, commits_of, read_arms, run_of
-from experiments.kept import Kept
-from experiments.report import tuned_cell
-from experiments.suite import Experiment
 from model import ModelConfig
 from runtime.processes import Processes
 from runtime.reports import markdown_table, new_figure, png
 from runtime.schemas import read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from studies.experiments import suite
+from studies.experiments.arms import ROOT, commits_of, read_arms, run_of
+from studies.experiments.kept import Kept
+from studies.experiments.report import tuned_cell
+from studies.experiments.suite import Experiment
 from training.config import Config
 
-SYSTEMS = ROOT / "configs" / "tasks" / "systems.toml"
+SYSTEMS = ROOT / "studies" / "configs" / "tasks" / "systems.toml"
 RESULTS = ROOT / "results" / "tasks"
 RECIPE = "fast"
 BATCH = 100  # records in flight
@@ -476,9 +476,9 @@ def figure(results: dict[str, dict]) -> bytes:
 
 INTRODUCTION = """# Systems on tasks
 
-    python tasks.py --jobs 2        # train what is missing of all tasks, decode, write this page
-    python tasks.py star sudoku6    # of these
-    python tasks.py page            # this page, of what there is
+    python -m studies.tasks --jobs 2        # train what is missing of all tasks, decode, write this page
+    python -m studies.tasks star sudoku6    # of these
+    python -m studies.tasks page            # this page, of what there is
 
 Systems of equal size under one recipe, trained over seeds, and asked a thousand records (reversal:
 a hundred) whose keys none of those has that they were trained on ([data](../docs/data.md)). Exact

@@ -9,11 +9,11 @@ import statistics
 from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
-from experiments.arms import ROOT, crossing
-from experiments.suite import Experiment, load_experiment, names
-from experiments.verdicts import figure_of
 from runtime.reports import log_x, markdown_table, new_figure, png
 from runtime.schemas import damaged, read_results
+from studies.experiments.arms import ROOT, crossing
+from studies.experiments.suite import Experiment, load_experiment, names
+from studies.experiments.verdicts import figure_of
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, at which the table shows losses
@@ -355,8 +355,8 @@ HEAD = """# Findings
 
 What is claimed of any-order models, each claim tested by runs of minutes on a CPU core.
 
-    python findings.py E1 --jobs 2     # train an experiment, or go on with it; write its part
-    python findings.py page            # this page
+    python -m studies.findings E1 --jobs 2     # train an experiment, or go on with it; write its part
+    python -m studies.findings page            # this page
 
 **Rules.** A claim says that one figure is lower than another, a loss if nothing else is said; it is
 the paper's or one of our own. Arms of a seed share batches and the orders under which they are
@@ -429,7 +429,7 @@ def page() -> str:
     for name in names():
         file = RESULTS / f"{name}.json"
         if file.exists():
-            with damaged(file, f"make it again: python findings.py {name}"):
+            with damaged(file, f"make it again: python -m studies.findings {name}"):
                 read.append((load_experiment(name), read_results(file, "make it again")))
                 lines += section(*read[-1])
         else:

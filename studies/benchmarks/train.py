@@ -22,15 +22,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from benchmarks import common
-from benchmarks.baselines import PerToken
-from benchmarks.common import SIZES, BenchOptions
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
 from runtime.devices import autocast, has_compiler, peak_flops, pick_device, pick_dtype
+from runtime.errors import UserError
 from runtime.ranges import Count
 from runtime.reports import markdown_table, new_figure, png
+from studies.benchmarks import common
+from studies.benchmarks.baselines import PerToken
+from studies.benchmarks.common import SIZES, BenchOptions
 from training.averages import EMA
 from training.config import Config, OptimConfig
 from training.optimizers import make_optimizer, named_state
@@ -117,15 +118,15 @@ def check_settings(options: TrainOptions) -> None:
     """Raise ValueError for settings that do not go together, or that this machine cannot run."""
     block_size = SIZES[options.size][0].block_size
     if options.tokens_in_sequence > block_size:
-        raise ValueError(
+        raise UserError(
             f"--length {options.length} exceeds the block size of {options.size}, {block_size}; "
             "lower it"
         )
     if options.profile is not None and options.profile.is_file():
-        raise ValueError(f"--profile {options.profile} is a file; name a folder")
+        raise UserError(f"--profile {options.profile} is a file; name a folder")
     compiled = [name for name in options.systems if name in COMPILED]
     if compiled and pick_device(options.device).type == "cpu" and not has_compiler():
-        raise ValueError(
+        raise UserError(
             f"{' and '.join(compiled)}: compiling needs a C++ compiler on a CPU and there is none; "
             "name systems that are not compiled, e.g. --systems aogpt-eager gpt-eager per-token"
         )

@@ -1,17 +1,19 @@
 """What is claimed of any-order models, tested: experiments of arms, seeds and verdicts.
 
-    python findings.py E1 --seeds 1 --quick     # does it run? Three minutes, nine small books
-    python findings.py E1 --jobs 2              # train what is missing, write results/findings/E1.*
-    python findings.py E1 --configs             # write the runs' configs, to launch them by hand
-    python findings.py E1 --scale               # the same at the paper's scale: configs, and costs
-    python findings.py page                     # gather all in results/findings.md
+    python -m studies.findings E1 --seeds 1 --quick     # does it run? Three minutes, nine small books
+    python -m studies.findings E1 --jobs 2              # train what is missing, write results/findings/E1.*
+    python -m studies.findings E1 --configs             # write the runs' configs, to launch them by hand
+    python -m studies.findings E1 --scale               # the same at the paper's scale: configs, and costs
+    python -m studies.findings page                     # gather all in results/findings.md
 
-An experiment is a file of configs/findings. One that was cut off goes on: runs that are there, in
+An experiment is a file of studies/configs/findings. One that was cut off goes on: runs that are there, in
 out/findings, are not trained again, nor those whose results stand in results/findings/E1.runs.jsonl
 (remove it to repeat them).
 """
 
 from __future__ import annotations
+
+from runtime.errors import UserError
 
 if __name__ == "__main__":
     from runtime.startup import begin
@@ -25,15 +27,15 @@ from typing import Annotated
 import tyro
 
 from data.prepare import Prepare, prepare
-from experiments import report, suite
-from experiments.arms import ROOT, commits_of, write_config
-from experiments.suite import Experiment, load_experiment
-from experiments.tuning import choices_of
-from experiments.verdicts import judged, ratio_of
 from runtime.command_line import run_script
 from runtime.files import to_json, write_atomically, write_text
 from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
+from studies.experiments import report, suite
+from studies.experiments.arms import ROOT, commits_of, write_config
+from studies.experiments.suite import Experiment, load_experiment
+from studies.experiments.tuning import choices_of
+from studies.experiments.verdicts import judged, ratio_of
 from training.memory_plan import RunPlan, find_gpu, plan_run
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -43,7 +45,7 @@ PAGE = ROOT / "results" / "findings.md"
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     experiment: Annotated[str, tyro.conf.Positional]
-    """A file of configs/findings without its ending, or: page."""
+    """A file of studies/configs/findings without its ending, or: page."""
     seeds: Count | None = None
     """By default as many as the experiment asks for."""
     recipes: tuple[str, ...] = ()
@@ -74,9 +76,9 @@ def main() -> None:
     for recipe in recipes:
         if recipe not in experiment.recipes:
             known = ", ".join(experiment.recipes)
-            raise ValueError(f"{experiment.name} has no recipe {recipe!r}; it has {known}")
+            raise UserError(f"{experiment.name} has no recipe {recipe!r}; it has {known}")
     if (a.scale or a.configs) and (a.seeds or a.jobs > 1 or a.quick):
-        raise ValueError(
+        raise UserError(
             "--scale and --configs train nothing: leave out --seeds, --jobs and --quick"
         )
     if a.scale:
@@ -90,9 +92,7 @@ def main() -> None:
 def write_configs(experiment: Experiment, recipes: list[str]) -> None:
     """The configs of the runs of seed 0, for every value that is tried."""
     if experiment.bench:
-        raise ValueError(
-            f"{experiment.name} is a benchmark and trains nothing: leave out --configs"
-        )
+        raise UserError(f"{experiment.name} is a benchmark and trains nothing: leave out --configs")
     for recipe in recipes:
         for arm in experiment.recipes[recipe].values():
             files = [write_config(experiment.config(recipe, arm, 0, t)) for t in choices_of(arm)]
@@ -128,7 +128,7 @@ def cost_of(experiment: Experiment, plans: list[tuple[str, RunPlan]]) -> str:
     measured_by = f"`{experiment.scale['command']}`" if "command" in experiment.scale else ""
     if experiment.bench:
         return measured_by
-    command = f"`python findings.py {experiment.name} --scale`"
+    command = f"`python -m studies.findings {experiment.name} --scale`"
     days = sum(days_of(plan) for _, plan in plans)
     whose = f", those of {experiment.models}" if experiment.models else ""
     return (

@@ -1,17 +1,19 @@
 """Tasks where order matters, or does not: AO-GPT, an encoder, a plain GPT and a two-stream decoder
 of equal size, decoded in many ways, and how often they are right.
 
-    python tasks.py --jobs 2                 # train what is missing of all tasks; results/tasks.md
-    python tasks.py star sudoku6 --jobs 2    # of these; results/tasks/*.json
-    python tasks.py star --quick             # does it run? A few steps of every system
-    python tasks.py page                     # results/tasks.md, of all tasks that have results
+    python -m studies.tasks --jobs 2                 # train what is missing of all tasks; results/tasks.md
+    python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/*.json
+    python -m studies.tasks star --quick             # does it run? A few steps of every system
+    python -m studies.tasks page                     # results/tasks.md, of all tasks that have results
 
-Systems, decoders and tasks are those of configs/tasks/systems.toml. A data set that is not there
+Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A data set that is not there
 is made first; runs that are there are not trained again, nor those whose results stand in
 results/tasks/star.runs.jsonl (remove it to repeat them), and one that was cut off goes on.
 """
 
 from __future__ import annotations
+
+from runtime.errors import UserError
 
 if __name__ == "__main__":
     from runtime.startup import begin
@@ -26,9 +28,14 @@ import tyro
 
 from data.prepare import Prepare, prepare
 from data.tasks import TASKS
-from experiments import suite
-from experiments.arms import ROOT
-from experiments.tasks import (
+from runtime.command_line import run_script
+from runtime.files import write_atomically, write_json, write_text
+from runtime.ranges import Count, check_values
+from runtime.reports import versions
+from runtime.schemas import damaged, read_results
+from studies.experiments import suite
+from studies.experiments.arms import ROOT
+from studies.experiments.tasks import (
     RECIPE,
     RESULTS,
     TaskExperiment,
@@ -39,11 +46,6 @@ from experiments.tasks import (
     run_task,
     task_table,
 )
-from runtime.command_line import run_script
-from runtime.files import write_atomically, write_json, write_text
-from runtime.ranges import Count, check_values
-from runtime.reports import versions
-from runtime.schemas import damaged, read_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Arguments:
     tasks: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[TASK ...]")
     ] = ()
-    """Tasks of configs/tasks/systems.toml, or: page. By default all, and then the page."""
+    """Tasks of studies/configs/tasks/systems.toml, or: page. By default all, and then the page."""
     seeds: Count | None = None
     """By default as many as the file asks for. What fewer come to, or fewer records, is written to
     out/findings/part."""
@@ -73,10 +75,10 @@ def main() -> None:
         write_page(known)
         return
     if "page" in a.tasks:
-        raise ValueError("page is of all tasks that have results: give it alone")
+        raise UserError("page is of all tasks that have results: give it alone")
     for name in a.tasks:
         if name not in known:
-            raise ValueError(f"there is no task {name!r}; choose of {', '.join(known)}, or page")
+            raise UserError(f"there is no task {name!r}; choose of {', '.join(known)}, or page")
     for name in a.tasks or known:
         run(known[name], a)
     if not a.tasks and is_whole(a, known):
@@ -112,8 +114,8 @@ def write_page(known: dict[str, TaskExperiment]) -> None:
     """The page and the figure of all tasks that have results."""
     files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
     if not files:
-        raise ValueError(f"no results in {RESULTS} yet: name a task first")
-    with damaged(RESULTS, "make its files again: python tasks.py TASK"):
+        raise UserError(f"no results in {RESULTS} yet: name a task first")
+    with damaged(RESULTS, "make its files again: python -m studies.tasks TASK"):
         found = {task: read_results(file, "make it again") for task, file in files.items()}
         results = {task: values["arms"] for task, values in found.items()}
         image, text = figure(results), page(known, results)

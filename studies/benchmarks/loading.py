@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.common import SIZES, SizeName, describe, random_model
 from checkpoints import on_disk, store
 from checkpoints.load import load
 from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import markdown_table
+from studies.benchmarks.common import SIZES, SizeName, describe, random_model
 from training.averages import EMA
 
 HEAD = ["files", "unchecked, s", "checked, s", "checked / unchecked"]

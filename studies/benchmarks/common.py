@@ -15,6 +15,7 @@ import torch
 
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import synchronize
+from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import provenance
@@ -62,7 +63,7 @@ class BenchOptions(OutputOptions):
         """Raise ValueError for values out of range, no systems, or files that cannot be written."""
         check_values(self)
         if not self.systems:
-            raise ValueError("--systems is empty; name at least one")
+            raise UserError("--systems is empty; name at least one")
         self.outputs  # noqa: B018 - checks the files
 
     def use_threads(self) -> None:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks import common
-from benchmarks.common import BenchOptions
-from benchmarks.decode import DecodeBench, DecodeOptions, System
 from runtime.devices import pick_device, pick_dtype
+from runtime.errors import UserError
 from runtime.ranges import Count, NonNegative
 from runtime.reports import log_x, markdown_table, new_figure, png
+from studies.benchmarks import common
+from studies.benchmarks.common import BenchOptions
+from studies.benchmarks.decode import DecodeBench, DecodeOptions, System
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,9 @@ def bench_lengths(options: LengthsOptions) -> None:
     options.check()
     lengths = sorted(set(options.lengths))
     if len(lengths) < 2:
-        raise ValueError("--lengths names fewer than two lengths, which show no growth; give more")
+        raise UserError("--lengths names fewer than two lengths, which show no growth; give more")
     if "cache-only" in options.systems and lengths[1] > options.longest_cache_only:
-        raise ValueError(
+        raise UserError(
             "fewer than two lengths are at most --longest-cache-only "
             f"{options.longest_cache_only}; raise it, or leave cache-only out of --systems"
         )

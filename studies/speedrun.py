@@ -1,18 +1,20 @@
 """How few tokens does an any-order model need? Train arms of a track and print their lines.
 
-    python speedrun.py bytes                        # the arms of a track, and what is known of them
-    python speedrun.py bytes paper fast --jobs 2    # train them: resumed if cut off
-    python speedrun.py bytes paper fast --turns 3   # how long they take, in turns
-    python speedrun.py bytes --markdown FILE        # the leaderboard
+    python -m studies.speedrun bytes                        # the arms of a track, and what is known of them
+    python -m studies.speedrun bytes paper fast --jobs 2    # train them: resumed if cut off
+    python -m studies.speedrun bytes paper fast --turns 3   # how long they take, in turns
+    python -m studies.speedrun bytes --markdown FILE        # the leaderboard
 
 A track fixes data, block size, evaluation and a goal, an any-order validation loss. An arm is a
-config with a few keys changed (configs/speedrun/TRACK.toml). Every arm is tuned in the same way:
+config with a few keys changed (studies/configs/speedrun/TRACK.toml). Every arm is tuned in the same way:
 seed 0 is trained with values under its `tune` (`experiments.tuning.search`), the lowest loss at the
 end decides, and the other seeds are trained with that value. Results stand in results/speedrun/
 TRACK/ARM.json. An arm that was cut off goes on; what its runs came to is kept in ARM.runs.jsonl.
 """
 
 from __future__ import annotations
+
+from runtime.errors import UserError
 
 if __name__ == "__main__":
     from runtime.startup import begin
@@ -29,9 +31,15 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from benchmarks.common import cpu_name, with_range
 from evaluation.text_measures import mean_and_reach
-from experiments.arms import (
+from runtime.command_line import run_script
+from runtime.files import write_json
+from runtime.outputs import OutputOptions, Outputs
+from runtime.ranges import Count, NonNegative, check_values
+from runtime.reports import command, commit, markdown_table, versions
+from runtime.schemas import damaged, from_values, read_results, read_toml, schema
+from studies.benchmarks.common import cpu_name, with_range
+from studies.experiments.arms import (
     ROOT,
     Arm,
     commits_of,
@@ -42,19 +50,13 @@ from experiments.arms import (
     run_of,
     side_by_side,
 )
-from experiments.kept import Kept
-from experiments.report import mean_cell, tuned_cell
-from experiments.tuning import at_edge, best_of, choices_of, search
-from runtime.command_line import run_script
-from runtime.files import write_json
-from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, NonNegative, check_values
-from runtime.reports import command, commit, markdown_table, versions
-from runtime.schemas import damaged, from_values, read_results, read_toml, schema
+from studies.experiments.kept import Kept
+from studies.experiments.report import mean_cell, tuned_cell
+from studies.experiments.tuning import at_edge, best_of, choices_of, search
 from training import config as configuration
 from training.config import Config
 
-TRACKS, RESULTS = ROOT / "configs" / "speedrun", ROOT / "results" / "speedrun"
+TRACKS, RESULTS = ROOT / "studies" / "configs" / "speedrun", ROOT / "results" / "speedrun"
 OUT = Path("out") / "speedrun"
 # What 2% of the tokens are worth, as a share of what four times the tokens are.
 WORTH = math.log(1.02) / math.log(4)
@@ -65,7 +67,7 @@ ANY_ORDER, L2R = "val_loss_random", "val_loss_l2r"
 @dataclass(frozen=True, kw_only=True)
 class Arguments(OutputOptions):
     track: Annotated[str, tyro.conf.Positional]
-    """A file of configs/speedrun, without its ending."""
+    """A file of studies/configs/speedrun, without its ending."""
     arms: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Arms of the track to train; none: show what is known."""
     seeds: Count = 3
@@ -86,7 +88,7 @@ def main() -> None:
     outputs = Outputs({"--markdown": arguments.markdown}, (), arguments.overwrite)
     for name in arguments.arms:
         if name not in track.arms:
-            raise ValueError(
+            raise UserError(
                 f"there is no arm {name!r}; {arguments.track} has {', '.join(track.arms)}"
             )
     chosen = [track.arms[name] for name in arguments.arms]
@@ -136,7 +138,7 @@ class TrackFile(TypedDict):
 
 
 def load_track(name: str) -> Track:
-    """Read configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
+    """Read studies/configs/speedrun/NAME.toml: `goal`, the table `base`, which is a configuration, and for
     each arm a table of `from` (an arm whose changes it has, too), `why`, `tune` and dotted keys.
     `from` at its top is another track, over whose base and arms it lays its own; `length`, of that
     one, what share of their steps its runs have."""
@@ -150,12 +152,12 @@ def read_track(name: str) -> dict:
     path = TRACKS / f"{name}.toml"
     if not path.is_file():
         tracks = ", ".join(sorted(p.stem for p in TRACKS.glob("*.toml")))
-        raise ValueError(f"there is no track {name!r}; choose one of {tracks}")
+        raise UserError(f"there is no track {name!r}; choose one of {tracks}")
     values = read_toml(path)
     if "from" not in values:
         return values
     source, length = read_track(values.pop("from")), values.pop("length", 1)
-    with damaged(path, "see configs/speedrun/gpt2.toml, which is from another track, too"):
+    with damaged(path, "see studies/configs/speedrun/gpt2.toml, which is from another track, too"):
         for table, key in lengths_of(source):
             table[key] = round(length * table[key])
         for part in ("base", "arms"):
@@ -275,7 +277,7 @@ def speed_of_short_run(config: Config, processes: int) -> float:
         )
         done = run_of(short, processes)
         if done.lines is None:
-            raise ValueError(f"{config.name}: its loss became infinite within {steps} steps")
+            raise UserError(f"{config.name}: its loss became infinite within {steps} steps")
         return speed_of(done.lines)
 
 

@@ -1,6 +1,6 @@
 """An experiment of the findings suite: what it compares, its runs, and the verdicts on its claims.
 
-A file of configs/findings says it all: a `base` configuration, `recipes`, each a set of changes and
+A file of studies/configs/findings says it all: a `base` configuration, `recipes`, each a set of changes and
 what is tuned, under every one of which all `arms` are trained, and `claims`, each of a loss that is
 lower than another. Arms of one seed see the same batches and are validated under the same orders,
 so that differences between them are paired.
@@ -23,16 +23,26 @@ from data.generators import NATS_OF_TEXT
 from data.loader import TokenDataset, find_dataset, read_tokens
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.text_measures import unigram_entropy
-from experiments.arms import ROOT, Arm, Run, config_of, own_loss, read_arms, run_of, side_by_side
-from experiments.kept import Kept
-from experiments.measures import Measure, Measured, at_entropy, figures_of
-from experiments.tuning import at_edge, best_of, choices_of, middle_of, search
-from experiments.verdicts import Claim, Ratio
+from runtime.errors import UserError
 from runtime.schemas import damaged, from_values, read_results, read_toml
+from studies.experiments.arms import (
+    ROOT,
+    Arm,
+    Run,
+    config_of,
+    own_loss,
+    read_arms,
+    run_of,
+    side_by_side,
+)
+from studies.experiments.kept import Kept
+from studies.experiments.measures import Measure, Measured, at_entropy, figures_of
+from studies.experiments.tuning import at_edge, best_of, choices_of, middle_of, search
+from studies.experiments.verdicts import Claim, Ratio
 from training import memory_plan
 from training.config import Config
 
-CONFIGS = ROOT / "configs" / "findings"
+CONFIGS = ROOT / "studies" / "configs" / "findings"
 OUT = Path("out") / "findings"
 OTHER_SEED = 1000  # of runs that are no arms: none of theirs
 QUICK = {
@@ -135,11 +145,11 @@ class Experiment:
 
 
 def load_experiment(name: str) -> Experiment:
-    """Read configs/findings/NAME.toml. Raises ValueError where there is none."""
+    """Read studies/configs/findings/NAME.toml. Raises ValueError where there is none."""
     path = CONFIGS / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(names())
-        raise ValueError(f"there is no experiment {name!r}; choose one of {known}")
+        raise UserError(f"there is no experiment {name!r}; choose one of {known}")
     with damaged(path, "compare it with another experiment's"):
         return experiment_of(name)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from experiments.arms import Arm
+from runtime.errors import UserError
+from studies.experiments.arms import Arm
 
 Values = dict[str, float]
 """Dotted key of a configuration, and a value: one key, or none where nothing is left open."""
@@ -15,7 +16,7 @@ Values = dict[str, float]
 def choices_of(arm: Arm) -> list[Values]:
     """What an arm may be tuned to, in the order of the values under its `tune`."""
     if len(arm.tune) > 1:
-        raise ValueError(f"{arm.name} tunes {', '.join(arm.tune)}: choose one of them")
+        raise UserError(f"{arm.name} tunes {', '.join(arm.tune)}: choose one of them")
     for key, values in arm.tune.items():
         return [{key: value} for value in values]
     return [{}]
@@ -61,7 +62,7 @@ def best_of(arm: Arm, tried: list[tuple[Values, float]]) -> Values:
         return middle_of(arm)
     values, loss = min(tried, key=lambda of_one: of_one[1])
     if loss == math.inf:
-        raise ValueError(f"no run of {arm.name} ended: lower the values that it tunes")
+        raise UserError(f"no run of {arm.name} ended: lower the values that it tunes")
     return values
 
 

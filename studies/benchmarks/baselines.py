@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AOGPT, ModelConfig
+from runtime.errors import UserError
 from sampling.engine import Generation
 from sampling.plans import Plan, group_sizes
 from sampling.token_choice import TokenChoice
@@ -38,7 +39,7 @@ class PerToken(nn.Module):
         super().__init__()
         _check(model)
         if model.config.dropout:
-            raise ValueError("the per-token baseline has no dropout; set model.dropout to 0")
+            raise UserError("the per-token baseline has no dropout; set model.dropout to 0")
         self.model = model
 
     def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
@@ -132,15 +133,15 @@ def is_ao_gpt(config: ModelConfig) -> bool:
 
 def _check(model: AOGPT) -> None:
     if not is_ao_gpt(model.config):
-        raise ValueError(f"the baselines are of AO-GPT: {AO_GPT}")
+        raise UserError(f"the baselines are of AO-GPT: {AO_GPT}")
 
 
 def _check_plan(model: AOGPT, plan: Plan) -> None:
     _check(model)
     if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
+        raise UserError("the model is in training mode; call model.eval() first")
     if (plan.step < 0).any():
-        raise ValueError("the baselines take plans without given positions")
+        raise UserError("the baselines take plans without given positions")
 
 
 def _step_sizes(plan: Plan):

@@ -22,12 +22,9 @@ from typing import Literal
 
 import torch
 
-from benchmarks import common
-from benchmarks.common import SIZES, BenchOptions
-from benchmarks.decode import other_config
-from benchmarks.lengths import slope
 from model import KVCache, Transformer
 from runtime.devices import pick_device, pick_dtype
+from runtime.errors import UserError
 from runtime.ranges import Count
 from runtime.reports import log_x, markdown_table, new_figure, png
 from sampling.engine import Engine, bytes_per_sample
@@ -35,6 +32,10 @@ from sampling.packed import packed
 from sampling.passes import keeps_modulations, modulation_bytes
 from sampling.plans import random_plan
 from sampling.token_choice import TokenChoice
+from studies.benchmarks import common
+from studies.benchmarks.common import SIZES, BenchOptions
+from studies.benchmarks.decode import other_config
+from studies.benchmarks.lengths import slope
 
 System = Literal["decoder", "rotary", "encoder"]
 MIB = 2**20
@@ -59,10 +60,10 @@ def bench_memory(options: MemoryOptions) -> None:
     """Run the benchmark and report. Raises ValueError for settings that cannot be run."""
     options.check()
     if len(set(options.lengths)) < 2 or not options.batch_sizes:
-        raise ValueError("give --lengths at least two lengths, and --batch-sizes one size")
+        raise UserError("give --lengths at least two lengths, and --batch-sizes one size")
     device = pick_device(options.device)
     if device.type == "cpu" and not Path("/proc/self/status").exists():
-        raise ValueError("the memory of a process on a CPU can be told on Linux only")
+        raise UserError("the memory of a process on a CPU can be told on Linux only")
     rows = []
     for system in dict.fromkeys(options.systems):
         for batch_size in sorted(set(options.batch_sizes)):

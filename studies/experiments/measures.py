@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evaluation.text_measures import mean_and_reach
-from experiments.arms import run_alone
+from runtime.errors import UserError
 from runtime.files import write_json
 from runtime.reports import commit
 from runtime.schemas import damaged, read_results
+from studies.experiments.arms import run_alone
 
 Measured = dict[str, list[float | None]]
 
@@ -54,7 +55,7 @@ def figures_of(measure: Measure, arguments: list[str], file: Path) -> Measured:
     # A measure that was cut off may have left a report behind: replace it.
     done = run_alone(*command, "--json", str(report), "--overwrite")
     if done.returncode:
-        raise ValueError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+        raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
     figures = READERS[measure.script](json.loads(report.read_text()))
     write_json(file, {"command": command, "commit": commit(), "figures": figures})
     return figures

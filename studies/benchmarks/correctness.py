@@ -29,7 +29,7 @@ from training.batches import Batch, make_batch
 from training.config import Config, load_toml
 from training.optimizers import make_optimizer, move
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {"vocab_size": 512, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 64}
 BATCH = 8
 COMPILED_TOO = ("aogpt_small", "aogpt_small_fast", "gpt_small")  # whose decoding is checked

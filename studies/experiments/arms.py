@@ -27,6 +27,7 @@ from pathlib import Path
 
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.reports import commit
 from runtime.schemas import FileError, from_values, read_bounded, schema
@@ -35,7 +36,7 @@ from training.config import Config
 from training.metrics import read_metrics
 from training.validation import best_by
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 # glibc gives large tensors back to the system as soon as they are freed, and the system clears the
 # memory of the next: nearly half of the time of a step with a vocabulary of 50,000.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -130,7 +131,7 @@ def run_of(config: Config, processes: int = 1) -> Run:
             return Run(config, commit(), None)
         if failure or not has_ended(config):
             stopped = "stopped before its last step; give the same command again"
-            raise ValueError(f"{config.run_folder} {failure[-500:] or stopped}")
+            raise UserError(f"{config.run_folder} {failure[-500:] or stopped}")
     noted = config.run_folder / "commit"
     trained_by = text_of(noted) or "unknown"
     return Run(config, trained_by, read_metrics(config.run_folder / "metrics.jsonl"))
@@ -153,7 +154,7 @@ def has_ended(config: Config) -> bool:
     if not file.exists():
         return False
     if changed := configuration.differences(configuration.load_toml(file), config):
-        raise ValueError(
+        raise UserError(
             f"{config.run_folder} holds a run with another {', '.join(changed)}: the arm has been "
             "changed since; remove the folder, or give the arm another name"
         )
