@@ -39,8 +39,8 @@ from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
-from runtime.ranges import LARGEST, Count, Seed, check_values, flag
 from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
+from runtime.validation import LARGEST, Count, Seed, check_values, flag
 from sampling import modes
 from sampling.engine import Generation
 from sampling.modes import BATCH_SIZE, Bound, Mode, SamplingOptions, UnmaskFirst

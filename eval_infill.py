@@ -35,8 +35,8 @@ from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, provenance
+from runtime.validation import Count, check_values
 from sampling.engine import generate
 from sampling.plans import Plan, adaptive_plan, l2r_plan, random_plan
 from sampling.token_choice import Temperature, TokenChoice

@@ -40,8 +40,8 @@ from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
-from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
+from runtime.validation import Count, Positive, check_values
 from sampling.plans import Pace, Rule, Score
 
 DATA = Path(__file__).parent / "data"

@@ -46,8 +46,8 @@ from runtime.command_line import ModelOptions, run_script
 from runtime.devices import out_of_memory, pick_dtype
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
-from runtime.ranges import Count, NonNegative, check_values, flag
 from runtime.reports import markdown_table, provenance
+from runtime.validation import Count, NonNegative, check_values, flag
 from sampling.modes import DecodingOptions, Mode, check_mode, with_mode_defaults
 from sampling.plans import Score
 from sampling.token_choice import Temperature

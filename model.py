@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from orders import inverse_permutation
-from runtime.ranges import BelowOne, Count, Table, check_values
+from runtime.validation import BelowOne, Count, Table, check_values
 
 # Logits alive at once in the output head, outside torch.compile: on a CPU as many as are faster
 # than all at once, on a GPU as many as are worth their memory (3 GiB with the copies of a chunk).

@@ -21,7 +21,7 @@ from model import group_starts, log_linear_noise
 from orders import OrderConfig, Roles, orders_at
 from runtime.errors import UserError
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, Probability, Table, check_values
+from runtime.validation import Count, Probability, Table, check_values
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 

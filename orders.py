@@ -21,8 +21,7 @@ import torch
 
 from runtime.errors import UserError
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, Probability, Seed, Table, check_values
-from runtime.schemas import read_bounded
+from runtime.validation import Count, Probability, Seed, Table, check_values, read_bounded
 
 OrderKind = Literal[
     "l2r",

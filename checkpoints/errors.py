@@ -1,6 +1,6 @@
 """What all of this folder raises."""
 
-from runtime.schemas import FileError
+from runtime.validation import FileError
 
 
 class CheckpointError(FileError):

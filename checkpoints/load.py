@@ -26,8 +26,17 @@ from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import out_of_memory
 from runtime.errors import UserError
 from runtime.files import sha256_file
-from runtime.ranges import Count, NonNegative
-from runtime.schemas import FileError, FileName, from_values, read_json, schema, short, too_deep
+from runtime.validation import (
+    Count,
+    FileError,
+    FileName,
+    NonNegative,
+    from_values,
+    read_json,
+    schema,
+    short,
+    too_deep,
+)
 
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`

@@ -39,8 +39,17 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from checkpoints.errors import CheckpointError
 from data.loader import Split
 from runtime.files import sha256_file, sync_folder, write_text
-from runtime.ranges import Count, NonNegative, Ratio
-from runtime.schemas import FileError, FileName, damaged, from_json, read_bounded, schema
+from runtime.validation import (
+    Count,
+    FileError,
+    FileName,
+    NonNegative,
+    Ratio,
+    damaged,
+    from_json,
+    read_bounded,
+    schema,
+)
 
 FORMAT = "aogpt-checkpoint-3"
 OLD_FORMAT = (

@@ -23,8 +23,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from checkpoints.on_disk import DTYPES
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
-from runtime.ranges import Count
-from runtime.schemas import from_values, schema
+from runtime.validation import Count, from_values, schema
 
 
 def layout(state: dict) -> str:

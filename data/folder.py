@@ -16,7 +16,7 @@ from pathlib import Path
 from data.loader import check_file, load_meta
 from runtime.errors import UserError
 from runtime.files import is_alive, sync_folder
-from runtime.schemas import read_bounded
+from runtime.validation import read_bounded
 
 SPLITS = ("train", "val", "test")
 

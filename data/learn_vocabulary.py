@@ -29,7 +29,7 @@ from data.sources import TEXT_FILES, LocalFiles
 from data.tokenizers import GPT2_WORDS
 from runtime.command_line import run_script
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import LARGEST, check_values
+from runtime.validation import LARGEST, check_values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ from runtime import randomness
 from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, NonNegative
-from runtime.schemas import FileName, read_json, schema
+from runtime.validation import Count, FileName, NonNegative, read_json, schema
 
 # torch makes the tensors at the end, nothing else: prepare.py does without, and starts in a moment
 if TYPE_CHECKING:

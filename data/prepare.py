@@ -53,8 +53,8 @@ from data.sources import Corpus
 from data.splits import route
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.files import write_json
-from runtime.ranges import Count, Seed, check_value, check_values
 from runtime.startup import PATH_ERRORS, broken
+from runtime.validation import Count, Seed, check_value, check_values
 
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.ranges import check_value
+from runtime.validation import check_value
 
 END_OF_TEXT = "<|endoftext|>"
 # \s of tiktoken's regular expressions (Unicode White_Space); Python's \s holds U+001C-U+001F too

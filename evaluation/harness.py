@@ -37,7 +37,7 @@ from runtime.devices import attention_of_many_shapes, autocast, pick_device, pic
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.randomness import philox_bits, to_uniform
-from runtime.ranges import Count, check_values
+from runtime.validation import Count, check_values
 from sampling.engine import Engine
 from sampling.modes import DecodingOptions, mode_plan, with_mode_defaults
 from sampling.plans import stack_plans

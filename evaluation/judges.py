@@ -26,7 +26,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import Loaded, load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
-from runtime.schemas import read_bounded
+from runtime.validation import read_bounded
 
 # Elements of the logits of one batch, so that a large vocabulary does not exhaust the memory: a
 # GiB in float32, some 5 windows of 1024 tokens of GPT-2.

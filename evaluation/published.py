@@ -7,8 +7,7 @@ from pathlib import Path
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from evaluation.likelihood import ScoringTask
-from runtime.ranges import Positive
-from runtime.schemas import from_values, read_toml
+from runtime.validation import Positive, from_values, read_toml
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "published.toml"
 SCALES = {(12, 768): "small", (24, 1024): "medium"}  # by (layers, width)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.devices import out_of_memory
-from runtime.ranges import Count, Seed
 from runtime.startup import PATH_ERRORS, broken, end_at_once, interrupted, interruptible
+from runtime.validation import Count, Seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.errors import UserError
-from runtime.schemas import MAX_DEPTH, too_deep
+from runtime.validation import MAX_DEPTH, too_deep
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
 MAPPED_BYTES = 8 << 20  # at once, of a file whose checksum is made

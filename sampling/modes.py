@@ -19,7 +19,7 @@ from model import ModelConfig, Transformer
 from runtime.devices import available_memory
 from runtime.errors import UserError
 from runtime.processes import Processes
-from runtime.ranges import LARGEST, Count, Probability, check_values, flag
+from runtime.validation import LARGEST, Count, Probability, check_values, flag
 from sampling.engine import Generation, generate
 from sampling.plans import (
     Plan,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.ranges import LARGEST, check_value
+from runtime.validation import LARGEST, check_value
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]

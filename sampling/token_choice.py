@@ -18,7 +18,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from runtime.ranges import Count, Probability, check_values
+from runtime.validation import Count, Probability, check_values
 
 Temperature = Annotated[float, Ge(0)]
 Noise = Literal["float64", "float32", "bfloat16"]

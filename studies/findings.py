@@ -29,8 +29,8 @@ import tyro
 from data.prepare import Prepare, prepare
 from runtime.command_line import run_script
 from runtime.files import to_json, write_atomically, write_text
-from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, versions
+from runtime.validation import Count, check_values
 from studies.experiments import report, suite
 from studies.experiments.arms import ROOT, commits_of, write_config
 from studies.experiments.suite import Experiment, load_experiment

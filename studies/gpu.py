@@ -43,8 +43,8 @@ import train
 from runtime.command_line import run_script
 from runtime.devices import GPU, pick_device, pick_dtype, release_memory
 from runtime.files import write_json, write_text
-from runtime.ranges import Positive, check_values
 from runtime.reports import command, commit, markdown_table, versions
+from runtime.validation import Positive, check_values
 from studies.benchmarks import common, correctness
 from studies.benchmarks import train as bench_train
 from studies.benchmarks.common import SIZES

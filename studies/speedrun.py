@@ -35,9 +35,17 @@ from evaluation.text_measures import mean_and_reach
 from runtime.command_line import run_script
 from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import command, commit, markdown_table, versions
-from runtime.schemas import damaged, from_values, read_results, read_toml, schema
+from runtime.validation import (
+    Count,
+    NonNegative,
+    check_values,
+    damaged,
+    from_values,
+    read_results,
+    read_toml,
+    schema,
+)
 from studies.benchmarks.common import cpu_name, with_range
 from studies.experiments.arms import (
     ROOT,

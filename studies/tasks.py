@@ -30,9 +30,8 @@ from data.prepare import Prepare, prepare
 from data.tasks import TASKS
 from runtime.command_line import run_script
 from runtime.files import write_atomically, write_json, write_text
-from runtime.ranges import Count, check_values
 from runtime.reports import versions
-from runtime.schemas import damaged, read_results
+from runtime.validation import Count, check_values, damaged, read_results
 from studies.experiments import suite
 from studies.experiments.arms import ROOT
 from studies.experiments.tasks import (

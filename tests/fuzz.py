@@ -68,8 +68,8 @@ from checkpoints.load import load
 from data import prepare
 from evaluation import published
 from runtime.command_line import run_script
-from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import commit, markdown_table
+from runtime.validation import Count, NonNegative, check_values
 from studies import findings, speedrun
 from studies.experiments import suite
 from studies.experiments.tuning import choices_of

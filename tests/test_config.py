@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import train
 from model import AOGPT, ModelConfig
 from orders import OrderConfig, OrderKind
-from runtime.schemas import keys_of
+from runtime.validation import keys_of
 from training import config as configuration
 from training.config import (
     CheckpointConfig,

@@ -18,7 +18,7 @@ import tomli_w
 from helpers import ROOT, change, run_script, tiny_config
 
 from data.loader import read_tokens
-from runtime.schemas import FileError
+from runtime.validation import FileError
 from studies import findings
 from studies.experiments import arms as of_arms
 from studies.experiments import measures, report, suite, tuning, verdicts

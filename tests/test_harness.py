@@ -19,7 +19,7 @@ from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from evaluation import harness
 from runtime.processes import Processes
-from runtime.ranges import flag
+from runtime.validation import flag
 from sampling.engine import Engine, generate
 from sampling.plans import l2r_plan
 from sampling.token_choice import TokenChoice

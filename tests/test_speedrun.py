@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 from helpers import ROOT, change, tiny_config
 
-from runtime.schemas import FileError
+from runtime.validation import FileError
 from studies import speedrun
 from studies.experiments import arms as of_experiments
 from studies.experiments.arms import crossing

@@ -24,7 +24,7 @@ from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
 from orders import FIXED, OrderConfig, OrderKind
 from runtime.errors import UserError
-from runtime.ranges import (
+from runtime.validation import (
     Amount,
     BelowOne,
     Count,
@@ -35,8 +35,9 @@ from runtime.ranges import (
     Seed,
     Table,
     check_values,
+    from_values,
+    read_toml,
 )
-from runtime.schemas import from_values, read_toml
 
 
 class _Section(Table):

@@ -56,8 +56,8 @@ from model import AOGPT, Block, Transformer, head_chunk
 from runtime.devices import GPU, GPUS
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, Positive, check_values
 from runtime.reports import provenance
+from runtime.validation import Count, Positive, check_values
 from training import config as configuration
 from training.config import Config
 from training.optimizers import muon_matrices

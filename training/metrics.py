@@ -51,8 +51,7 @@ from runtime.devices import peak_flops, pick_dtype
 from runtime.errors import UserError
 from runtime.files import read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
-from runtime.ranges import NonNegative
-from runtime.schemas import FileError, from_json, read_bounded
+from runtime.validation import FileError, NonNegative, from_json, read_bounded
 from training.config import Config
 from training.validation import Losses
 

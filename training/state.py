@@ -19,7 +19,7 @@ from checkpoints.load import load_model
 from model import AOGPT, Transformer
 from runtime.errors import UserError
 from runtime.processes import Processes
-from runtime.schemas import read_bounded
+from runtime.validation import read_bounded
 from training import config as configuration
 from training import parallel
 from training.averages import EMA, local

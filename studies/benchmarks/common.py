@@ -17,8 +17,8 @@ from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import synchronize
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import provenance
+from runtime.validation import Count, NonNegative, check_values
 
 SizeName = Literal["tiny", "bench", "small", "medium"]
 GPT2 = {"vocab_size": 50304, "block_size": 1024}  # 50257 ids, padded

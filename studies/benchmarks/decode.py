@@ -25,8 +25,8 @@ from checkpoints.load import load
 from model import AOGPT, ModelConfig, Transformer
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
-from runtime.ranges import Count, NonNegative
 from runtime.reports import log_x, markdown_table, new_figure, png
+from runtime.validation import Count, NonNegative
 from sampling.engine import Engine, Generation
 from sampling.plans import Plan, adaptive_plan, group_sizes, l2r_plan, mdm_plan, speculative_plan
 from sampling.token_choice import TokenChoice

@@ -16,8 +16,8 @@ import numpy as np
 
 from runtime.devices import pick_device, pick_dtype
 from runtime.errors import UserError
-from runtime.ranges import Count, NonNegative
 from runtime.reports import log_x, markdown_table, new_figure, png
+from runtime.validation import Count, NonNegative
 from studies.benchmarks import common
 from studies.benchmarks.common import BenchOptions
 from studies.benchmarks.decode import DecodeBench, DecodeOptions, System

@@ -17,8 +17,8 @@ import torch
 from checkpoints import on_disk, store
 from checkpoints.load import load
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, NonNegative, check_values
 from runtime.reports import markdown_table
+from runtime.validation import Count, NonNegative, check_values
 from studies.benchmarks.common import SIZES, SizeName, describe, random_model
 from training.averages import EMA
 

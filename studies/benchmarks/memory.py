@@ -25,8 +25,8 @@ import torch
 from model import KVCache, Transformer
 from runtime.devices import pick_device, pick_dtype
 from runtime.errors import UserError
-from runtime.ranges import Count
 from runtime.reports import log_x, markdown_table, new_figure, png
+from runtime.validation import Count
 from sampling.engine import Engine, bytes_per_sample
 from sampling.packed import packed
 from sampling.passes import keeps_modulations, modulation_bytes

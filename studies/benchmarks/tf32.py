@@ -24,8 +24,8 @@ from evaluation.ensembles import cheap_gains
 from evaluation.eval_sets import open_eval_set
 from evaluation.text_measures import mean_and_error
 from runtime.outputs import OutputOptions, Outputs
-from runtime.ranges import Count, check_values
 from runtime.reports import markdown_table, provenance
+from runtime.validation import Count, check_values
 
 PRODUCTS = {  # operators, and where their factors stand
     torch.ops.aten.mm.default: (0, 1),

@@ -27,8 +27,8 @@ from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
 from runtime.devices import autocast, has_compiler, peak_flops, pick_device, pick_dtype
 from runtime.errors import UserError
-from runtime.ranges import Count
 from runtime.reports import markdown_table, new_figure, png
+from runtime.validation import Count
 from studies.benchmarks import common
 from studies.benchmarks.baselines import PerToken
 from studies.benchmarks.common import SIZES, BenchOptions

@@ -30,7 +30,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.reports import commit
-from runtime.schemas import FileError, from_values, read_bounded, schema
+from runtime.validation import FileError, from_values, read_bounded, schema
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics

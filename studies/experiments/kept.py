@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.files import json_object, read_lines, write_jsonl
-from runtime.schemas import damaged
+from runtime.validation import damaged
 from training import config as configuration
 from training.config import Config
 

@@ -18,7 +18,7 @@ from evaluation.text_measures import mean_and_reach
 from runtime.errors import UserError
 from runtime.files import write_json
 from runtime.reports import commit
-from runtime.schemas import damaged, read_results
+from runtime.validation import damaged, read_results
 from studies.experiments.arms import run_alone
 
 Measured = dict[str, list[float | None]]

@@ -10,7 +10,7 @@ from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
 from runtime.reports import log_x, markdown_table, new_figure, png
-from runtime.schemas import damaged, read_results
+from runtime.validation import damaged, read_results
 from studies.experiments.arms import ROOT, crossing
 from studies.experiments.suite import Experiment, load_experiment, names
 from studies.experiments.verdicts import figure_of

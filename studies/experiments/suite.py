@@ -24,7 +24,7 @@ from data.loader import TokenDataset, find_dataset, read_tokens
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.text_measures import unigram_entropy
 from runtime.errors import UserError
-from runtime.schemas import damaged, from_values, read_results, read_toml
+from runtime.validation import damaged, from_values, read_results, read_toml
 from studies.experiments.arms import (
     ROOT,
     Arm,

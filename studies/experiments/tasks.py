@@ -25,7 +25,7 @@ from evaluation.text_measures import mean_and_reach
 from model import ModelConfig
 from runtime.processes import Processes
 from runtime.reports import markdown_table, new_figure, png
-from runtime.schemas import read_toml
+from runtime.validation import read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from studies.experiments import suite
 from studies.experiments.arms import ROOT, commits_of, read_arms, run_of
