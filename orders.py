@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from model import inverse_permutation
 from runtime.errors import UserError
 from runtime.randomness import philox_bits, to_uniform
 from runtime.validation import Count, Probability, Seed, Table, check_values, read_bounded
@@ -200,13 +201,6 @@ class Roles:
         positions = torch.arange(T, device=order.device)
         place = torch.where(self.given, positions - T, place)
         return torch.where(self.predicted | self.given, place, place + T).argsort(dim=1)
-
-
-def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
-    """The step at which each position is predicted, (B, T) -> (B, T):
-    `inverse[b, order[b, i]] == i`."""
-    steps = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, steps)
 
 
 # What positions are sorted by, of uniform random numbers for each, (B, T) -> (B, T).
