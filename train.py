@@ -16,10 +16,9 @@ Options override keys of the config file. Those that people change most:
     --train.init-from          start from the weights of a run or a release
     --eval.interval            steps between validations
 
-The same command resumes the run from its newest checkpoint, with the same
-result as if it had never stopped. SIGTERM and Ctrl-C finish the step, save and
-exit. See also: python -m training.plan (memory and time before a run) and
-python -m training.plot (curves of several runs).
+The same command resumes the run, with the same result as if it had never
+stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
+python -m training.plan (memory and time), python -m training.plot (curves)
 """
 
 import math
@@ -30,7 +29,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from checkpoints import CheckpointError
 from data.loader import TokenDataset
@@ -67,44 +65,35 @@ def main() -> int:
 
 
 def train(config: Config, procs: Processes) -> int:
-    """Start or resume the run, train it to its last step or until a signal, and save it. Returns
-    the exit status. Raises UserError, also for losses that are not finite."""
+    """Start or resume the run, train until its last step or a signal, and save it."""
     data, val_data = open_data(config, procs)
     stop = StopRequest(procs)
     with locked_for_all(config.run_folder, procs):
         state = start(config, data.meta, procs)
-        if state.progress.step >= config.train.steps:
-            return already_finished(config, procs, state.progress)
-        print_summary(config, data, state.model, procs)
-        log = Log(config, procs, state.progress, data.block_size)
-        saver = Saver(config, procs, data.meta, log.warn)
-        with closing(log), closing(saver), compiled(state.model, config, procs):
-            saved = training_loop(config, procs, state, data, val_data, stop, log, saver)
+        saved = config.run_folder
+        if state.progress.step < config.train.steps:
+            print_summary(config, data, state.model, procs)
+            saved = training_loop(config, procs, state, (data, val_data), stop)
         return finish(config, procs, state.progress, saved)
 
 
 def training_loop(
-    config: Config,
-    procs: Processes,
-    state: State,
-    data: TokenDataset,
-    val_data: TokenDataset | None,
-    stop: StopRequest,
-    log: Log,
-    saver: Saver,
+    config: Config, procs: Processes, state: State, splits: tuple, stop: StopRequest
 ) -> Path | None:
-    """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
-    could not be written."""
-    progress, t = state.progress, config.train
-    model, losses = replicate(state.model, procs), PendingLosses()
-    with closing(micro_batches(data, config, procs, progress.step)) as batches:
+    """Train on the first of two splits, and validate on the second, until the last step or a
+    signal. Returns the path of the last checkpoint, None if it could not be written."""
+    (data, val_data), progress, t = splits, state.progress, config.train
+    log = Log(config, procs, progress, data.block_size)
+    saver = Saver(config, procs, data.meta, log.warn)
+    batches = micro_batches(data, config, procs, progress.step)
+    with closing(log), closing(saver), compiled(state.model, config, procs), closing(batches):
+        model, losses = replicate(state.model, procs), PendingLosses()
         while progress.step < t.steps and not stop.requested:
             # Nobody waits for the loss here, so that a GPU has its next step before it needs it.
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
             losses.add(progress.step, loss, norm)
             report(losses.arrived(), config, progress, log)
-
             # All processes must leave the loop after the same step.
             stop.agree(failed=progress.skipped_in_a_row >= t.max_skipped_steps)
             if stop.failed:
@@ -112,13 +101,13 @@ def training_loop(
                 raise UserError(not_finite_message(config, progress.step, what))
 
             last, best = progress.step == t.steps, progress.best
-            evaluating = val_data and (last or progress.step % config.eval.interval == 0)
+            validating = val_data and (last or progress.step % config.eval.interval == 0)
             saving = last or stop.requested or progress.step % config.checkpoint.interval == 0
-            if evaluating or saving:  # which wait for the device anyway
+            if validating or saving:  # which wait for the device anyway
                 report(losses.arrived(wait=True), config, progress, log)
                 saver.wait()  # it is known now whether the best checkpoint was written
                 best = progress.best
-            if evaluating:
+            if validating:
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
                 log.validation(val_losses)
                 val_loss = val_losses[""][best_by(config)].mean
@@ -127,7 +116,7 @@ def training_loop(
             if saving or best != progress.best:
                 saver.save(state, best)  # sets progress.best once the checkpoint exists
                 log.restart_clock()
-    return saver.wait()
+        return saver.wait()
 
 
 def report(
@@ -145,8 +134,8 @@ def report(
 def train_step(
     step: int, model, optimizer, batches: Iterator[Batch], config: Config, procs: Processes
 ) -> tuple[Tensor, Tensor]:
-    """Clipped gradients of the global batch of `step`, which counts from 0, without waiting for the
-    device. Returns loss and gradient norm, 0-dimensional, the same on every process."""
+    """Clipped gradients of the global batch of `step`, from 0, without waiting for the device.
+    Returns loss and gradient norm, 0-dimensional, the same on every process."""
     if config.model.dropout:  # the same after a resume, and different on every process
         one_row = range(procs.rank, procs.rank + 1)
         torch.manual_seed(int(philox_bits(config.seed, step, one_row, width=1)[0, 0]))
@@ -165,9 +154,7 @@ def train_step(
 
     # The norm shows gradients that are not finite, also without clipping.
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip or math.inf)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    return procs.mean(total), norm
+    return procs.mean(total), norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
@@ -176,9 +163,8 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
         case "ar" | "ao_ar":
             return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
         case "groupwise":
-            _, group = config.stage(step)
-            prompts = batch.weight, batch.given
-            return groupwise_loss(model, batch.tokens, batch.order, group, *prompts)
+            settings = config.stage(step)[1], batch.weight, batch.given
+            return groupwise_loss(model, batch.tokens, batch.order, *settings)
         case "score_entropy":
             vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
             return score_entropy(model, batch.tokens, batch.masks, vocab_size).mean()
@@ -199,10 +185,11 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 
 def open_data(config: Config, procs: Processes) -> tuple[TokenDataset, TokenDataset | None]:
     """The training split, and the validation split if there are validations."""
-    folder, size, verify = config.data.folder, config.model.block_size, config.data.verify
-    data, val_data = TokenDataset(folder, "train", size, verify=verify), None
-    if config.eval.interval:
-        val_data = TokenDataset(folder, "val", size, verify=verify)
+
+    def split(name: str) -> TokenDataset:
+        return TokenDataset(config.data.folder, name, config.model.block_size, config.data.verify)
+
+    data, val_data = split("train"), split("val") if config.eval.interval else None
     check_fits(config, data, procs)
     return data, val_data
 
@@ -234,15 +221,6 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     refuse(needed > free, f"{large}model.n_embd or model.n_layer")
 
 
-def already_finished(config: Config, procs: Processes, progress: Progress) -> int:
-    folder = config.run_folder
-    if procs.main and not (folder / "loss.png").exists():  # killed before that
-        plot_losses(folder)
-    more = "give more --train.steps to go on, or another --name"
-    procs.print0(f"{folder} is finished at step {progress.step}; {more}")
-    return 0
-
-
 def print_summary(config: Config, data: TokenDataset, model: AOGPT, procs: Processes) -> None:
     """Write the run's config.toml and print what is about to be trained, on how much."""
     folder, t, size = config.run_folder, config.train, data.block_size
@@ -258,16 +236,17 @@ def print_summary(config: Config, data: TokenDataset, model: AOGPT, procs: Proce
 
 def finish(config: Config, procs: Processes, progress: Progress, saved: Path | None) -> int:
     """Draw the curve and say how the run ended."""
+    folder, step = config.run_folder, progress.step
     if procs.main:
-        plot_losses(config.run_folder)
+        plot_losses(folder)
     if saved is None:
         raise CheckpointError(
             "the last checkpoint could not be written (see above); free some space and start again"
         )
-    how = f"stopped at step {progress.step} and saved {saved}; the same command goes on from there"
-    if progress.step >= config.train.steps:
-        mode = " --mode l2r" if config.model.l2r_only else ""  # random order is the default
-        how = f"finished {progress.step} steps; next: python sample.py {config.run_folder}{mode}"
+    mode = " --mode l2r" if config.model.l2r_only else ""  # random order is the default
+    how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
+    if step < config.train.steps:
+        how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
     procs.print0(how)
     return 0
 

@@ -36,7 +36,7 @@ from studies.experiments.arms import ROOT, commits_of, write_config
 from studies.experiments.suite import Experiment, load_experiment
 from studies.experiments.tuning import choices_of
 from studies.experiments.verdicts import judged, ratio_of
-from training.memory_plan import RunPlan, find_gpu, plan_run
+from training.plan import RunPlan, find_gpu, plan_run
 
 GPU = "NVIDIA H100 80GB HBM3"
 PAGE = ROOT / "results" / "findings.md"

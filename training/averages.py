@@ -6,11 +6,8 @@ import torch
 
 
 class EMA:
-    """Averaged weights, used for evaluation and sampling (the paper, appendix B.3.2).
-
-    The decay after t updates is min(decay, (1 + t) / (10 + t)): the first weights have learned
-    nothing. Sharded weights have sharded averages.
-    """
+    """Averaged weights, sharded as the weights are (the paper, appendix B.3.2). The decay after t
+    updates is min(decay, (1 + t) / (10 + t)): the first weights have learned nothing."""
 
     def __init__(self, model: torch.nn.Module, decay: float):
         self.decay = decay

@@ -1,7 +1,4 @@
-"""Micro-batches on their way to the device, and losses on their way back, without waiting for it.
-
-Shapes: B sequences in a micro-batch, T positions.
-"""
+"""Micro-batches on their way to the device, and losses on their way back, without a wait."""
 
 import itertools
 from collections import deque
@@ -38,16 +35,11 @@ class Batch:
 
 
 def make_batch(
-    tokens: Tensor,
-    config: Config,
-    step: int,
-    batch_rows: range,
-    roles: Roles | None = None,
-    mean_predicted: float = 1.0,
+    tokens: Tensor, config: Config, step: int, batch_rows: range, roles=None, mean_predicted=1.0
 ) -> Batch:
-    """Sequences `batch_rows` of the global batch of `step` with their orders or masks: a pure
-    function of the arguments. mean_predicted: predicted tokens of a sequence, averaged over the
-    global batch, so that the mean over all micro-batches is that over predicted tokens."""
+    """Sequences `batch_rows` of the global batch of `step`, (B, T), with their orders or masks: a
+    pure function of the arguments. With prompts, roles: Roles; mean_predicted: predicted tokens of
+    a sequence of the global batch, so that losses are means over predicted tokens."""
     length, global_size = tokens.shape[1], config.train.batch_size
     if config.objective.kind in DECODER_OBJECTIVES:
         orders, _ = config.stage(step)
@@ -72,17 +64,14 @@ def roles_of(
     of_batch = Roles.of(data.roles(data.indices(config.seed, step, range(size), size)))
     starts = torch.arange(data.block_size) < of_batch.given.sum(dim=1, keepdim=True)
     if config.model.l2r_only and not torch.equal(starts, of_batch.given):
-        raise UserError(
-            f"{config.data.folder} has prompts that are not the beginning of their sequence, and "
-            "a model without target positions reads from left to right: set model.target"
-        )
+        where = f"{config.data.folder} has prompts that are not the beginning of their sequence"
+        raise UserError(f"{where}: set another model.target than 'none'")
     rows = slice(batch_rows.start, batch_rows.stop)
     roles = Roles(of_batch.predicted[rows], of_batch.given[rows])
     return roles, float(of_batch.predicted.sum()) / size
 
 
-def accumulation_steps(config: Config, procs: Processes) -> int:
-    """Micro-batches of one process in an optimizer step."""
+def accumulation_steps(config: Config, procs: Processes) -> int:  # micro-batches in a step
     return config.train.batch_size // (config.train.micro_batch_size * procs.world_size)
 
 
@@ -90,10 +79,8 @@ def micro_batches(
     data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Iterator[Batch]:
     """Yield this process's micro-batches on its device, from `first_step` on. Close it to end its
-    thread, which prepares the next ones while the device works.
-
-    Micro-batch m of a step holds consecutive sequences, of which process r has the r-th part, so
-    the sequences and orders of a step do not depend on the number of processes."""
+    thread, which prepares the next ones. Process r has the r-th part of every micro-batch of
+    consecutive sequences, so what a step trains on does not depend on the number of processes."""
     micro_size, device = config.train.micro_batch_size, procs.device
     block_size, random_prob = data.block_size, config.data.random_length_prob
 

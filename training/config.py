@@ -1,7 +1,5 @@
 """Configuration: nested dataclasses, read from a TOML file, overridden on the command line.
 
-    python train.py configs/aogpt_small.toml --optim.lr 3e-4 --train.steps 100000
-
 Types say what a value may be, `Config` checks what several keys must be together, and comments on
 fields are shown by `train.py --help`.
 """
@@ -132,8 +130,6 @@ class StageConfig(Table):
 
 @dataclass(frozen=True)
 class Config(Table):
-    """Everything that decides what a run computes, and where it is kept."""
-
     name: str = "aogpt"  # the run's name; its folder is OUT/NAME
     out: str = "out"  # folder that holds the run folders
     seed: Seed = 0  # of the initial weights, the data shuffle and the orders
@@ -221,13 +217,11 @@ def load_toml(path: str | Path) -> Config:
 
 
 def from_dict(values: dict, source: str) -> Config:
-    """A Config from nested plain values. source: what messages call it."""
     return from_values(values, Config, source)
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:
-    """`CONFIG.toml [--table.key value ...]` -> Config. Exits with status 2 and tyro's message for
-    an option that is unknown or wrong."""
+    """`CONFIG.toml [--table.key value ...]` -> Config. A wrong option ends in tyro's message."""
     import tyro
 
     if arguments and not arguments[0].startswith("-"):
@@ -236,9 +230,9 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         path, overrides, default = "CONFIG.toml", arguments, Config()
     else:
         raise UserError("give a config file first, e.g. python train.py configs/quickstart.toml")
-    description = textwrap.indent(description, " ")  # tyro joins lines that begin with a letter
-    prog = f"train.py {path}"
-    return tyro.cli(Config, default=default, args=overrides, prog=prog, description=description)
+    # indented, as tyro joins lines that begin with a letter
+    names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
+    return tyro.cli(Config, default=default, args=overrides, **names)
 
 
 def to_dict(config: Config) -> dict:
@@ -261,7 +255,6 @@ def differences(old: Config, new: Config) -> dict[str, tuple]:
 def _flat(values: dict, prefix: str = "") -> dict:
     flat = {}
     for key, value in values.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
     return flat

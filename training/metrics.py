@@ -51,14 +51,13 @@ class Log:
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
         self.tokens = self.count_tokens(range(progress.step))
         self.norm = self.tokens_per_second = self.wandb = None
-        self.first_step, self.started, self.separator = progress.step, time.perf_counter(), ""
+        self.first_step, self.started = progress.step, time.perf_counter()
         self.restart_clock()
         if procs.main:
             drop_later_rows(self.path, progress.step)
             self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
-        off = None if procs.main else True  # None: unless on a terminal
-        self.bar = tqdm(**steps, disable=off, dynamic_ncols=True)
+        self.bar = tqdm(**steps, disable=None if procs.main else True)  # None: on terminals only
 
     def training(self, step: int, loss: float, norm: float, rates: dict[str, float]) -> None:
         """A finished step: its loss, gradient norm and learning rates."""
@@ -128,17 +127,13 @@ class Log:
         if not self.procs.main:
             return
         row |= {"grad_norm": self.norm, "tokens": self.tokens}
-        row |= {"tokens_per_second": self.tokens_per_second}
+        row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
         row |= {"memory_bytes": peak_memory(self.procs.device)}
-        row |= {"skipped_steps": self.progress.skipped}
         try:
             with open(self.path, "a") as file:
-                file.write(f"{self.separator}{to_json(row)}\n")
-            self.separator = ""
+                file.write(to_json(row) + "\n")
         except OSError as error:  # a full disk must not end the run
-            if not self.separator:
-                self.warn(f"cannot write {self.path}: {error}; rows are lost until it has room")
-            self.separator = "\n"  # what was written of the row is no part of the next
+            self.warn(f"a row of {self.path} is lost: {error}")
         if self.wandb:
             numbers = {key: v for key, v in row.items() if isinstance(v, int | float)}
             self.wandb.log(numbers, step=numbers.pop("step"))
@@ -154,8 +149,8 @@ def peak_memory(device: torch.device) -> int:
 
 def read_metrics(path: Path) -> list[dict]:
     """The rows of metrics.jsonl, without lines that a kill or a full disk cut short."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    rows, lines = [], path.read_text(errors="replace").splitlines() if path.is_file() else ()
+    for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
@@ -182,5 +177,4 @@ def start_wandb(config: Config):
     try:
         return wandb.init(**where, config=asdict(config))
     except wandb.errors.Error as error:
-        advice = "log in, or pass --wandb.mode offline"
-        raise UserError(f"Weights & Biases did not start: {error}; {advice}") from error
+        raise UserError(f"wandb: {error}; log in, or pass --wandb.mode offline") from error

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from training.averages import local
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial that Newton-Schulz iterates
-STEPS = 5
+COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz
 STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the iteration
 
 
@@ -25,10 +24,8 @@ class Muon(torch.optim.Optimizer):
         U <- orthogonal(mu M + (1 - mu) G)                          Nesterov's form
         W <- (1 - lr wd) W - lr sqrt(max(1, rows / columns)) U
 
-    The factor makes a rate carry over from width to width. With several processes each matrix is
-    orthogonalised by one of them; M, the only state, is sharded as W is.
-    `found_inf`, a tensor on the device or None: 1 skips the step, as in fused AdamW.
-    """
+    The factor makes a rate carry over from width to width. M, the only state, is sharded as W is.
+    found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
         self, matrices: list, fused: list, lr: float, weight_decay: float, momentum: float
@@ -74,8 +71,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """Each matrix (rows, columns) with its singular values moved close to 1; parts: how many
-    matrices, one below the other, it consists of. On a GPU in bfloat16."""
+    """Matrices (rows, columns), or the parts that each consists of, with singular values near 1."""
     pieces = [piece for m, n in zip(matrices, parts, strict=True) for piece in m.chunk(n)]
     # Matrices of one shape, or transposed to it, are one batch.
     shapes: dict[tuple[int, int], list[int]] = {}

@@ -1,5 +1,4 @@
-"""Optimizers and learning rates: AdamW for everything, or Muon for the matrices of the blocks and
-AdamW for the rest."""
+"""AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def make_optimizer(model: AOGPT, config: Config) -> torch.optim.AdamW | MuonAdam
 
 
 def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
-    """The matrices of attention and MLP, by name. AdamW keeps embeddings, tables, the head, and the
-    layers that read a small conditioning vector."""
+    """The matrices of attention and MLP, by name."""
     return {
         name: p
         for name, p in model.blocks.named_parameters("blocks")
@@ -93,16 +91,15 @@ def optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 
 def move(optimizer, finite: torch.Tensor) -> None:
-    """Update the weights if `finite`, 0-dimensional, is 1; change nothing if it is 0. The device
-    decides, as with torch.amp.GradScaler: an `if` here would wait for it."""
+    """Update the weights if `finite`, 0-dimensional, is 1, not if it is 0, without waiting for the
+    device: as torch.amp.GradScaler does."""
     for each in optimizers(optimizer):
         each.grad_scale, each.found_inf = None, 1 - finite.float()
     optimizer.step()
 
 
 def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """{name of a parameter: its optimizer state}, for checkpoints. PyTorch's state dict has numbers
-    for names, which change when a parameter changes its group."""
+    """{name of a parameter: its optimizer state}. PyTorch's has numbers, which groups change."""
     names = {p: name for name, p in model.named_parameters()}
     states = (state for each in optimizers(optimizer) for state in each.state.items())
     return {names[p]: dict(values) for p, values in states}

@@ -1,6 +1,5 @@
 """One model on several processes: replicas (DDP) or shards (FSDP2), with activation checkpointing
-and compilation, all from outside the model. The weights of a new model follow from the run's seed
-and their names alone."""
+and compilation, all from outside the model."""
 
 import contextlib
 import functools
@@ -142,7 +141,6 @@ def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractCo
 
 
 def reshard(model: nn.Module) -> None:
-    """Under fsdp, forget the weights that a forward pass without a backward has gathered, or they
-    would hide a change of the weights from the next pass."""
+    """Under fsdp, forget gathered weights after a pass without a backward: they may change."""
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -9,7 +9,6 @@ Estimated: in_use (cast or gathered weights, gradients that wait), activations
 """
 
 import math
-import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -38,7 +37,7 @@ class RunPlan:
     tokens_per_step: int
     seconds_per_step: float
     sent_per_step: int  # bytes from every GPU to others
-    checkpoint_bytes: int
+    checkpoint_bytes: int  # weights, their first average and the optimizer's state
 
     @property
     def memory_total(self) -> int:
@@ -72,7 +71,6 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
         tokens_per_step=tokens,
         seconds_per_step=tokens * flops / (world_size * gpu.flops * utilisation),
         sent_per_step=sent_bytes(config, model, world_size),
-        # weights, their first average and the optimizer's state
         checkpoint_bytes=2 * FLOAT * count(model) + state_bytes(config, model, 1)["optimizer"],
     )
 
@@ -102,16 +100,16 @@ def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]
 
 def memory_of(config: Config, model: AOGPT, world_size: int, sequences: int) -> dict[str, int]:
     """Bytes by part, with micro-batches of so many sequences."""
-    t, m, f = config.train, config.model, FLOAT
+    t, m, f, fsdp = config.train, config.model, FLOAT, config.train.parallel == "fsdp"
     h = f if t.dtype == "float32" else 2  # of matrix products; every known GPU has bfloat16
-    total, block, fsdp = count(model), count(model.blocks[0]), t.parallel == "fsdp"
-    outside = total - count(model.blocks)
+    total, block, outside = count(model), count(model.blocks[0]), count(model) - count(model.blocks)
     in_use = (outside if fsdp else total) * h * (h < f)  # copies of autocast
     in_use += fsdp * ((3 * h + f) * block + 2 * f * outside)  # two blocks, gradients of one
     together = t.batch_size > sequences * world_size and not t.reduce_every_micro_batch
     in_use += f * total * (together and (fsdp or world_size > 1))  # gradients before reduction
 
-    tokens, whole = sequences * m.block_size, 22 * h + 4 * f  # bytes of a block per token and D
+    tokens = sequences * m.block_size
+    whole = 16 * h + 2 * f + m.has_adaln * (6 * h + 2 * f)  # bytes of a block per token and D
     saved = {"none": whole, "selective": 10 * h + f, "block": f}[t.activation_checkpointing]
     per_block = (2 if m.target == "two_stream" else 1) * tokens * m.n_embd
     logits = 2 * h * tokens if t.compile else 12 * min(tokens, head_chunk(m.vocab_size, "cuda"))
@@ -144,28 +142,25 @@ class PlanOptions:
 def main() -> None:
     import tyro
 
-    description = textwrap.indent(__doc__, " ")  # tyro joins lines that begin with a letter
-    names = {"prog": "python -m training.plan CONFIG.toml", "description": description}
+    names = {"prog": "python -m training.plan CONFIG.toml", "description": __doc__}
     o, rest = tyro.cli(PlanOptions, return_unknown_args=True, **names)
     check_values(o)
     config = from_command_line(rest, __doc__)
     plan = plan_run(config, o.world_size, find_gpu(o.gpu), o.mfu)
-    print(f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}")
-    print(plan_text(plan))
+    title = f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}"
+    print(title, plan_text(plan), sep="\n")
 
 
 def plan_text(plan: RunPlan) -> str:
     t, total, usable = plan.config.train, plan.memory_total, plan.memory_usable
     verdict = f"{'fits' if total <= usable else 'does NOT fit'} in {usable / 2**30:,.2f} GiB"
     parameters, days = sum(plan.parameters.values()), plan.seconds_per_step * t.steps / 86400
-    batch = f"{t.micro_batch_size} x {plan.config.model.block_size} tokens, checkpointing "
-    notes = {"activations": batch + t.activation_checkpointing}
     conditioning = f"{plan.parameters['conditioning'] / parameters:.1%} of them conditioning"
     rows = [("parameters", f"{parameters / 1e6:,.1f} M", conditioning)]
-    rows += [(k, f"{n / 2**30:,.2f} GiB", notes.get(k, "")) for k, n in plan.memory.items()]
+    rows += [(part, f"{n / 2**30:,.2f} GiB", "") for part, n in plan.memory.items()]
     rows += [
         ("memory of a GPU", f"{total / 2**30:,.2f} GiB", f"{verdict}, {RESERVED:.0%} left free"),
-        ("largest micro-batch", f"{plan.largest_micro_batch_size}", "that fits"),
+        ("largest micro-batch", f"{plan.largest_micro_batch_size}", f"here {t.micro_batch_size}"),
         ("time of a step", f"{plan.seconds_per_step:,.2f} s", f"{plan.tokens_per_step:,} tokens"),
         ("time of the run", f"{days:,.1f} days", f"{t.steps:,} steps"),
         ("sent by each GPU", f"{plan.sent_per_step / 1e9:,.2f} GB", "a step"),

@@ -38,10 +38,8 @@ class PlotOptions(OutputOptions):
 
 def main() -> None:
     o = tyro.cli(PlotOptions, prog="python -m training.plot", description=__doc__)
-    if not o.runs:
-        raise UserError("name run folders, e.g. python -m training.plot out/one out/other")
-    if o.out.suffix != ".png":
-        raise UserError(f"--out {o.out}: the plot is a PNG; name a file that ends in .png")
+    if not o.runs or o.out.suffix != ".png":
+        raise UserError("name run folders, such as out/NAME, and with --out a file NAME.png")
     o.out.parent.mkdir(parents=True, exist_ok=True)
     with Outputs({"--out": o.out}, o.runs, o.overwrite) as outputs:
         outputs.write(o.out, plot_runs(list(o.runs), o.x))
@@ -67,8 +65,7 @@ def plot_losses(folder: Path) -> None:
 
 
 def plot_runs(folders: list[Path], x: str = "tokens") -> bytes:
-    """A PNG of the panels that at least one of the run folders has numbers for. x: "tokens" or
-    "steps". Raises UserError for a folder without any."""
+    """A PNG of the panels that one of the run folders has numbers for. x: "tokens" or "steps"."""
     import matplotlib.pyplot as plt
 
     runs, found = {}, set()
@@ -76,10 +73,7 @@ def plot_runs(folders: list[Path], x: str = "tokens") -> bytes:
         runs[folder] = read_metrics(folder / "metrics.jsonl")
         keys = {key for keys in PANELS.values() for key in keys if numbers(runs[folder], key)}
         if not keys:
-            raise UserError(
-                f"cannot draw {folder}: it has no metrics.jsonl with losses; name folders of runs "
-                "that have trained, such as out/NAME"
-            )
+            raise UserError(f"cannot draw {folder}: it has no metrics.jsonl of a run with losses")
         found |= keys
     panels = {title: keys for title, keys in PANELS.items() if found & set(keys)}
     columns = 2 if len(panels) == 4 else min(3, len(panels))
@@ -127,11 +121,13 @@ def draw(axes, rows: list[dict], keys: tuple[str, ...], color, x: str) -> None:
 
 def numbers(rows: list[dict], key: str) -> dict:
     """{step: value} of the rows that have a number there, or for a curve a list of numbers."""
-    values = {row["step"]: row.get(key) for row in rows}
-    if not key.startswith("val_curve"):
-        return {step: v for step, v in values.items() if isinstance(v, int | float)}
-    curves = {step: v for step, v in values.items() if isinstance(v, list)}
-    return {s: c for s, c in curves.items() if all(isinstance(v, int | float | None) for v in c)}
+
+    def fits(value) -> bool:
+        if key.startswith("val_curve"):
+            return isinstance(value, list) and all(isinstance(v, int | float | None) for v in value)
+        return isinstance(value, int | float)
+
+    return {row["step"]: row[key] for row in rows if fits(row.get(key))}
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

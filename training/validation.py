@@ -1,8 +1,6 @@
-"""Validation during training: losses of the held-out split, and how they fall along the order.
+"""Validation during training: losses of the held-out split, and how they fall along the order."""
 
-Shapes: B sequences, T positions.
-"""
-
+import contextlib
 import math
 import statistics
 from typing import NamedTuple
@@ -28,7 +26,7 @@ class Loss(NamedTuple):
 
     mean: float
     error: float | None  # standard error over Monte Carlo samples of orders or masks
-    curve: list  # mean by step, see `by_step`; None where nothing was measured
+    curve: list  # mean by step, see `add_by_step`; None where nothing was measured
 
 
 Losses = dict[str, Loss]  # by the name of the orders: l2r, random, fixed, own
@@ -39,23 +37,17 @@ def evaluate(
 ) -> dict[str, Losses]:
     """Validation losses by weights: "" the first average, "_raw" the last weights, "_ema0.99"
     another average. All processes must call."""
-    group, orders = final_stage(config)[1], validation_orders(config)
-
-    def losses() -> Losses:
-        groups = {name: group if name == "own" else 1 for name in orders}
-        return {
-            name: validation_loss(model, val_data, orders[name], config, procs, groups[name])
-            for name in orders
-        }
-
+    first, *others = averages
+    weights = {"": first.applied(model), "_raw": contextlib.nullcontext()}
+    weights |= {f"_ema{ema.decay:g}": ema.applied(model) for ema in others}
+    result: dict[str, Losses] = {}
     model.eval()
-    ema, *others = averages
-    with ema.applied(model):
-        result = {"": losses()}
-    result["_raw"] = losses()
-    for other in others:
-        with other.applied(model):
-            result[f"_ema{other.decay:g}"] = losses()
+    for name, applied in weights.items():
+        with applied:
+            result[name] = {
+                kind: validation_loss(model, val_data, orders, config, procs, group)
+                for kind, (orders, group) in validation_orders(config).items()
+            }
     model.train()
     return result
 
@@ -75,24 +67,19 @@ def best_by(config: Config) -> str:
     return "fixed" if orders.is_fixed and group == 1 else "own"
 
 
-def validation_orders(config: Config) -> dict[str, OrderConfig]:
-    """The orders to evaluate under, by name: left to right, any order, and the run's own."""
+def validation_orders(config: Config) -> dict[str, tuple[OrderConfig, int]]:
+    """Orders and groups to evaluate in, by name: left to right, any order, the run's own."""
     kinds = {"l2r": not config.model.is_encoder, "random": not config.model.l2r_only}
-    orders = {kind: OrderConfig(kind) for kind, possible in kinds.items() if possible}
-    return orders | ({} if best_by(config) in orders else {best_by(config): final_stage(config)[0]})
+    orders = {kind: (OrderConfig(kind), 1) for kind, possible in kinds.items() if possible}
+    own = best_by(config)
+    return orders if own in orders else orders | {own: final_stage(config)}
 
 
 def validation_loss(
-    model: AOGPT,
-    val_data: TokenDataset,
-    orders: OrderConfig,
-    config: Config,
-    procs: Processes,
-    group: int = 1,
+    model, val_data: TokenDataset, orders: OrderConfig, config: Config, procs: Processes, group=1
 ) -> Loss:
-    """Mean nats per token of the first eval.sequences blocks, predicted `group` at a time, under
-    eval.draws orders or masks each (one if orders are fixed), which are the same in every
-    validation of a run. All processes must call."""
+    """Mean nats per token of eval.sequences blocks, predicted `group` at a time, under eval.draws
+    orders or masks each, the same in every validation of a run. All processes must call."""
     count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
     dtype = pick_dtype(config.train.dtype, procs.device)
     draws = 1 if orders.is_fixed else config.eval.draws
