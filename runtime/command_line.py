@@ -39,11 +39,11 @@ def run_script(main: Callable[[], int | None]) -> None:
         print("\ninterrupted", file=sys.stderr)
         status = 130
     except Exception as error:
-        from runtime.devices import out_of_memory  # imports torch, which prepare.py does without
+        if full := not isinstance(error, UserError | OSError):
+            from runtime.devices import out_of_memory  # imports torch: a mistake need not wait
 
-        full = out_of_memory(error)
-        if not full and not isinstance(error, UserError | OSError):
-            raise
+            if not out_of_memory(error):
+                raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
@@ -73,5 +73,5 @@ def _lasting(stream):
         return open(os.devnull, "w")
     if stream not in (sys.__stdout__, sys.__stderr__):
         return stream
-    buffer = io.BufferedWriter(_Lasting(os.dup(stream.fileno()), "w"))
+    buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)

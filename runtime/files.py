@@ -1,5 +1,4 @@
-"""Files: written whole or not at all, checksums, and rows of JSON read with the place of what is
-wrong."""
+"""Files written whole or not at all, checksums, and rows of JSON."""
 
 import hashlib
 import json
@@ -18,8 +17,7 @@ LINE_BYTES = 64 << 20  # of rows of JSON and prompts
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. The permissions of a file that is replaced stay, and a link keeps its target.
-    Raises FileExistsError where a device or a FIFO would be replaced."""
+    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
@@ -56,8 +54,7 @@ def is_alive(pid: int) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the disk have what was renamed or removed in a folder: a rename is not safe before
-    that."""
+    """Flush what was renamed or removed in a folder: a rename is not safe before that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,8 +71,7 @@ def sha256_file(path: Path) -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text of plain values; NaN and infinities, which JSON does not have, become null, paths
-    strings."""
+    """JSON text of plain values; NaN and infinities become null, paths strings."""
 
     def plain(v):
         if isinstance(v, dict):
@@ -100,8 +96,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
-    """The lines of a text file that are not blank, each with its place, "FILE line N". option: with
-    which the user names the file. Raises UserError."""
+    """The lines of a text file that are not blank, each with its place, "FILE line N"."""
     if not path.is_file():
         what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
         raise UserError(f"{option} {path}: {what}")

@@ -1,10 +1,4 @@
-"""Where the results of a script go: nothing is overwritten unasked, and nothing is lost.
-
-    with Outputs({"--json": a.json, "--html": a.html}, [a.prompts], a.overwrite) as outputs:
-        outputs.write(a.json, text)
-
-Made before the work begins, it refuses what could not be written after it.
-"""
+"""Where the results of a script go: nothing is overwritten unasked, and nothing is lost."""
 
 import os
 import sys
@@ -31,14 +25,16 @@ class OutputOptions:
 
 
 class Outputs:
-    """The files that a script is asked to write."""
+    """The files that a script is asked to write, checked before it does its work.
+
+    with Outputs({"--json": a.json}, [a.prompts], a.overwrite) as outputs:
+        outputs.write(a.json, text)"""
 
     def __init__(
         self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
     ):
-        """files: by the option that names them; None where it is not given. inputs: what the script
-        reads; what is no existing path is ignored. Raises UserError for a file that cannot be
-        written, that exists (without `overwrite`), or that is an input."""
+        """files: by the option that names them. inputs: what the script reads; what is no existing
+        path is ignored. Raises UserError for a file that cannot or must not be written."""
         self.unwritten: dict[Path, str | bytes] = {}
         inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
         given = {option: Path(path) for option, path in files.items() if path is not None}
@@ -51,8 +47,8 @@ class Outputs:
                 raise UserError(f"{option} {path} {problem}")
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result, whole or not at all; None is nowhere. Later results of the same path
-        replace earlier ones. What cannot be written waits until the script ends."""
+        """Write a result, whole or not at all; None is nowhere. It replaces earlier ones of this
+        script. What cannot be written waits until the script ends."""
         if path is None:
             return
         self.unwritten[path] = content

@@ -31,11 +31,10 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that prints, logs and writes what one process writes."""
+        """Whether this process prints, logs and writes what one process writes."""
         return self.rank == 0
 
     def print0(self, *values, **options) -> None:
-        """Print, on the main process only."""
         if self.main:
             print(*values, **options)
 
@@ -61,10 +60,8 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
-    """Join the job that torchrun started, or stand alone; yields `Processes`.
-
-    timeout: seconds that a message between processes may take. group: make a process group also for
-    a process alone, as FSDP needs it. Raises UserError for a device that is not there, and
+    """Join the job that torchrun started, or stand alone; yields `Processes`. timeout: of messages,
+    in seconds. group: make a process group also for a process alone, as FSDP needs it. Raises
     ConnectionError where another process hangs or has ended."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     rank, local_rank, world_size = (int(os.environ.get(name, n)) for name, n in names.items())
@@ -95,8 +92,7 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store under a prefix that only the processes of this attempt know. Raises
-    ConnectionError if they do not all start within `timeout` seconds.
+    """torchrun's store under a prefix that only the processes of this attempt know.
 
     torchrun restarts a job with the old store, whose stale addresses make gloo fail (as of PyTorch
     2.13), and its count of restarts differs between nodes. So rank 0 makes up a prefix, and gives

@@ -3,20 +3,14 @@ or has another number of processes, gets the same numbers without a state to sav
 
 import numpy as np
 
-from runtime.errors import UserError
-
 # Uses of one seed that must not share numbers: the top word of the 256-bit counter.
 ORDERS, SHUFFLE, SPLIT, LENGTHS = range(4)
 
 
 def philox_bits(seed: int, index: int, rows: range, width: int, stream: int = ORDERS) -> np.ndarray:
-    """Rows of an endless table of random 64-bit integers: uint64 (len(rows), width), raw Philox
-    output, the same in every version of numpy.
-
-    seed, index (often a step): 0 to 2**64 - 1. rows: contiguous; a row is the same whichever others
-    are asked for. stream: one of the uses above."""
-    if not (0 <= seed < 2**64 and 0 <= index < 2**64):
-        raise UserError(f"seed and step must be from 0 to 2**64 - 1, but are {seed} and {index}")
+    """Rows of an endless table of random 64-bit integers, uint64 (len(rows), width): raw Philox
+    output, the same in every version of numpy. seed, index (often a step): below 2**64. A row is
+    the same whichever others are asked for. stream: one of the uses above."""
     counters = -(-width // 4)  # of a row: one counter yields four numbers
     key = np.array([seed, index], dtype=np.uint64)
     counter = np.array([0, 0, 0, stream], dtype=np.uint64)

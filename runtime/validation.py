@@ -50,13 +50,12 @@ def schema(table: type) -> type:
 
 
 def flag(name: str) -> str:
-    """A field's option on the command line: num_samples -> --num-samples."""
+    """num_samples -> --num-samples"""
     return "--" + name.replace("_", "-")
 
 
 def check_values(values: Any, name: Callable[[str], str] = flag) -> None:
-    """Raise UserError if a field of a dataclass is not what its type declares. name: what messages
-    call a field."""
+    """`check_value` of every field of a dataclass. name: what messages call a field."""
     hints = _hints(type(values))
     for field in dataclasses.fields(values):
         check_value(getattr(values, field.name), hints[field.name], name(field.name))
@@ -81,20 +80,19 @@ def _validator(shape: Any):
 
 
 def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
-    """Plain values as what a type declares, such as a dataclass. source: what messages call the
-    file; advice: what to do about it. Raises FileError."""
+    """Plain values as what a type declares, such as a dataclass. Raises FileError that names the
+    source and ends with the advice."""
     if _size(values) > MAX_VALUES:
         raise FileError(f"{source}: it is nested too deep, or too large, for settings")
-    # As JSON, in which lists may become tuples, and tables dataclasses, but nothing else becomes
-    # what it is not. A date, which JSON does not have, becomes what no type asks for.
+    # Of JSON, lists may become tuples and tables dataclasses, but strings no numbers. A date, which
+    # JSON does not have, becomes what no type asks for.
     with damaged(source, advice):
         text = json.dumps(values, default=lambda value: [str(value)])
     return from_json(text, shape, source, advice)
 
 
 def _size(values: Any, depth: int = 0) -> float:
-    """How many values lists and tables hold, counted up to MAX_VALUES: a short file can name the
-    same list in many places."""
+    """How many values there are, up to MAX_VALUES: a file can name the same list many times."""
     total = math.inf if depth > MAX_DEPTH else 1
     if isinstance(values, dict | list | tuple):
         for value in values.values() if isinstance(values, dict) else values:
@@ -146,8 +144,7 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
 
 @contextlib.contextmanager
 def damaged(path: Path | str, advice: str) -> Iterator[None]:
-    """Turn whatever escapes while a file is read into a FileError of one line. Errors that name the
-    file already, of the disk and of memory pass."""
+    """Turn what escapes while a file is read into a FileError, unless it names the file already."""
     try:
         yield
     except (FileError, OSError, MemoryError):
@@ -191,6 +188,9 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
     if context.keys() & BOUNDS:
         return f"{message}; give a number {_bounds(keys_of(shape).get(key, shape))}"
     wanted = KINDS.get(kind.split("_")[0])
+    if any(name.startswith(f"{key}.") for name in keys_of(shape)):
+        if wanted == "a list" or isinstance(error["loc"][-1], int):
+            wanted = f"a list of tables: write [[{key}]]"
     end = f"must be {wanted}" if wanted else error["msg"].removeprefix("Input ")
     return f"{message}, but it {end}"
 
@@ -217,8 +217,7 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any) -> str:
-    """What to write instead of an unknown dotted key: a very similar one of its table, one of the
-    same name in another, any similar one, or else any of its table."""
+    """What to write instead of an unknown key: a similar one, or one of that name elsewhere."""
     keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
     names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
     here = [prefix + name for name in dict.fromkeys(names)]
