@@ -70,14 +70,13 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
         yield procs
         return
 
-    kind, backend = procs.device.type, "cpu:gloo"  # messages between CPUs, which wait for no GPU
-    if kind != "cpu":
-        backend += f",{kind}:{dist.get_default_backend_for_device(kind)}"
-    ended_well = False
+    kind, backend, ended_well = procs.device.type, "gloo", False
+    if kind != "cpu":  # gloo for messages between CPUs, which wait for no GPU
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     try:
         store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))
-        limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group(backend, limit, store=store, rank=rank, world_size=world_size)
+        place = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **place)
         yield procs
         dist.barrier()  # leave together: others can abort when the first connection breaks
         ended_well = True
