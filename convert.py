@@ -6,11 +6,6 @@ Examples:
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import os
 import shutil
 from dataclasses import asdict

@@ -18,11 +18,6 @@ from __future__ import annotations
 
 from runtime.errors import UserError
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import math
 import sys
 from collections.abc import Iterator

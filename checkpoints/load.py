@@ -35,7 +35,6 @@ from runtime.validation import (
     read_json,
     schema,
     short,
-    too_deep,
 )
 from variants import build_model, set_block_size
 
@@ -348,8 +347,6 @@ def _settings(path: Path) -> dict:
     if not path.exists():
         return {}
     settings = read_json(path, dict[str, Any], "get it again")
-    if too_deep(settings):
-        raise CheckpointError(f"{path} is damaged: it is nested too deep; get it again")
     return settings
 
 

@@ -18,9 +18,6 @@ from runtime.errors import UserError
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where `data` is a package
-    from runtime.startup import begin
-
-    begin()
 
 import tyro
 from annotated_types import Interval

@@ -25,9 +25,6 @@ if __name__ == "__main__":
     # A script's sys.path begins with its own folder: let it begin with the project's, where `data`
     # is a package.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from runtime.startup import begin
-
-    begin()
 
 import collections
 import contextlib
@@ -52,8 +49,8 @@ from data.packing import SplitFile
 from data.sources import Corpus
 from data.splits import route
 from data.tokenizers import Tokenizer, get_tokenizer
+from runtime.command_line import run_script
 from runtime.files import write_json
-from runtime.startup import PATH_ERRORS, broken
 from runtime.validation import Count, Seed, check_value, check_values
 
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
@@ -185,17 +182,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)  # a scheduler's way to say stop is as good as Ctrl-C
-    # Not runtime.command_line.run_script, which imports torch: this script starts without it.
-    try:
-        prepare(args)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        # pathlib has RuntimeErrors for links in a circle and for users without a home.
-        if isinstance(error, RuntimeError) and not str(error).startswith(PATH_ERRORS):
-            raise
-        print(f"error: {str(error) or 'out of memory'}", file=sys.stderr)
-        sys.exit(2)
-    sys.stdout.flush()
-    sys.exit(141 * broken(sys.stdout))
+    prepare(args)
 
 
 def prepare(args: Prepare) -> Path:
@@ -458,4 +445,4 @@ def _shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,11 +22,11 @@ from checkpoints import store
 from model import ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
-from runtime.devices import GPU
 from training import config as configuration
 from training import memory_plan
 from training.averages import EMA
 from training.config import Config, TrainConfig
+from training.gpus import GPU
 from training.memory_plan import (
     block_bytes,
     find_gpu,

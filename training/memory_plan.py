@@ -53,13 +53,13 @@ import torch
 from annotated_types import Interval
 
 from model import AOGPT, Block
-from runtime.devices import GPU, GPUS
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.reports import provenance
 from runtime.validation import Count, Positive, check_values
 from training import config as configuration
 from training.config import Config
+from training.gpus import GPU, GPUS
 from training.optimizers import muon_matrices
 from variants import build_model, flops_per_token, head_chunk, parameter_counts
 

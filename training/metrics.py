@@ -48,12 +48,13 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from data.loader import batch_lengths
 from model import AOGPT
-from runtime.devices import peak_flops, pick_dtype
+from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import read_lines, to_json, write_jsonl, write_text
 from runtime.processes import Processes
 from runtime.validation import FileError, NonNegative, from_json, read_bounded
 from training.config import Config
+from training.gpus import peak_flops
 from training.validation import Losses
 from variants import flops_per_token
 
