@@ -20,10 +20,11 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints import on_disk, released, store
 from checkpoints.errors import CheckpointError
-from model import AOGPT, ModelConfig, Transformer
+from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.validation import Count, FileError, NonNegative, from_values, read_json, schema
+from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system")  # of `Loaded`
@@ -39,7 +40,7 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 class Loaded:
     """A model and where it came from."""
 
-    model: Transformer
+    model: AOGPT
     path: str  # the checkpoint, or the file of weights
     step: int
     weights: str  # "ema" or "raw"; raw where the source has no averaged weights
@@ -83,13 +84,11 @@ def load(
     except (UserError, FileError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
     if block_size is not None:
-        model.set_block_size(block_size)
+        set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 
-def load_model(
-    path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu"
-) -> Transformer:
+def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
 
@@ -97,7 +96,7 @@ def load_model(
 # ---- what a path means ---------------------------------------------------------------------------
 
 
-def _find_checkpoint(path: Path, weights: str) -> tuple[Path, tuple[Transformer, dict]] | None:
+def _find_checkpoint(path: Path, weights: str) -> tuple[Path, tuple[AOGPT, dict]] | None:
     read = partial(_from_checkpoint, weights=weights)
     if path.is_dir():
         if (path / on_disk.STATE).is_file() or store.step_of(path) is not None:
@@ -151,7 +150,7 @@ def download(repo: str) -> Path:
 # ---- reading: (model, the other fields of Loaded) ------------------------------------------------
 
 
-def _from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
+def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     prefix = "ema." if weights == "ema" else "model."
     values = on_disk.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
@@ -161,7 +160,7 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
     return model, origin | {"step": values["step"], "weights": weights}
 
 
-def _from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
+def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     contents = read_file(file)
     place = file.with_name("config.json")
     # A container of released weights, a dict with the key "model", has its own settings.
@@ -250,10 +249,10 @@ def _exported(
 # ---- models --------------------------------------------------------------------------------------
 
 
-def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
+def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
     """The model of these weights, which are removed from `weights` one by one to save memory."""
     with torch.device("meta"):  # without memory
-        model = AOGPT(config)
+        model = build_model(config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:

@@ -20,7 +20,8 @@ from reference import (
 )
 
 import model as model_module
-from model import AOGPT, Encoder, KVCache, ModelConfig, ParallelPass, PermutationGather, ragged
+from model import AOGPT, KVCache, ModelConfig, ParallelPass, PermutationGather, ragged
+from variants import Encoder, build_model
 
 LENGTH = TINY["block_size"]
 VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
@@ -319,7 +320,7 @@ def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, ele
     chunks = []
     model.head.register_forward_hook(lambda module, inputs, output: chunks.append(len(output)))
 
-    got = model.head_nll(x, targets)
+    got = model.head_loss(x, targets)
     assert chunks == ([256, 256, 88] if elements == 1 else [600])
     logits = x @ model.head.weight.T + model.head.bias
     expected = logits.logsumexp(-1) - logits.gather(-1, targets[..., None]).squeeze(-1)
@@ -329,7 +330,7 @@ def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, ele
     for a, b in zip(*grads, strict=True):
         assert (a - b).abs().max() < 1e-11  # sums of 600 float64 terms
     with torch.no_grad():
-        assert torch.equal(model.head_nll(x, targets), got)
+        assert torch.equal(model.head_loss(x, targets), got)
 
 
 def test_head_nll_gives_the_same_parameter_gradients_whatever_the_chunk(monkeypatch):
@@ -353,7 +354,7 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
     is off by 1 / sqrt(2 N) at most (relative; a cut normal has thinner tails), the mean by s /
     sqrt(N): five of these."""
     shape = {"vocab_size": 300, "block_size": 128, "n_layer": 3, "n_head": 2, "n_embd": 64}
-    model = AOGPT(ModelConfig(**shape, target=target, norm="layernorm"))
+    model = build_model(ModelConfig(**shape, target=target, norm="layernorm"))
     model.init_weights(seeded(seed))
     pooled = []
     for name, p in model.named_parameters():
@@ -374,7 +375,7 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
 
 
 def test_initialisation_follows_its_generator():
-    a, b, c = (AOGPT(ModelConfig(**TINY)) for _ in range(3))
+    a, b, c = (build_model(ModelConfig(**TINY)) for _ in range(3))
     for model, seed in ((a, 0), (b, 0), (c, 1)):
         model.init_weights(seeded(seed))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
@@ -397,7 +398,7 @@ def test_parameters_of_ao_gpt_have_their_names_and_order():
 
 def on_meta(**settings):
     with torch.device("meta"):
-        return AOGPT(ModelConfig(**settings))
+        return build_model(ModelConfig(**settings))
 
 
 @pytest.mark.parametrize("layers, width, heads", [(12, 768, 12), (24, 1024, 16)])
@@ -424,7 +425,7 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
     config = ModelConfig(
         vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
     )
-    model = AOGPT(config).eval()
+    model = build_model(config).eval()
     tokens, order = random_tokens(96, 2, length, 0), random_orders(2, length, 0)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, order)

@@ -33,7 +33,7 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
-from model import AOGPT, ModelConfig, log_linear_noise
+from model import ModelConfig
 from objectives import (
     Masks,
     ObjectiveConfig,
@@ -49,6 +49,7 @@ from sampling import Plan, generate
 from training import config as configuration
 from training.batches import make_batch
 from training.config import Config, StageConfig
+from variants import build_model, log_linear_noise, parameter_counts
 
 LENGTH = TINY["block_size"]
 
@@ -838,7 +839,7 @@ def test_every_element_of_every_parameter_learns(system):
 @every_system
 def test_parameter_counts_of_every_system_sum_to_the_total(system):
     model = make_system(system)
-    counts = model.num_params()
+    counts = parameter_counts(model)
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
     D, L = TINY["n_embd"], TINY["n_layer"]
     adaln = 6 * L * D * 6 + 6 * 2 * D  # 5 inputs and a bias for every output
@@ -977,7 +978,7 @@ def test_each_stage_is_in_force_from_its_step_until_the_next():
 @pytest.mark.parametrize("step", [0, 10, 20, 35])
 def test_training_uses_the_orders_and_groups_of_the_stage(step):
     config = curriculum_config()
-    model = randomise(AOGPT(config.model).double(), 0)
+    model = randomise(build_model(config.model).double(), 0)
     tokens, rows = random_tokens(TOKENS, 6, LENGTH, 0), range(6)
     kind, share, group = {
         0: ("random", 0.1, 3),

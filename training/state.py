@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpoints import CheckpointError, load_model, on_disk, store
-from model import AOGPT, Transformer
+from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
 from training import config as configuration
@@ -26,6 +26,7 @@ from training.averages import EMA, local
 from training.config import Config
 from training.optimizers import MuonAdamW, empty_state, make_optimizer, named_state, restore_state
 from training.warm_start import warm_start
+from variants import build_model
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Progress:
 class State:
     """Everything that training changes. Data, orders and learning rate follow from the step."""
 
-    model: Transformer
+    model: AOGPT
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
     optimizer: torch.optim.AdamW | MuonAdamW
     progress: Progress
@@ -66,7 +67,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     else:
         check_own_folder(config.run_folder)
         if config.train.init_from:
-            initial = AOGPT(config.model)
+            initial = build_model(config.model)
             warm_start(initial, load_model(config.train.init_from))
             weights = dict(initial.named_parameters())
             procs.print0(f"started from the weights of {config.train.init_from}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from checkpoints.errors import CheckpointError
-from model import Transformer
+from model import AOGPT
 
 # What must be the same in both models.
 SHARED = ("attention", "n_head", "position", "norm", "norm_bias", "qk_norm", "gelu", "tied_head")
@@ -13,7 +13,7 @@ SHARED += ("start", "value_residual")
 
 
 @torch.no_grad()
-def warm_start(model: Transformer, source: Transformer) -> None:
+def warm_start(model: AOGPT, source: AOGPT) -> None:
     """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2.
 
     A new adaLN starts as the identity (shift 0, scale 0, gate 1) and other new tables of target
