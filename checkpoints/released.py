@@ -19,6 +19,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from model import ModelConfig
 from runtime.errors import UserError
 from runtime.validation import Count, FileError, from_values, schema
+from variants import check_config
 
 
 def read(
@@ -254,6 +255,7 @@ def _diffusion(state: dict, settings: DiffusionSettings):
         attn_bias=False,
         **noise,
     )
+    check_config(config)
     state = {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
     return config, state, diffusion_names(config.n_layer)
 
@@ -271,7 +273,9 @@ def _gpt_config(settings: dict, **model) -> ModelConfig:
     sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
     bias = settings.get("bias", True)
     model |= {name: settings[name] for name in sizes}
-    return ModelConfig(attn_bias=bias, mlp_bias=bias, **model)
+    config = ModelConfig(attn_bias=bias, mlp_bias=bias, **model)
+    check_config(config)
+    return config
 
 
 def _without_tied_head(state: dict) -> dict[str, Tensor]:
