@@ -174,7 +174,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
 
 
 def read_file(path: Path) -> dict:
-    """The contents of a PyTorch or safetensors file of weights, without running code in it."""
+    """The contents of a PyTorch or safetensors file; code in it is not run."""
     try:
         with open(path, "rb") as file:
             magic = file.read(9)
@@ -200,9 +200,7 @@ def check_zip(path: Path) -> None:
     """Verify the checksums in a zip file of torch.save, which torch.load does not."""
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise CheckpointError(
-                f"{path} is compressed, which torch.save never does; save it again"
-            )
+            raise CheckpointError(f"{path} is compressed, unlike files of torch.save")
         if name := archive.testzip():
             raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
 
@@ -256,10 +254,8 @@ def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
-        raise UserError(
-            f"it lacks {released.listed(sorted(missing))}, and the model has no place for "
-            f"{released.listed(sorted(unknown))}"
-        )
+        lacks, odd = released.listed(sorted(missing)), released.listed(sorted(unknown))
+        raise UserError(f"it lacks {lacks}, and the model has no place for {odd}")
     for name, shape in shapes.items():
         value = weights.pop(name)
         if tuple(value.shape) != shape:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import safetensors.torch
 import torch
@@ -31,11 +31,17 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from checkpoints.errors import CheckpointError
 from runtime.errors import UserError
 from runtime.files import sha256_file, sync_folder, write_text
-from runtime.validation import FileError, NonNegative, from_values, read_json, schema
+from runtime.validation import Count, FileError, NonNegative, from_values, read_json, schema
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
 ADVICE = "use another checkpoint of the run"
+
+
+SPLITS = NotRequired[dict[str, dict[str, Any]]]
+Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
+Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
+Data = schema(TypedDict("Data", {"tokenizer": str, "vocab_size": Count, "splits": SPLITS}))
 
 
 @schema
@@ -46,13 +52,13 @@ class State(TypedDict):
 
     step: NonNegative
     model_config: dict[str, Any]
-    ema: dict[str, float]  # updates, decay
+    ema: Average
     config: dict[str, Any]
-    data: dict[str, Any]  # meta.json of the dataset
-    best: dict[str, int | float] | None  # step, loss
+    data: Data  # meta.json of the dataset
+    best: Best | None
     skipped: NonNegative
     skipped_in_a_row: NonNegative
-    tensors: dict[str, list[str | NonNegative]]  # [dtype, *shape] by name
+    tensors: dict[str, list[Any]]  # [dtype, *shape] by name
     parts: dict[str, str]  # sha256 by file
 
 
@@ -176,9 +182,12 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
 
 def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, whole, by the rest of their names."""
+    import torch.distributed.checkpoint as dcp
+
+    found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, (dtype, *shape) in values["tensors"].items()
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in found.items()
         if name.startswith(prefix)
     }
     read_tensors(path, values, tensors)

@@ -26,8 +26,7 @@ from data.tokenizers import get_tokenizer
 from model import ModelConfig
 from training.averages import EMA
 from training.config import Config
-from training.state import Progress, State, named_tensors, plain_values
-from training.warm_start import warm_start
+from training.state import Progress, State, named_tensors, plain_values, warm_start
 from variants import build_model
 
 VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11
@@ -638,7 +637,7 @@ def test_a_compressed_file_is_not_unpacked(tmp_path):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
             for name in plain.namelist():
                 packed.writestr(name, plain.read(name))
-    refused(path, "compressed, which torch.save never does")
+    refused(path, "compressed, unlike files of torch.save")
 
 
 # ---- Hugging Face repos --------------------------------------------------------------------------

@@ -25,8 +25,11 @@ from training import parallel
 from training.averages import EMA, local
 from training.config import Config
 from training.optimizers import MuonAdamW, empty_state, make_optimizer, named_state, restore_state
-from training.warm_start import warm_start
 from variants import build_model
+
+# What a model shares with the one that its weights come from.
+SHARED = ("attention", "n_head", "position", "norm", "norm_bias", "qk_norm", "gelu", "tied_head")
+SHARED += ("start", "value_residual")
 
 
 @dataclass
@@ -88,9 +91,8 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 
 def check_own_folder(folder: Path) -> None:
     """Raise UserError if a new run would replace files that no earlier start of it wrote."""
-    found = [
-        name for name in ("config.toml", "metrics.jsonl", "loss.png") if (folder / name).exists()
-    ]
+    names = ("config.toml", "metrics.jsonl", "loss.png", "best")
+    found = [name for name in names if (folder / name).exists()]
     own = not found
     with contextlib.suppress(ValueError, OSError):
         text = (folder / "config.toml").read_text()
@@ -122,6 +124,37 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
             )
         if before != after:
             print0(f"changed since {path}: {key} = {after!r} (was {before!r})")
+
+
+@torch.no_grad()
+def warm_start(model: AOGPT, source: AOGPT) -> None:
+    """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2.
+
+    A new adaLN starts as the identity (shift 0, scale 0, gate 1) and other new tables of target
+    positions at 0, so the model first computes what the source does. Exceptions: two streams, whose
+    queries are new, and a plain GPT with rotary positions, in which all distances grow by one.
+    Raises CheckpointError if a weight of the source has no place in the model."""
+    for name in SHARED:
+        theirs, ours = getattr(source.config, name), getattr(model.config, name)
+        if theirs != ours:
+            raise CheckpointError(
+                f"cannot start from these weights: set model.{name} = {theirs!r} (it is {ours!r})"
+            )
+    weights, own = dict(source.named_parameters()), dict(model.named_parameters())
+    for name, weight in weights.items():
+        found = tuple(own[name].shape) if name in own else "no such weight"
+        if found != tuple(weight.shape):
+            raise CheckpointError(
+                f"cannot start from these weights: {name} is {tuple(weight.shape)} in the "
+                f"source, {found} in the model; give it the source's shape: {source.config}"
+            )
+        own[name].copy_(weight)
+    for name in own.keys() - weights.keys():
+        if "adaln" in name or (name.endswith("wtpe.weight") and model.config.target != "adaln"):
+            own[name].zero_()
+        if name.endswith("adaln.bias"):
+            width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
+            own[name][2 * width : 3 * width] = own[name][5 * width :] = 1
 
 
 # ---- to and from checkpoints ---------------------------------------------------------------------
@@ -179,8 +212,8 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 
-    Under ddp the main process writes while the others wait. Under fsdp every process writes its
-    shards in the background, while training goes on."""
+    Under ddp the main process writes while the others wait; under fsdp every process writes its
+    shards in the background."""
 
     def __init__(self, config: Config, procs: Processes, data_meta: dict, warn: Callable):
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
