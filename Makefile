@@ -63,7 +63,7 @@ soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py
 
 fuzz: $(VENV)/.requirements-dev
-	PYTHONPATH=. $(PY) tests/fuzz.py --cases 4000 --out out/fuzz.md
+	PYTHONPATH=. $(PY) tests/fuzz.py --cases 4000
 
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }

@@ -1,6 +1,6 @@
 """make fuzz: malformed files and options, full disks and signals, and what became of them.
 
-    PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seeds 0 1 2] [--out FILE.md]
+    PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seeds 0 1 2]
 
 Every case starts with a fresh copy of the same small folder. Something in it is changed, or
 something happens while a script runs. The script may refuse with one line (status 2) or do its
@@ -53,7 +53,6 @@ from checkpoints import load_model, on_disk
 from checkpoints.released import gpt_names
 from data import prepare
 from runtime.command_line import run_script
-from runtime.reports import commit, markdown_table
 from runtime.validation import Count, NonNegative, check_values
 
 SECONDS, BYTES = 30, 2 * 2**30
@@ -66,8 +65,6 @@ class Arguments:
     cases: Count = 2000
     """Of all seeds together."""
     seeds: tuple[NonNegative, ...] = (0, 1, 2)
-    out: Path | None = None
-    """Write the table as Markdown."""
     show: bool = False
     """Print every case, and the last line that the script printed."""
 
@@ -298,7 +295,7 @@ def for_writing(file, mode="r", *more, **keywords):
 
 # ---- the campaign --------------------------------------------------------------------------------
 
-WHAT = ("done", "warned", "refused", "bad")  # becomes of a case
+WHAT = ("done", "warned", "refused", "bad")  # becomes of a case; warned: damage was named
 
 
 class Campaign:
@@ -442,25 +439,6 @@ def tree(folder):
     return {n: p.read_bytes() if n in regular else p.lstat().st_mode for n, p in paths.items()}
 
 
-def report(campaign, arguments, seconds):
-    """The table, as Markdown."""
-    kinds = sorted({kind for kind, _ in campaign.seen})
-    rows = [[kind, *(str(campaign.seen[kind, what]) for what in WHAT)] for kind in kinds]
-    seeds = " ".join(map(str, arguments.seeds))
-    verdicts = Counter(verdict for verdict, _ in campaign.failures)
-    return [
-        "# Malformed files, odd options and disturbances",
-        f"\n    PYTHONPATH=. python tests/fuzz.py --cases {arguments.cases} --seeds {seeds}\n",
-        f"{sum(campaign.seen.values())} cases in {seconds / 60:.0f} minutes; commit {commit()}, "
-        f"torch {torch.__version__}. A run has {campaign.operations} file operations.\n",
-        "Done: the script did its work. Warned: it did, and named what is damaged. Refused: one "
-        "line, status 2.\n",
-        *markdown_table(["what", *WHAT], rows),
-        f"\nbad: {dict(verdicts) or 'none'}\n",
-        *(f"- {verdict}: {case}" for verdict, case in campaign.failures),
-    ]
-
-
 def main():
     arguments = tyro.cli(Arguments, description=__doc__)
     check_values(arguments)
@@ -473,10 +451,12 @@ def main():
         cases = [random_case(f"{seed} {n}") for seed in arguments.seeds for n in range(each)]
         for case in cases:
             campaign.case(case)
-        lines = report(campaign, arguments, time.monotonic() - started)
-    print(*lines, sep="\n")
-    if arguments.out:
-        arguments.out.write_text("\n".join(lines) + "\n")
+        minutes = (time.monotonic() - started) / 60
+    for kind in sorted({kind for kind, _ in campaign.seen}):
+        print(f"{kind}:", ", ".join(f"{campaign.seen[kind, what]} {what}" for what in WHAT))
+    verdicts = Counter(verdict for verdict, _ in campaign.failures)
+    print(f"{len(cases)} cases in {minutes:.0f} minutes; bad: {dict(verdicts) or 'none'}")
+    print(*(f"{verdict}: {case}" for verdict, case in campaign.failures), sep="\n")
     return int(bool(campaign.failures))
 
 

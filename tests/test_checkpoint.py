@@ -189,12 +189,10 @@ def change_state(path, without=None, **changes):
 
 DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
     "no part": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "empty part": (lambda p: truncate(p / "model.safetensors", 0), "checksum of model"),
     "cut part": (lambda p: truncate(p / "model.safetensors", 0.999), "checksum of model"),
     "a part too many": (lambda p: (p / "x.safetensors").touch(), "x.safetensors is missing or not"),
     "flipped byte": (lambda p: flip_byte(p / "model.safetensors", 5000), "checksum of model"),
     "no state": (lambda p: (p / "state.json").unlink(), "lacks state.json"),
-    "empty state": (lambda p: truncate(p / "state.json", 0), "state.json"),
     "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json"),
     "other state": (lambda p: (p / "state.json").write_text("[1]"), "state.json"),
     "incomplete": (lambda p: change_state(p, parts={}), "is missing or not part of it"),
@@ -207,7 +205,6 @@ DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the mes
     "text for a number": (lambda p: change_state(p, step="2"), "step is '2', but it must be"),
     "no key": (lambda p: change_state(p, without="best"), "it lacks best"),
     "a part elsewhere": (lambda p: change_state(p, parts={"../x": ""}), "../x is missing or not"),
-    "only the state": (lambda p: [f.unlink() for f in on_disk.parts(p)], "is missing"),
 }
 
 
