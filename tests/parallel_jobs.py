@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from checkpoints import background, store
+from checkpoints import on_disk, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
@@ -160,31 +160,29 @@ def killed(config, procs):
 def faulty(config, procs):
     """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is
     full, at step 6 the first process may not rename, and at step 8 none may make a folder."""
-    start, rename, mkdir = background.BackgroundWriter.start, os.rename, Path.mkdir
+    start, rename, mkdir = on_disk.start_writing_shards, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse(*arguments, **keywords):
         raise PermissionError(errno.EPERM, "not today")
 
-    def faulty_start(writer, temporary, *arguments):
+    def faulty_start(temporary, *arguments):
         step = int(temporary.name.split("_")[1].removesuffix(".tmp"))
         if step == 4 and not procs.main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
         os.rename = refuse if step == 6 else rename
         Path.mkdir = refuse if step == 8 else mkdir
         try:
-            start(writer, temporary, *arguments)
+            future = start(temporary, *arguments)
             if step < 10:
-                writer.running[0].exception()  # so that nothing else meets what is refused
+                future.exception()  # so that nothing else meets what is refused
+            return future
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             os.rename, Path.mkdir = rename, mkdir
 
-    background.BackgroundWriter.start = faulty_start
-    try:
+    with mock.patch.object(on_disk, "start_writing_shards", faulty_start):
         train.train(config, procs)
-    finally:
-        background.BackgroundWriter.start = start
 
 
 def do(*jobs):
