@@ -43,7 +43,7 @@ from runtime.reports import markdown_table, new_figure, png, provenance, table_l
 from runtime.validation import LARGEST, Count, Seed, check_values, flag
 from sampling import modes
 from sampling.engine import Generation
-from sampling.modes import BATCH_SIZE, Bound, Mode, SamplingOptions, UnmaskFirst
+from sampling.modes import BATCH_SIZE, Bound, DecodingOptions, Mode, SamplingOptions, UnmaskFirst
 from sampling.plans import Schedule
 from sampling.records import generation_cost, sample_records
 from sampling.token_choice import Crossing, Noise, TokenChoice
@@ -152,7 +152,7 @@ class Arguments(ModelOptions, OutputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler(SamplingOptions):
+class Sampler(DecodingOptions, SamplingOptions):
     """One way to sample from one run: a row of the table."""
 
     run: str
@@ -311,12 +311,10 @@ def generate(sampler: Sampler, loaded: Loaded, procs: Processes, label=None) -> 
     """Every process generates its share; the samples of all on every process."""
     return modes.generate_distributed(
         loaded.model,
-        modes.plan_samples(sampler, [[None] * sampler.length], sampler.seed),
-        sampler.choice,
+        modes.plan_samples(sampler, [[None] * sampler.length], sampler.seed, sampler.num_samples),
+        sampler,
         loaded.vocab_size,
         procs,
-        batch_size=sampler.batch_size,
-        compile=sampler.compile,
         label=label,
     )
 

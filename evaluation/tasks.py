@@ -126,14 +126,7 @@ def answer(
     planned = PlannedSamples(plan, questions.tokens[:, :longest], uniforms)
     started = time.perf_counter()
     samples = generate_distributed(
-        loaded.model,
-        planned,
-        options.choice,
-        loaded.vocab_size,
-        procs,
-        batch_size=options.batch_size,
-        compile=options.compile,
-        label=questions.name,
+        loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
     )
     seconds = time.perf_counter() - started
     limit = limit_of(questions.task, plan, options)

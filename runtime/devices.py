@@ -80,6 +80,10 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
     return chosen
 
 
+def supports_float64(device: torch.device) -> bool:
+    return device.type != "mps"
+
+
 def current(device: torch.device):
     """A context in which a GPU is the current one, on which kernels of Triton run."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import get_args, get_type_hints
+from typing import Annotated, get_type_hints
+
+from annotated_types import Interval
 
 from model import ModelConfig
 from runtime.errors import UserError
+from runtime.validation import BelowOne, check_value
 
-LIMITS = {  # largest value; the smallest is 1
-    "vocab_size": 2**24,
-    "block_size": 2**20,
-    "n_layer": 10_000,
-    "n_head": 2**12,
-    "n_embd": 2**17,
-    "cond_dim": 2**17,
+BOUNDS = {"dropout": BelowOne} | {
+    name: Annotated[int, Interval(ge=1, le=largest)]
+    for name, largest in (
+        ("vocab_size", 2**24),
+        ("block_size", 2**20),
+        ("n_layer", 10_000),
+        ("n_head", 2**12),
+        ("n_embd", 2**17),
+        ("cond_dim", 2**17),
+    )
 }
 
 
 def check_config(c: ModelConfig) -> None:
     """Raise UserError for values that are out of range or do not go together."""
-    for name, largest in LIMITS.items():
-        if not 1 <= getattr(c, name) <= largest:
-            raise UserError(
-                f"model.{name} is {getattr(c, name)}; give a number from 1 to {largest}"
-            )
     for name, hint in get_type_hints(ModelConfig).items():
-        choices = [v for v in get_args(hint) if isinstance(v, str)]
-        if choices and getattr(c, name) not in choices:
-            raise UserError(f"model.{name} is {getattr(c, name)!r}; give one of {choices}")
-    if not 0 <= c.dropout < 1:
-        raise UserError(f"model.dropout is {c.dropout}; give a number from 0 to below 1")
+        check_value(getattr(c, name), BOUNDS.get(name, hint), f"model.{name}")
     if c.n_embd % c.n_head:
         raise UserError(
             f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
