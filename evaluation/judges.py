@@ -8,9 +8,11 @@ context is cut into windows of that length that do not overlap, each scored like
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,18 +21,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoints.errors import CheckpointError
-from checkpoints.load import Loaded, load
+from checkpoints.load import load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
 from runtime.validation import read_bounded
 from variants import parameter_counts
 
 MAX_LOGITS = 2**28  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
-PROBE = "The cat sat on the mat, 1 of 2."  # any text that every tokenizer has tokens for
 
 
+@dataclass
 class Judge:
-    """What judges share; what is not here is each one's own."""
+    """A left-to-right language model and how text reaches it."""
 
     name: str  # as the user gave it
     source: str  # where its weights are
@@ -40,20 +42,14 @@ class Judge:
     start: bool  # whether it has a start token
     parameters: int
     device: torch.device
-    libraries: dict[str, str] = {}  # versions of those it needs besides the project's own
-
-    def encode(self, text: str) -> list[int]:
-        """The judge's ids of a text, in which "<|endoftext|>" ends a document."""
-        raise NotImplementedError
-
-    def has_ids_of(self, tokenizer: str) -> bool:
-        """Whether the ids of this tokenizer of the project mean the same to the judge."""
-        raise NotImplementedError
-
-    def nll(self, tokens: Tensor) -> Tensor:
-        """-log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token
-        the first column means nothing."""
-        raise NotImplementedError
+    encode: Callable[[str], list[int]]
+    """The judge's ids of a text, in which "<|endoftext|>" ends a document."""
+    has_ids_of: Callable[[str], bool]
+    """Whether the ids of this tokenizer of the project mean the same to the judge."""
+    nll: Callable[[Tensor], Tensor]
+    """-log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
+    first column means nothing."""
+    libraries: dict[str, str] = field(default_factory=dict)  # versions, besides the project's own
 
     def score(
         self,
@@ -86,27 +82,21 @@ class Judge:
 
     def windows(self, samples: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
         """(number of the sample, ids) of all windows."""
+        size = self.context or max(1, *map(len, samples), 1)
         return [
-            (number, ids[start : start + (self.context or len(ids))])
+            (number, ids[start : start + size])
             for number, ids in enumerate(samples)
-            for start in range(0, len(ids), self.context or max(1, len(ids)))
+            for start in range(0, len(ids), size)
         ]
 
     def describe(self) -> dict:
         """What a reported number depends on."""
-        every, rest = (
-            "every token",
-            "tokens 2 to n of a window, given those before (no start token)",
-        )
-        return {
-            "name": self.name,
-            "source": self.source,
-            "tokenizer": self.tokenizer,
-            "parameters": self.parameters,
-            "context": self.context,
+        names = "name", "source", "tokenizer", "parameters", "context"
+        rest = "tokens 2 to n of a window, given those before (no start token)"
+        return {name: getattr(self, name) for name in names} | {
             "dtype": "float32",
             "start_token": self.start,
-            "scored": every if self.start else rest,
+            "scored": "every token" if self.start else rest,
             "longer": "windows that do not overlap",
         }
 
@@ -117,9 +107,9 @@ def load_judge(name: str, device: torch.device) -> Judge:
     UserError where there is none."""
     path = Path(name)
     if not path.exists() or _is_of_transformers(path):
-        return TransformersJudge(name, device)
+        return _from_transformers(name, device)
     try:
-        return DecoderJudge(name, load(name, "ema", device), device)
+        return _from_checkpoint(name, device)
     except CheckpointError as error:
         raise UserError(
             f"--judge {name}: {error}. A judge can also be a folder that transformers has saved "
@@ -136,138 +126,140 @@ def _is_of_transformers(path: Path) -> bool:
     return isinstance(settings, dict) and "model_type" in settings
 
 
-class DecoderJudge(Judge):
-    """A decoder of this project."""
+def _from_checkpoint(name: str, device: torch.device) -> Judge:
+    loaded = load(name, "ema", device)
+    model, config = loaded.model.to(device, torch.float32), loaded.model.config
+    if config.is_encoder:
+        raise UserError(
+            f"--judge {name} is an encoder: it has no left-to-right probabilities; give a decoder "
+            "or a causal language model"
+        )
 
-    def __init__(self, name: str, loaded: Loaded, device: torch.device):
-        config = loaded.model.config
-        if config.is_encoder:
-            raise UserError(
-                f"--judge {name} is an encoder: it has no left-to-right probabilities; give a "
-                "decoder or a causal language model"
-            )
-        self.name, self.source, self.device = name, loaded.describe(), device
-        self.model = loaded.model.to(device, torch.float32)
-        self.tokenizer, self.vocab_size = loaded.tokenizer, config.vocab_size
-        self.context, self.start = config.block_size, loaded.scored_from == 0
-        self.parameters = sum(parameter_counts(loaded.model).values())
-
-    def encode(self, text):
-        tokenizer = get_tokenizer(self.tokenizer)
+    def encode(text: str) -> list[int]:
+        tokenizer = get_tokenizer(loaded.tokenizer)
         ids, *documents = [tokenizer.encode(document) for document in text.split(END_OF_TEXT)]
         for document in documents:
             ids += [tokenizer.eot, *document]
         return ids
 
-    def has_ids_of(self, tokenizer):
-        return tokenizer == self.tokenizer
+    def nll(tokens: Tensor) -> Tensor:
+        left_to_right = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        return -model.token_log_probs(tokens, left_to_right)
 
-    def nll(self, tokens):
-        left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return -self.model.token_log_probs(tokens, left_to_right)
+    return Judge(
+        name=name,
+        source=loaded.describe(),
+        tokenizer=loaded.tokenizer,
+        vocab_size=config.vocab_size,
+        context=config.block_size,
+        start=loaded.scored_from == 0,
+        parameters=sum(parameter_counts(model).values()),
+        device=device,
+        encode=encode,
+        has_ids_of=loaded.tokenizer.__eq__,
+        nll=nll,
+    )
 
 
-class TransformersJudge(Judge):
+def _from_transformers(name: str, device: torch.device) -> Judge:
     """A causal language model of transformers, read as safetensors, without code of its own."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"--judge {name} needs the package transformers: pip install transformers; or give a "
+            "run or checkpoint of this project as the judge"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not Path(name).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise UserError(f"--judge {name}: there is no such file or folder")
+    # The small files first: they show what is wrong before anything large is fetched.
+    config = _read(name, "config.json", transformers.AutoConfig)
+    tokenizer = _read(name, "tokenizer", transformers.AutoTokenizer)
+    options = {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
+    model, info = _read(name, "model", transformers.AutoModelForCausalLM, **options)
+    problem = None
+    if not tokenizer("The cat.").input_ids:  # without files transformers makes an empty tokenizer
+        problem = "it has no tokenizer: save the files of its tokenizer beside the model"
+    elif missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
+        problem = f"{len(missing)} of its weights are missing, e.g. {missing[0]}"
+    elif not _is_causal(logits_of := functools.partial(_logits, model.to(device).eval()), device):
+        problem = f"a prediction of {config.model_type} depends on later tokens"
+    if problem:
+        raise UserError(f"--judge {name} is no complete causal language model: {problem}")
 
-    def __init__(self, name: str, device: torch.device):
-        try:
-            import transformers
-        except ImportError as error:
-            raise UserError(
-                f"--judge {name} needs the package transformers: pip install transformers; or give "
-                "a run or checkpoint of this project as the judge"
-            ) from error
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        if not Path(name).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-            raise UserError(f"--judge {name}: there is no such file or folder")
-        self.name, self.device = name, device
-        self.libraries = {"transformers": transformers.__version__}
+    bos = tokenizer.bos_token_id
+    # Models were trained as their tokenizers write text: with a start token in front or not.
+    start = bos is not None and tokenizer("").input_ids[:1] == [bos]
+    names = "max_position_embeddings", "n_positions", "n_ctx"
+    limits = [getattr(config, name, None) for name in names]
+    limit = next((n for n in limits if isinstance(n, int) and n > 0), None)
+    commit = getattr(config, "_commit_hash", None)
 
-        # The small files first: they show what is wrong before anything large is fetched.
-        config = self._read("config.json", transformers.AutoConfig)
-        self._tokenizer = self._read("tokenizer", transformers.AutoTokenizer)
-        if not self.encode(PROBE):  # without files transformers makes an empty tokenizer
-            raise UserError(
-                f"--judge {name} has no tokenizer: save the files of its tokenizer beside the model"
-            )
-        options = {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
-        model, info = self._read("model", transformers.AutoModelForCausalLM, **options)
-        if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
-            raise UserError(
-                f"--judge {name} is no complete causal language model: {len(missing)} of its "
-                f"weights are missing, e.g. {missing[0]}"
-            )
-        self.model = model.to(device).eval()
-        self._set_attributes(config)
-        if not self._is_causal():
-            raise UserError(
-                f"--judge {name} ({config.model_type}) is no causal language model: its prediction "
-                "of a token depends on later ones; give a left-to-right model, as gpt2-large"
-            )
+    def encode(text: str) -> list[int]:
+        text = text.replace(END_OF_TEXT, tokenizer.eos_token or END_OF_TEXT)
+        return tokenizer(text, add_special_tokens=False).input_ids
 
-    def _read(self, what: str, kind: type, **options):
-        """What transformers reads. Network, ids, access and files fail with many kinds of errors,
-        all of them the user's to mend."""
-        try:
-            return kind.from_pretrained(self.name, trust_remote_code=False, **options)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300].rstrip(".")
-            raise UserError(
-                f"--judge {self.name}: its {what} could not be had: {type(error).__name__}: "
-                f"{reason}. Give a run or checkpoint of this project, a folder with config.json, "
-                "model.safetensors and a tokenizer, or the id of a causal language model on "
-                "Hugging Face (which needs the network once), as gpt2-large"
-            ) from error
-
-    def _set_attributes(self, config) -> None:
-        commit = getattr(config, "_commit_hash", None)
-        self.source = f"{self.name} at {commit}" if commit else self.name
-        self.tokenizer = f"{type(self._tokenizer).__name__} of {self.name}"
-        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        self.parameters = sum(p.numel() for p in self.model.parameters())
-        # Models were trained as their tokenizers write text: with a start token in front or not.
-        self._bos = self._tokenizer.bos_token_id
-        self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [self._bos]
-        names = ("max_position_embeddings", "n_positions", "n_ctx")
-        limits = [getattr(config, name, None) for name in names]
-        limits = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-        self.context = limits[0] - self.start if limits else None  # the start token takes a place
-
-    def encode(self, text):
-        text = text.replace(END_OF_TEXT, self._tokenizer.eos_token or END_OF_TEXT)
-        return self._tokenizer(text, add_special_tokens=False).input_ids
-
-    def has_ids_of(self, tokenizer):
-        ours = get_tokenizer(tokenizer)
-        if ours.vocab_size > len(self._tokenizer):
+    def has_ids_of(of: str) -> bool:
+        ours = get_tokenizer(of)
+        if ours.vocab_size > len(tokenizer):
             return False
         ids, options = range(ours.vocab_size), {"clean_up_tokenization_spaces": False}
-        theirs = self._tokenizer.batch_decode([[i] for i in ids], **options)
-        return theirs == [ours.decode([i]) for i in ids]
+        return tokenizer.batch_decode([[i] for i in ids], **options) == [
+            ours.decode([i]) for i in ids
+        ]
 
     @torch.inference_mode()
-    def nll(self, tokens):
-        if self.start:
-            tokens = F.pad(tokens, (1, 0), value=self._bos)
-        logits, targets = self._logits(tokens)[:, :-1], tokens[:, 1:]
+    def nll(tokens: Tensor) -> Tensor:
+        if start:
+            tokens = F.pad(tokens, (1, 0), value=bos)
+        logits, targets = logits_of(tokens)[:, :-1], tokens[:, 1:]
         # One row at a time: cross_entropy of all would take several times the memory of the logits.
         pairs = zip(logits, targets, strict=True)
         nll = torch.stack([F.cross_entropy(row, target, reduction="none") for row, target in pairs])
-        return nll if self.start else F.pad(nll, (1, 0))
+        return nll if start else F.pad(nll, (1, 0))
 
-    def _logits(self, tokens: Tensor) -> Tensor:
-        mask = torch.ones_like(
-            tokens
-        )  # padding is at the end, where a causal model does not see it
-        return self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    return Judge(
+        name=name,
+        source=f"{name} at {commit}" if commit else name,
+        tokenizer=f"{type(tokenizer).__name__} of {name}",
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        context=limit and limit - start,  # the start token takes a place
+        start=start,
+        parameters=sum(p.numel() for p in model.parameters()),
+        device=device,
+        encode=encode,
+        has_ids_of=has_ids_of,
+        nll=nll,
+        libraries={"transformers": transformers.__version__},
+    )
 
-    @torch.inference_mode()
-    def _is_causal(self) -> bool:
-        """Whether changing the last token leaves the predictions before it as they are."""
-        size = min(self.vocab_size, 8, self.context or 8)
-        tokens = torch.arange(size, device=self.device)[None]
-        other = tokens.where(tokens < size - 1, 0)
-        change = (self._logits(tokens) - self._logits(other)).abs()
-        return float(change[:, :-1].max()) <= 1e-4 * float(change[:, -1].max()) + 1e-6
+
+def _read(name: str, what: str, kind: type, **options):
+    """What transformers reads. Network, ids, access and files fail with many kinds of errors, all
+    of them the user's to mend."""
+    try:
+        return kind.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise UserError(
+            f"--judge {name}: its {what} could not be had: {type(error).__name__}: {reason}. Give "
+            "a run or checkpoint of this project, a folder with config.json, model.safetensors and "
+            "a tokenizer, or the id of a causal language model on Hugging Face (which needs the "
+            "network once), as gpt2-large"
+        ) from error
+
+
+def _logits(model, tokens: Tensor) -> Tensor:
+    mask = torch.ones_like(tokens)  # padding is at the end, where a causal model does not see it
+    return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+
+
+@torch.inference_mode()
+def _is_causal(logits_of: Callable[[Tensor], Tensor], device: torch.device) -> bool:
+    """Whether changing the last token leaves the predictions before it as they are."""
+    tokens = torch.tensor([[0, 1, 2], [0, 1, 0]], device=device)
+    first, second = logits_of(tokens)
+    change = (first - second).abs()
+    return float(change[:-1].max()) <= 1e-4 * float(change[-1].max()) + 1e-6

@@ -33,7 +33,6 @@ from sampling.plans import Pace, Rule, l2r_plan
 
 LARGEST_PASS = {"cpu": 2**12}  # tokens: more do not make a pass faster
 LARGEST_PASS_OF_GPUS = 2**19
-PRECISION_SAMPLE = 8  # blocks that are scored in both precisions
 ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
 # Only whole draws of stratified masks are independent. Among fewer than these a small error would
 # often be luck, and a run with a target would stop at such luck.
@@ -176,16 +175,11 @@ class BatchRunner:
         self.batch_size = batch_size or max(1, most // block_size)
 
     def run(
-        self,
-        task: Task,
-        work: Callable[[Tensor, range], Tensor],
-        dtype: torch.dtype | None = None,
-        count: int | None = None,
+        self, task: Task, work: Callable[[Tensor, range], Tensor], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """work(tokens, rows) -> (B, ...) for all rows, or the first `count`: (N, ...), on the CPU
-        of every process."""
+        """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on the CPU of every process."""
         eval_set, device, parts = task.eval_set, self.procs.device, []
-        share, blocks = self.procs.share(count or eval_set.count), eval_set.dataset.num_blocks
+        share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
         title, quiet = f"{eval_set.name} {task.name}", None if self.procs.main else True
         row = share.start
         with tqdm(total=len(share), desc=title, unit="seq", leave=False, disable=quiet) as bar:
@@ -226,15 +220,14 @@ class BatchRunner:
 class Scores(NamedTuple):
     """The results of a task."""
 
+    # By ensemble size: the loss, and for sizes above 1 its difference to size 1.
     estimates: dict[int, tuple[Estimate, Estimate | None]]
-    """By ensemble size: the loss, and for sizes above 1 its difference to size 1."""
     losses: Tensor  # (N, D) nats per token of every sequence in every draw
     token_nll: Tensor | None  # (N, T) mean over draws, NaN where none is scored; if asked for
     contexts: int
     stopped: str  # exact: nothing is random; target: the error is small enough; budget: no draws
     seconds: float
     batch_size: int
-    precision_gap: dict | None
 
 
 def score(
@@ -246,77 +239,45 @@ def score(
     per_token: bool = False,
 ) -> Scores:
     """Score a task in rounds of one draw for every sequence. What is random is a function of (seed,
-    number of the draw, row), whatever the batches and the processes.
-
-    target_se: Monte Carlo standard error, nats per token, at which to stop early; per_token: keep
-    the loss of every token."""
-    started, scorer = time.perf_counter(), task.scorer
-    sizes = tuple(size for size in scorer.ensembles if size > 1)
+    number of the draw, row), whatever the batches and the processes. target_se: Monte Carlo
+    standard error, nats per token, at which to stop early; per_token: keep every token's loss."""
+    started, scorer, eval_set = time.perf_counter(), task.scorer, task.eval_set
+    larger = tuple(size for size in scorer.ensembles if size > 1)
     losses, gains, token_sums, stopped = [], [], 0.0, None
-    while stopped is None:
-        nll = _losses(task, runner, seed, len(losses), per_token)
-        losses.append(nll.nanmean(dim=1))
+
+    def loss(tokens: Tensor, rows: range) -> Tensor:
+        draw = seed, len(losses), rows, eval_set.count
+        nll = scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows))
         if per_token:
-            token_sums = token_sums + nll
+            return F.pad(nll, (0, eval_set.dataset.block_size - nll.shape[1]), value=math.nan)
+        return nll.nanmean(dim=1, keepdim=True)  # less to gather from the processes
+
+    def gain(tokens: Tensor, rows: range) -> Tensor:
+        numbers = seed, len(gains), rows, runner.batch_size
+        return cheap_gains(task.loaded.model, tokens, larger, *numbers)
+
+    while stopped is None:
+        nll = runner.run(task, loss)
+        token_sums = token_sums + nll
+        losses.append(nll.nanmean(dim=1))
         # Two contexts at least if there are two draws: a single one does not show its error.
         wanted = max(min(len(losses), 2), math.ceil(len(losses) / ORDERS_PER_CONTEXT))
-        while sizes and len(gains) < wanted:
-            gains.append(_gains(task, runner, sizes, seed, len(gains)))
+        while larger and len(gains) < wanted:
+            # In float32: bfloat16 rounds every member in another way, and averaging independent
+            # noise looks like a gain. TF32 does so too little to measure.
+            with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
+                gains.append(runner.run(task, gain, dtype=torch.float32))
         estimates = _estimates(task, losses, gains)
         if scorer.exact:
             stopped = "exact"
-        elif len(losses) >= max_draws:
-            stopped = "budget"
-        if target_se and not scorer.exact and len(losses) >= (JOINT_DRAWS if scorer.joint else 2):
-            if all(loss.monte_carlo_error <= target_se for loss, _ in estimates.values()):
+        elif target_se and len(losses) >= (JOINT_DRAWS if scorer.joint else 2):
+            if all(found.monte_carlo_error <= target_se for found, _ in estimates.values()):
                 stopped = "target"
-    return Scores(
-        estimates,
-        torch.stack(losses, dim=1),
-        token_sums / len(losses) if per_token else None,
-        len(gains),
-        stopped,
-        time.perf_counter() - started,
-        runner.batch_size,
-        _precision_gap(task, runner, seed),
-    )
-
-
-def _losses(
-    task: Task,
-    runner: BatchRunner,
-    seed: int,
-    number: int,
-    per_token: bool = False,
-    count: int | None = None,
-) -> Tensor:
-    """One draw of the losses of all rows, (N, T), or their means over the tokens, (N, 1), which is
-    less to gather from the processes; count: of the first rows only."""
-    eval_set = task.eval_set
-
-    def work(tokens: Tensor, rows: range) -> Tensor:
-        draw = seed, number, rows, eval_set.count
-        nll = task.scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows))
-        if not per_token:
-            return nll.nanmean(dim=1, keepdim=True)
-        return F.pad(nll, (0, eval_set.dataset.block_size - nll.shape[1]), value=math.nan)
-
-    return runner.run(task, work, count=count)
-
-
-def _gains(
-    task: Task, runner: BatchRunner, sizes: tuple[int, ...], seed: int, number: int
-) -> Tensor:
-    """One draw of the gains of the ensembles over size 1, (N, sizes), always in float32: bfloat16
-    rounds every member in another way, and averaging independent noise looks like a gain. TF32
-    does so too little to measure (results/order_ensembles.md)."""
-
-    def work(tokens: Tensor, rows: range) -> Tensor:
-        model = task.loaded.model
-        return cheap_gains(model, tokens, sizes, seed, number, rows, runner.batch_size)
-
-    with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
-        return runner.run(task, work, dtype=torch.float32)
+        if stopped is None and len(losses) >= max_draws:
+            stopped = "budget"
+    tokens = token_sums / len(losses) if per_token else None
+    cost = time.perf_counter() - started, runner.batch_size
+    return Scores(estimates, torch.stack(losses, dim=1), tokens, len(gains), stopped, *cost)
 
 
 def _estimates(
@@ -330,13 +291,13 @@ def _estimates(
         return {1: (importance_weighted(nll, scored), None)}
     if scorer.exact:
         nll = nll[:, 0]  # (N,), not (N, 1): for `estimate`, without Monte Carlo error
-    found, larger = {}, 0
+    found = {}
     for size in scorer.ensembles:
         if size == 1:
             found[1] = estimate(nll, joint=scorer.joint, weights=weights), None
             continue
         # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
-        gain, larger = torch.stack(gains, dim=1)[..., larger], larger + 1  # (N, draws of gains)
+        gain = torch.stack(gains, dim=1)[..., len(found.keys() - {1})]  # (N, draws of gains)
         found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
     return found
 
@@ -357,15 +318,3 @@ def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
     variance = (weights / scored).square() * relative
     error = float(variance.sum().sqrt()) / len(nll)
     return dataclasses.replace(found, monte_carlo_error=error, degrees=max(D - 1, 1))
-
-
-def _precision_gap(task: Task, runner: BatchRunner, seed: int) -> dict | None:
-    """By how much the losses of a few blocks in bfloat16, nats per token, differ from those in
-    float32; None for runs in float32."""
-    if runner.dtype == torch.float32:
-        return None
-    blocks = min(PRECISION_SAMPLE, task.eval_set.dataset.num_blocks, task.eval_set.count)
-    one_by_one = [BatchRunner(runner.procs, d, 1, 1) for d in (torch.bfloat16, torch.float32)]
-    rough, exact = (_losses(task, each, seed, 0, count=blocks) for each in one_by_one)
-    gap = rough - exact
-    return {"sequences": blocks, "mean": float(gap.mean()), "largest": float(gap.abs().max())}

@@ -24,14 +24,23 @@ LABELS = {
 HEAD = ["text", "orders", "M", "nats/token", "std. error", "Monte Carlo"]
 HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
 DISAGREEMENTS = ["text", "orders", "other orders", "difference", "std. error", "mean distance"]
+NOTES = {
+    "score_entropy": "score entropy: SEDD's own bound, with which it is published; any order: its "
+    "outputs normalised to probabilities",
+    "iw": "weighted over K: -log of the mean probability of a sequence over K orders; its "
+    "expectation is between the mean over orders and -log of the mean over all orders",
+    "published": "published: for the model with this layout and size; all else is measured here",
+    "disagreement": "Difference, nats/token: first draws of the orders minus other orders, mean "
+    "over sequences; mean distance: its absolute value. One joint distribution would have neither.",
+}
 
 
 def result_rows(task: Task, scores: Scores, weights: str) -> list[dict]:
     """The results of a task for the JSON report, one per ensemble size. weights: --weights."""
     rows, eval_set, draws = [], task.eval_set, scores.losses.shape[1]
+    passes = task.scorer.passes(task.loaded.model.config, eval_set.lengths)
     for size, (loss, change) in scores.estimates.items():
         contexts, forwards = scores.contexts if size > 1 else 0, None
-        passes = task.scorer.passes(task.loaded.model.config, eval_set.lengths)
         if passes is not None:  # and one pass for each member of each context
             forwards = int((eval_set.lengths * (draws * passes + contexts * size)).sum())
         row = {
@@ -61,8 +70,6 @@ def result_rows(task: Task, scores: Scores, weights: str) -> list[dict]:
             "seconds_of_all_sizes": scores.seconds,
             "batch_size": scores.batch_size,
         }
-        if scores.precision_gap:
-            row["bfloat16_minus_float32"] = scores.precision_gap
         rows.append(row)
     return rows
 
@@ -71,6 +78,7 @@ def markdown(results: list[dict], frequencies: dict[str, dict[str, float]]) -> l
     """The lines of the table: the results, then the losses of tables of frequencies."""
     gains = any(r["gain"] is not None for r in results)
     published = any(r["published"] for r in results)
+    head = HEAD + ["gain"] * gains + ["token-forwards"] + ["published"] * published
     rows = []
     for r in results:
         low, high = r["perplexity_95"]
@@ -83,11 +91,10 @@ def markdown(results: list[dict], frequencies: dict[str, dict[str, float]]) -> l
             cells.append("" if gain is None else f"{gain:.5f} ± {_number(error, 5)}")
         cells.append("-" if r["token_forwards"] is None else f"{r['token_forwards']:,}")
         rows.append(cells + [f"{r['published'] or ''}"] * published)
-    head = HEAD + ["gain"] * gains + ["token-forwards"] + ["published"] * published
     for text, values in frequencies.items():
         for name, nats in values.items():
-            bits, perplexity = nats / math.log(2), math.exp(nats)
-            cells = [text, name, "", f"{nats:.4f}", "", "", f"{bits:.4f}", "", f"{perplexity:.3f}"]
+            cells = [text, name, "", f"{nats:.4f}", "", "", f"{nats / math.log(2):.4f}", ""]
+            cells.append(f"{math.exp(nats):.3f}")
             rows.append(cells + [""] * (len(head) - len(cells)))
     return markdown_table(head, rows, left=2)
 
@@ -104,37 +111,19 @@ def _number(value: float, digits: int) -> str:
 
 def notes(results: list[dict], target_se: float | None) -> list[str]:
     """What the table does not say, such as how much text it is and whether targets were reached."""
-    texts, targets, gaps = {}, [], {}
+    texts, targets = {}, []
     for r in results:
-        name, task = r["dataset"], f"{r['dataset']} {r['orders']}"
         size = f"{r['sequences']:,} sequences, {r['tokens']:,} tokens"
-        texts[name] = f"{name} ({r['data']['split']}): {size}"
+        texts[r["dataset"]] = f"{r['dataset']} ({r['data']['split']}): {size}"
         if target_se and r["stopped"] != "exact":
             reached = "reached" if r["stopped"] == "target" else "NOT reached"
-            task_of_size = f"{task}, M = {r['ensemble']}"
-            end = f"{reached} after {r['draws']} draws"
-            targets.append(f"{task_of_size}: --target-se {target_se} {end}")
-        if gap := r.get("bfloat16_minus_float32"):  # the same for all ensemble sizes
-            gaps[task] = (
-                f"{task}: bfloat16 - float32 on {gap['sequences']} blocks: "
-                f"{gap['mean']:+.5f} nats/token on average, {gap['largest']:.5f} at most"
+            targets.append(
+                f"{r['dataset']} {r['orders']}, M = {r['ensemble']}: --target-se {target_se} "
+                f"{reached} after {r['draws']} draws"
             )
-    lines = [*texts.values(), *targets, *gaps.values()]
-    if any(r["orders"] == "score_entropy" for r in results):
-        lines.append(
-            "score entropy: SEDD's own bound, with which it is published; any order: its outputs "
-            "normalised to probabilities"
-        )
-    if any(r["bound"] == "iw" for r in results):
-        lines.append(
-            "weighted over K: -log of the mean probability of a sequence over K orders; its "
-            "expectation is between the mean over orders and -log of the mean over all orders"
-        )
-    if any(r["published"] for r in results):
-        lines.append(
-            "published: for the model with this layout and size; the others are measured here"
-        )
-    return lines
+    found = {r["orders"] for r in results} | {r["bound"] for r in results}
+    found |= {"published" for r in results if r["published"]}
+    return [*texts.values(), *targets, *(text for key, text in NOTES.items() if key in found)]
 
 
 # ---- orders compared -----------------------------------------------------------------------------
@@ -148,11 +137,9 @@ def disagreements(dataset: str, losses: dict[str, Tensor], weights: Tensor) -> l
     losses: by the name of the orders, (N, D) exact likelihoods of each sequence in each draw;
     weights: (N,) of mean 1, the sequences' shares of tokens."""
     pairs = [(a, b, losses[a][:, 0], losses[b][:, 0]) for a, b in itertools.combinations(losses, 2)]
-    pairs += [
-        (name, f"{name}, drawn again", nll[:, 0], nll[:, 1])
-        for name, nll in losses.items()
-        if nll.shape[1] > 1
-    ]
+    for name, nll in losses.items():
+        if nll.shape[1] > 1:
+            pairs.append((name, f"{name}, drawn again", nll[:, 0], nll[:, 1]))
     rows = []
     for name, other, first, second in pairs:
         gap = first.double() - second.double()
@@ -167,9 +154,4 @@ def disagreement_table(rows: list[dict]) -> list[str]:
     cells = [
         [r["dataset"], r["orders"], r["other"], *(f"{r[key]:.4f}" for key in keys)] for r in rows
     ]
-    return [
-        *markdown_table(DISAGREEMENTS, cells, left=3),
-        "",
-        "Difference, nats/token: first draws of the orders minus other orders, mean over sequences; "
-        "mean distance: its absolute value. One joint distribution would have neither.",
-    ]
+    return [*markdown_table(DISAGREEMENTS, cells, left=3), "", NOTES["disagreement"]]
