@@ -11,14 +11,12 @@ original order is as random as the others, and L_M falls with M (Jensen's inequa
 
 As written, one sequence takes T M passes. `cheap_gains` estimates L_M - L_1 without bias in M:
 
-1. One context instead of T. The length of the context at a random step is uniform on 0..T-1, its
-   positions are a uniformly random set, and the target is any of the remaining positions with equal
-   probability (RADD, arXiv 2406.03736). One pass scores *all* remaining positions, each as if it
-   were next, and their mean takes the place of the one target.
-2. The gain instead of the loss. Every member's order is uniformly random, so every -log p_j has the
-   expectation L_1, and mean_j log p_j - log mean_j p_j the expectation L_M - L_1. What makes a
-   token hard is common to the members and cancels, so the gain varies far less than the loss does;
-   L_1 comes from ordinary causal passes, which score T steps each (results/order_ensembles.md).
+1. One context instead of T. At a random step, the length of the context is uniform on 0..T-1, its
+   positions are a uniformly random set, and the target is any other position with equal probability
+   (RADD, arXiv 2406.03736). One pass scores *all* of these, and their mean replaces the one target.
+2. The gain instead of the loss. Under uniform orders, mean_j log p_j - log mean_j p_j has the
+   expectation L_M - L_1. What makes a token hard is common to the members and cancels, so it varies
+   far less than the loss. L_1 comes from ordinary causal passes (results/order_ensembles.md).
 
 B sequences, T positions, M members, S ensemble sizes.
 """
@@ -46,11 +44,9 @@ class RandomStream(NamedTuple):
 
     @property
     def index(self) -> int:
-        """The 64-bit index of `philox_bits`."""
-        return self.draw + (self.use << 24) + (self.member << 48)
+        return self.draw + (self.use << 24) + (self.member << 48)  # of `philox_bits`
 
-    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
-        """(len(rows), width) float64 numbers in [0, 1), a function of (seed, stream, row)."""
+    def uniform(self, seed: int, rows: range, width: int) -> Tensor:  # (len(rows), width) in [0, 1)
         return torch.from_numpy(to_uniform(philox_bits(seed, self.index, rows, width)))
 
 
@@ -72,13 +68,7 @@ def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def cheap_gains(
-    model,
-    tokens: Tensor,
-    sizes: tuple[int, ...],
-    seed: int,
-    draw: int,
-    rows: range,
-    batch_size: int,
+    model, tokens: Tensor, sizes: tuple, seed: int, draw: int, rows: range, batch_size: int
 ) -> Tensor:
     """Unbiased estimates of L_M - L_1 under uniform orders, from one context of each sequence, in
     max(sizes) passes, whose members all sizes share.

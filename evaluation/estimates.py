@@ -1,10 +1,8 @@
 """How certain a mean over sequences is: standard errors and 95% intervals.
 
 Standard error over sequences: the uncertainty from which texts and which random orders were
-sampled. Monte Carlo error: from which orders, masks or contexts were sampled for *these texts*; it
-is the spread of several samples of one sequence and falls with their number.
-
-Shapes: N sequences, D Monte Carlo samples.
+sampled. Monte Carlo error: the part from which orders, masks or contexts were sampled for *these
+texts*, which falls with their number. N sequences, D Monte Carlo samples.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class Estimate:
         return float(np.exp(self.nll))
 
     def interval(self, given_data: bool = False) -> tuple[float, float]:
-        """95% interval of the perplexity (Student's t): over texts and samples, or, given the data,
-        over samples for these texts."""
+        """95% interval of the perplexity, over texts and samples or, given the data, samples."""
         error, degrees = self.standard_error, self.sequences - 1
         if given_data:
             error, degrees = self.monte_carlo_error, self.degrees
@@ -45,14 +42,10 @@ class Estimate:
 def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None) -> Estimate:
     """The mean over N sequences of a sum of parts, and its standard errors.
 
-    A part is (N,), known exactly, or (N, D), D samples of an estimate of it; D may differ.
-
-    Args:
-        joint: the N numbers of a sample depend on one another, as stratified masks do. Then only
-            the D means of the samples are independent, and the Monte Carlo error has D - 1 degrees
-            of freedom; standard_error ignores the stratification and is rather too large.
-        weights: (N,) of mean 1, where sequences of different lengths count by their tokens.
-    """
+    A part is (N,), known exactly, or (N, D), D samples of an estimate of it; D may differ. weights:
+    (N,) of mean 1, where sequences of different lengths count by their tokens. joint: the N numbers
+    of a sample depend on one another, as stratified masks do. Then only the D means of the samples
+    are independent; standard_error ignores the stratification and is rather too large."""
     # The samples of a sequence share its text. Their N means are independent, and the spread of
     # these holds that of the texts and that of the samples.
     means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)

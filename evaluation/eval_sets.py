@@ -32,19 +32,16 @@ class EvalSet:
     dataset: TokenDataset
     count: int  # N, the rows
 
-    def tokens(self, rows: range) -> Tensor:
-        """(B, T); the row after the last block, (1, less than T), is asked for alone."""
-        if rows.start == self.dataset.num_blocks:
+    def tokens(self, rows: range) -> Tensor:  # (B, T)
+        if rows.start == self.dataset.num_blocks:  # the last row, which goes alone
             return self.dataset.tail()
         return self.dataset.blocks(list(rows))
 
-    def roles(self, rows: range) -> Roles | None:
-        """On the CPU; None for text without prompts."""
+    def roles(self, rows: range) -> Roles | None:  # None for text without prompts
         return Roles.of(self.dataset.roles(list(rows))) if self.dataset.of_records else None
 
     @cached_property
-    def lengths(self) -> Tensor:
-        """(N,) tokens of every row."""
+    def lengths(self) -> Tensor:  # (N,) tokens of every row
         if roles := self.roles(range(self.count)):
             return roles.lengths
         lengths = torch.full((self.count,), self.dataset.block_size)
@@ -65,8 +62,7 @@ class EvalSet:
             tokens = self.tokens(rows)[roles.predicted].numpy()
         return float(lengths[tokens].mean())
 
-    def text(self) -> np.ndarray:
-        """The tokens of all rows."""
+    def text(self) -> np.ndarray:  # the tokens of all rows
         return self.dataset.tokens[: int(self.lengths.sum())]
 
     def description(self) -> dict:

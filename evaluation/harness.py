@@ -50,8 +50,6 @@ try:
 except ImportError:  # `eval_tasks.py --help` works all the same; `require_lm_eval` says what to do
     lm_eval, TemplateLM = None, object
 
-FIRST_LOOK = 32  # tokens generated left to right before stop strings are looked for; then 64, ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ModelOptions):
@@ -71,14 +69,6 @@ class ScoringPass(NamedTuple):
     weight: float  # of the sum of their log-probabilities
 
 
-class GenerationSettings(NamedTuple):
-    """What a generation request asks for."""
-
-    choice: TokenChoice
-    max_tokens: int
-    until: tuple[str, ...]  # strings that end the answer
-
-
 class HarnessModel(TemplateLM):
     """A checkpoint as a model of lm-evaluation-harness.
 
@@ -93,29 +83,17 @@ class HarnessModel(TemplateLM):
                             is k uniformly random positions of the continuation (k-DCE, RADD), k
                             uniform on 1..n and stratified over the masks.
 
-    The last two estimate without bias E_s log p(continuation | context, s), the any-order ELBO,
-    which is at most log E_s p (the paper, section 3). They are a function of (seed, tokens of the
-    request, M) alone. SEDD gets the noise level of the share of masked positions, context included.
-    is_greedy: every scored token was the most probable one where it was predicted, in all passes.
+    The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
+    are a function of (seed, tokens of the request, M) alone. is_greedy: every scored token was the
+    most probable one where it was predicted, in all passes. An empty context is end-of-text; one
+    that is too long loses its beginning. Generation fills max_gen_toks positions, then cuts at the
+    first end-of-text or stop string; it is a function of (seed, context, repetition).
 
-    Conventions of the harness: an empty context is one end-of-text token; a context that is too
-    long loses its beginning. A rolling log-likelihood is the sum over windows of block_size - 1
-    tokens, each after the one token before it, the last after as many as fit.
+    run: what `load` takes, or what it returns. options: fields of `Settings` and `DecodingOptions`;
+    `order` is that of log-likelihoods, l2r (decoders' default) or random (encoders'), `mode` that
+    of generation, by default l2r and mdm. max_batch_size: from the harness; without effect.
 
-    Generation fills max_gen_toks positions after the context (l2r: until all rows have stopped),
-    then cuts at the first end-of-text or stop string. It is greedy unless do_sample or a
-    temperature above 0 is given. Samples are a function of (seed, context, repetition).
-
-    Args:
-        run: what `load` takes, or what it returns.
-        processes: this process among those that share the requests.
-        max_batch_size: what the harness may pass; without effect.
-        options: fields of `Settings` and `DecodingOptions`. `order` is that of log-likelihoods, l2r
-            (decoders' default) or random (encoders'); `mode` that of generation, by default l2r and
-            mdm.
-
-    Raises UserError for what the model cannot do, or if lm_eval is not installed.
-    """
+    Raises UserError for what the model cannot do, or if lm_eval is not installed."""
 
     def __init__(
         self, run, processes: Processes | None = None, max_batch_size: int | None = None, **options
@@ -146,19 +124,16 @@ class HarnessModel(TemplateLM):
     def _check(self) -> None:
         check_value(self.order, Literal["l2r", "random"], "order")
         if self.is_encoder and self.order == "l2r":
-            raise UserError(
-                "this model is an encoder and has no left-to-right likelihood; take order random"
-            )
+            raise UserError("an encoder has no left-to-right likelihood; take order random")
         if self.model.config.l2r_only and (self.order, self.decoding.mode) != ("l2r", "l2r"):
             raise UserError("this model is a plain GPT; take order l2r and mode l2r")
         if self.decoding.choice != TokenChoice():
             raise UserError("temperature, top-p and top-k are those of tasks; give --gen-kwargs")
-        config, ours = self.model.config, self.tokenizer.vocab_size
-        ids = config.mask_token if self.is_encoder else config.vocab_size
-        if not ours == self.loaded.vocab_size <= ids:
+        ids = self.model.config.mask_token if self.is_encoder else self.model.config.vocab_size
+        if not self.tokenizer.vocab_size == self.loaded.vocab_size <= ids:
             raise UserError(
                 f"{self.loaded.path} knows {min(self.loaded.vocab_size, ids)} tokens, but its "
-                f"tokenizer, {self.tokenizer.name}, has {ours}: text cannot be scored with it"
+                f"tokenizer, {self.tokenizer.name}, has {self.tokenizer.vocab_size}"
             )
 
     # ---- what the harness asks of a model --------------------------------------------------------
@@ -179,15 +154,6 @@ class HarnessModel(TemplateLM):
 
     def barrier(self) -> None:
         self.procs.gather(None)
-
-    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, is_greedy) of each (context, continuation), split into tokens as the
-        harness does."""
-        split = []
-        for context, end in (request.args for request in requests):
-            tokens = self._encode_pair(context, end) if context else ([], self.tok_encode(end))
-            split.append(((context, end), *tokens))
-        return self._loglikelihood_tokens(split, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each text."""
@@ -211,9 +177,9 @@ class HarnessModel(TemplateLM):
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) >= self.block_size:
                 raise UserError(
-                    f"a continuation has {len(continuation)} tokens, but the model takes "
-                    f"{self.block_size}, one of context among them. It begins "
-                    f"{self.tokenizer.decode(continuation[:32])!r}: leave out its task or row"
+                    f"a continuation has {len(continuation)} tokens, beginning "
+                    f"{self.tokenizer.decode(continuation[:32])!r}, but the model takes "
+                    f"{self.block_size}, one of context among them: leave out its task or row"
                 )
             context = context or [self.prefix_token_id]
             pairs.append((context[len(continuation) - self.block_size :], continuation))
@@ -241,7 +207,7 @@ class HarnessModel(TemplateLM):
             settings = self.generation_settings(gen_kwargs)
             tokens = self.tok_encode(context) or [self.eot_token_id]
             copies[id(request)] += 1  # a request that is repeated is answered anew
-            tokens = tokens[settings.max_tokens - self.block_size :]
+            tokens = tokens[settings[1] - self.block_size :]
             groups[settings].append((tokens, copies[id(request)], number))
         texts = [""] * len(requests)
         quiet = True if disable_tqdm or self.rank else None
@@ -318,8 +284,8 @@ class HarnessModel(TemplateLM):
 
     # ---- generation ------------------------------------------------------------------------------
 
-    def generation_settings(self, gen_kwargs: dict) -> GenerationSettings:
-        """gen_kwargs of a request, as the harness means them."""
+    def generation_settings(self, gen_kwargs: dict) -> tuple[TokenChoice, int, tuple[str, ...]]:
+        """How to draw, tokens at most, and strings that end the answer."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         default = min(256, self.block_size // 2)
@@ -342,65 +308,45 @@ class HarnessModel(TemplateLM):
             )
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
         choice = TokenChoice(temperature, 1.0 if top_p is None else top_p, top_k)
-        return GenerationSettings(choice, max_tokens, until)
+        return choice, max_tokens, until
 
-    def complete(
-        self, contexts: Sequence, repeats: Sequence[int], settings: GenerationSettings, progress
-    ) -> list[str]:
+    def complete(self, contexts, repeats, settings: tuple, progress) -> list[str]:
         """The text after each context, a function of (seed, context, repeat) alone."""
-        generators, uniforms, most = [], [], settings.max_tokens
+        (choice, most, until), plans, tokens, uniforms = settings, [], [], []
         for context, repeat in zip(contexts, repeats, strict=True):
             seed = digest(context, [self.settings.seed, repeat]) % 2**63
-            generators.append(torch.Generator().manual_seed(seed))
-            uniforms.append(torch.rand(most, generator=generators[-1], dtype=torch.float64))
-        answers, texts = [[] for _ in contexts], [""] * len(contexts)
-        waiting, done, options = list(range(len(contexts))), 0, self.decoding
-        while waiting:
-            # Left to right, later tokens do not change earlier ones, so that a row that has stopped
-            # need not go on: look after 32 tokens, 64, 128, ... In other orders all are needed.
-            end = min(most, max(FIRST_LOOK, 2 * done)) if options.mode == "l2r" else most
-            known = [torch.tensor(contexts[i] + answers[i]) for i in waiting]
-            lengths = [len(tokens) + end - done for tokens in known]
-            plans, given, drawn = [], torch.zeros(len(waiting), max(lengths), dtype=torch.long), []
-            for row, i in enumerate(waiting):
-                is_given = (torch.arange(lengths[row]) < len(known[row]))[None]
-                length = torch.tensor([lengths[row]])
-                plans.append(mode_plan(options, length, is_given, generators[i]))
-                given[row, : len(known[row])] = known[row]
-                drawn.append(torch.cat([torch.zeros(len(contexts[i])).double(), uniforms[i][:end]]))
-            made = generate(
-                self._generator,
-                stack_plans(plans),
-                given,
-                uniforms=pad_sequence(drawn, batch_first=True),
-                choice=settings.choice,
-                vocab_size=self.loaded.vocab_size,
-                batch_size=self.batch_size,
-                compile=options.compile,
-                kernels=options.kernels,
-                progress=progress,
-            )
-            unfinished = []
-            for row, i in enumerate(waiting):
-                start = len(contexts[i])
-                answers[i] = made.tokens[row, start : start + end].tolist()
-                texts[i], stopped = self._cut(answers[i], settings.until)
-                if not stopped and end < most:
-                    unfinished.append(i)
-            waiting, done = unfinished, end
-        return texts
+            generator, length = torch.Generator().manual_seed(seed), len(context) + most
+            drawn = torch.rand(most, generator=generator, dtype=torch.float64)
+            uniforms.append(torch.cat([torch.zeros(len(context)).double(), drawn]))
+            tokens.append(torch.tensor(context + [0] * most))
+            known = (torch.arange(length) < len(context))[None]
+            plans.append(mode_plan(self.decoding, torch.tensor([length]), known, generator))
+        made = generate(
+            self._generator,
+            stack_plans(plans),
+            pad_sequence(tokens, batch_first=True),
+            uniforms=pad_sequence(uniforms, batch_first=True),
+            choice=choice,
+            vocab_size=self.loaded.vocab_size,
+            batch_size=self.batch_size,
+            compile=self.decoding.compile,
+            kernels=self.decoding.kernels,
+            progress=progress,
+        )
+        answers = zip(contexts, made.rows(), strict=True)
+        return [self._cut(row[len(context) :], until) for context, (row, *_) in answers]
 
     @functools.cached_property
     def _generator(self):
         """The model in the precision of generation: likelihoods keep its float32 weights."""
         return copy.deepcopy(self.model).bfloat16() if self.dtype == torch.bfloat16 else self.model
 
-    def _cut(self, tokens: list[int], until: tuple[str, ...]) -> tuple[str, bool]:
-        """The text up to the first end-of-text or stop string, and whether there is one."""
+    def _cut(self, tokens: list[int], until: tuple[str, ...]) -> str:
+        """The text up to the first end-of-text or stop string."""
         end = tokens.index(self.eot_token_id) if self.eot_token_id in tokens else None
         text = self.tokenizer.decode(tokens[:end])
         found = [place for stop in until if (place := text.find(stop)) >= 0]
-        return text[: min(found, default=None)], bool(found) or end is not None
+        return text[: min(found, default=None)]
 
 
 if lm_eval is not None:

@@ -8,9 +8,7 @@ context is cut into windows of that length that do not overlap, each scored like
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoints.errors import CheckpointError
 from checkpoints.load import load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
@@ -42,13 +39,13 @@ class Judge:
     start: bool  # whether it has a start token
     parameters: int
     device: torch.device
+    # The judge's ids of a text, in which "<|endoftext|>" ends a document.
     encode: Callable[[str], list[int]]
-    """The judge's ids of a text, in which "<|endoftext|>" ends a document."""
+    # Whether the ids of this tokenizer of the project mean the same to the judge.
     has_ids_of: Callable[[str], bool]
-    """Whether the ids of this tokenizer of the project mean the same to the judge."""
+    # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
+    # first column means nothing.
     nll: Callable[[Tensor], Tensor]
-    """-log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
-    first column means nothing."""
     libraries: dict[str, str] = field(default_factory=dict)  # versions, besides the project's own
 
     def score(
@@ -59,12 +56,6 @@ class Judge:
     ) -> list[tuple[float, int]]:
         """For each sample, in the judge's ids: the sum of -log p over its scored tokens, in nats,
         and their number. batch_size: windows in one pass, at most."""
-        largest = max((max(ids) for ids in samples if ids), default=0)
-        if largest >= self.vocab_size:
-            raise UserError(
-                f"the judge {self.name} has {self.vocab_size} tokens, but id {largest} is to be "
-                "scored: do its tokenizer and its model belong together?"
-            )
         # Long windows first: little padding, and what does not fit into memory shows at once.
         windows = sorted(self.windows(samples), key=lambda window: -len(window[1]))
         first = 0 if self.start else 1
@@ -82,7 +73,7 @@ class Judge:
 
     def windows(self, samples: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
         """(number of the sample, ids) of all windows."""
-        size = self.context or max(1, *map(len, samples), 1)
+        size = self.context or max(map(len, samples), default=0) or 1
         return [
             (number, ids[start : start + size])
             for number, ids in enumerate(samples)
@@ -103,37 +94,20 @@ class Judge:
 
 def load_judge(name: str, device: torch.device) -> Judge:
     """The judge of that name: a run folder, checkpoint, export or released weights, as `load` takes
-    them; a folder with a causal language model of transformers; else a Hugging Face id. Raises
-    UserError where there is none."""
+    them; a folder with a causal language model of transformers; else a Hugging Face id."""
     path = Path(name)
-    if not path.exists() or _is_of_transformers(path):
-        return _from_transformers(name, device)
     try:
-        return _from_checkpoint(name, device)
-    except CheckpointError as error:
-        raise UserError(
-            f"--judge {name}: {error}. A judge can also be a folder that transformers has saved "
-            "(config.json with a model_type, model.safetensors and a tokenizer), or a Hugging Face "
-            "id, as gpt2-large"
-        ) from error
-
-
-def _is_of_transformers(path: Path) -> bool:
-    try:
-        settings = json.loads(read_bounded(path / "config.json"))
-    except (OSError, ValueError, RecursionError):  # `load` tells what it is instead
-        return False
-    return isinstance(settings, dict) and "model_type" in settings
+        of_transformers = "model_type" in json.loads(read_bounded(path / "config.json"))
+    except (OSError, ValueError, RecursionError, TypeError):
+        of_transformers = not path.exists()
+    return (_from_transformers if of_transformers else _from_checkpoint)(name, device)
 
 
 def _from_checkpoint(name: str, device: torch.device) -> Judge:
     loaded = load(name, "ema", device)
     model, config = loaded.model.to(device, torch.float32), loaded.model.config
     if config.is_encoder:
-        raise UserError(
-            f"--judge {name} is an encoder: it has no left-to-right probabilities; give a decoder "
-            "or a causal language model"
-        )
+        raise UserError(f"--judge {name} is an encoder; give a left-to-right model")
 
     def encode(text: str) -> list[int]:
         tokenizer = get_tokenizer(loaded.tokenizer)
@@ -162,39 +136,12 @@ def _from_checkpoint(name: str, device: torch.device) -> Judge:
 
 
 def _from_transformers(name: str, device: torch.device) -> Judge:
-    """A causal language model of transformers, read as safetensors, without code of its own."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            f"--judge {name} needs the package transformers: pip install transformers; or give a "
-            "run or checkpoint of this project as the judge"
-        ) from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if not Path(name).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        raise UserError(f"--judge {name}: there is no such file or folder")
-    # The small files first: they show what is wrong before anything large is fetched.
-    config = _read(name, "config.json", transformers.AutoConfig)
-    tokenizer = _read(name, "tokenizer", transformers.AutoTokenizer)
-    options = {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
-    model, info = _read(name, "model", transformers.AutoModelForCausalLM, **options)
-    problem = None
-    if not tokenizer("The cat.").input_ids:  # without files transformers makes an empty tokenizer
-        problem = "it has no tokenizer: save the files of its tokenizer beside the model"
-    elif missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
-        problem = f"{len(missing)} of its weights are missing, e.g. {missing[0]}"
-    elif not _is_causal(logits_of := functools.partial(_logits, model.to(device).eval()), device):
-        problem = f"a prediction of {config.model_type} depends on later tokens"
-    if problem:
-        raise UserError(f"--judge {name} is no complete causal language model: {problem}")
-
-    bos = tokenizer.bos_token_id
+    transformers, config, tokenizer, model = _read(name)
+    model, bos = model.to(device).eval(), tokenizer.bos_token_id
     # Models were trained as their tokenizers write text: with a start token in front or not.
     start = bos is not None and tokenizer("").input_ids[:1] == [bos]
     names = "max_position_embeddings", "n_positions", "n_ctx"
-    limits = [getattr(config, name, None) for name in names]
-    limit = next((n for n in limits if isinstance(n, int) and n > 0), None)
+    context = next((n for key in names if isinstance(n := getattr(config, key, None), int)), None)
     commit = getattr(config, "_commit_hash", None)
 
     def encode(text: str) -> list[int]:
@@ -205,18 +152,18 @@ def _from_transformers(name: str, device: torch.device) -> Judge:
         ours = get_tokenizer(of)
         if ours.vocab_size > len(tokenizer):
             return False
-        ids, options = range(ours.vocab_size), {"clean_up_tokenization_spaces": False}
-        return tokenizer.batch_decode([[i] for i in ids], **options) == [
-            ours.decode([i]) for i in ids
-        ]
+        ids = [[i] for i in range(ours.vocab_size)]
+        theirs = tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
+        return theirs == [*map(ours.decode, ids)]
 
     @torch.inference_mode()
     def nll(tokens: Tensor) -> Tensor:
         if start:
             tokens = F.pad(tokens, (1, 0), value=bos)
-        logits, targets = logits_of(tokens)[:, :-1], tokens[:, 1:]
+        mask = torch.ones_like(tokens)  # padding is at the end: a causal model does not see it
+        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
         # One row at a time: cross_entropy of all would take several times the memory of the logits.
-        pairs = zip(logits, targets, strict=True)
+        pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
         nll = torch.stack([F.cross_entropy(row, target, reduction="none") for row, target in pairs])
         return nll if start else F.pad(nll, (1, 0))
 
@@ -225,7 +172,7 @@ def _from_transformers(name: str, device: torch.device) -> Judge:
         source=f"{name} at {commit}" if commit else name,
         tokenizer=f"{type(tokenizer).__name__} of {name}",
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        context=limit and limit - start,  # the start token takes a place
+        context=context and context - start,  # the start token takes a place
         start=start,
         parameters=sum(p.numel() for p in model.parameters()),
         device=device,
@@ -236,30 +183,35 @@ def _from_transformers(name: str, device: torch.device) -> Judge:
     )
 
 
-def _read(name: str, what: str, kind: type, **options):
-    """What transformers reads. Network, ids, access and files fail with many kinds of errors, all
-    of them the user's to mend."""
+def _read(name: str) -> tuple:
+    """transformers, and the config, tokenizer and model of a causal language model, read as
+    safetensors, without code of its own."""
     try:
-        return kind.from_pretrained(name, trust_remote_code=False, **options)
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        # The small files first: they show what is wrong before anything large is fetched.
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            dtype=torch.float32,
+        )
+    # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(
-            f"--judge {name}: its {what} could not be had: {type(error).__name__}: {reason}. Give "
-            "a run or checkpoint of this project, a folder with config.json, model.safetensors and "
-            "a tokenizer, or the id of a causal language model on Hugging Face (which needs the "
-            "network once), as gpt2-large"
+            f"--judge {name} could not be had: {type(error).__name__}: {reason}. Give a run or "
+            "checkpoint of this project; or, with pip install transformers, a folder with "
+            "config.json, model.safetensors and a tokenizer, or the id of a causal language model "
+            "on Hugging Face (which needs the network once), as gpt2-large"
         ) from error
-
-
-def _logits(model, tokens: Tensor) -> Tensor:
-    mask = torch.ones_like(tokens)  # padding is at the end, where a causal model does not see it
-    return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-
-
-@torch.inference_mode()
-def _is_causal(logits_of: Callable[[Tensor], Tensor], device: torch.device) -> bool:
-    """Whether changing the last token leaves the predictions before it as they are."""
-    tokens = torch.tensor([[0, 1, 2], [0, 1, 0]], device=device)
-    first, second = logits_of(tokens)
-    change = (first - second).abs()
-    return float(change[:-1].max()) <= 1e-4 * float(change[-1].max()) + 1e-6
+    if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
+        raise UserError(f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}")
+    if not tokenizer("The cat.").input_ids:  # without files transformers makes an empty tokenizer
+        raise UserError(f"--judge {name} has no tokenizer: save its files beside the model")
+    return transformers, config, tokenizer, model

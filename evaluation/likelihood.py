@@ -52,8 +52,8 @@ class Scorer:
     group = 1  # steps that are predicted at once
 
     def nll(self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None) -> Tensor:
-        """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored: a
-        function of draw = (seed, number of the draw, rows, total of rows)."""
+        """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
+        (seed, number of the draw, rows, total of rows)."""
         raise NotImplementedError
 
     def passes(self, config: ModelConfig, lengths: Tensor) -> Tensor | None:
@@ -84,10 +84,9 @@ class AlongOrders(Scorer):
 
 
 class Elbo(Scorer):
-    """The any-order bound of an encoder, from random masks. The loss depends much on the number of
-    masked positions, which a draw therefore stratifies over the sequences."""
+    """The any-order bound of an encoder, from random masks."""
 
-    joint = True
+    joint = True  # the loss depends much on the number of masked positions: it is stratified
 
     def nll(self, loaded, tokens, draw, roles):
         return token_nll(loaded.model, tokens, OrderConfig("random"), *draw, roles=roles)

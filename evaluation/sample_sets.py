@@ -40,53 +40,40 @@ class SampleSet:
     settings: dict  # how they were made; empty if unknown
     cost: dict  # those of COST that are known
     tokenizer: str | None  # of `tokens`; None where there is only text
-    places: tuple[str, ...] = ()  # of samples that were read: "FILE line N"
 
 
 def read_sample_sets(path: Path) -> list[SampleSet]:
-    """The samples of a file, a set for all of equal settings. Raises UserError that names the line
-    that is wrong."""
-    groups: dict[str, list[tuple[str, Sample]]] = {}
+    """The samples of a file, a set for all of equal settings."""
+    groups: dict[str, list[Sample]] = {}
     for place, line in read_lines(path, "--samples"):
         sample = from_json(line, Sample, place, ADVICE)
         if "step" in sample and len(sample["step"]) != len(sample.get("tokens", [])):
             raise UserError(f'{place}: "step" and "tokens" must be equally long')
-        key = json.dumps(sample.get("settings"), sort_keys=True)
-        groups.setdefault(key, []).append((place, sample))
+        groups.setdefault(json.dumps(sample.get("settings"), sort_keys=True), []).append(sample)
     if not groups:
         raise UserError(f"--samples {path}: there is no sample in it")
     sets = []
-    for group in groups.values():
-        places, samples = zip(*group, strict=True)
+    for samples in groups.values():
         settings = samples[0].get("settings", {}) | {"file": str(path)}
         cost = {name: samples[0][name] for name in COST if samples[0].get(name) is not None}
-        tokenizer, name = _tokenizer_of(path, group), str(settings.get("run", path))
-        sets.append(SampleSet(name, list(samples), settings, cost, tokenizer, places))
+        name, tokenizer = str(settings.get("run", path)), _tokenizer_of(path, samples)
+        sets.append(SampleSet(name, samples, settings, cost, tokenizer))
     return sets
 
 
-def _tokenizer_of(path: Path, group: list[tuple[str, Sample]]) -> str | None:
+def _tokenizer_of(path: Path, samples: list[Sample]) -> str | None:
     """The tokenizer that makes the samples' text of their tokens; None if they have no tokens."""
-    with_tokens = sum("tokens" in sample for _, sample in group)
-    if with_tokens == 0:
+    if not any("tokens" in sample for sample in samples):
         return None
-    if with_tokens < len(group):
-        raise UserError(
-            f'{path}: some rows have "tokens", some not; give all of them tokens, or none'
-        )
-    # The last one first, and no more than needed: gpt2 may read its files from the network.
-    fitting = (name for name in reversed(TOKENIZERS) if _is_text_of(name, group[0][1]))
-    tokenizer = next(fitting, None)
-    for place, sample in group:
-        if tokenizer is None or not _is_text_of(tokenizer, sample):
-            raise UserError(
-                f'{place}: "tokens" are not those of "text" in '
-                f'{tokenizer or "any known tokenizer"}; leave "tokens" out to score the text alone'
-            )
-    return tokenizer
 
+    def fits(name: str, tokens: list[int], text: str) -> bool:
+        decoder = get_tokenizer(name)
+        return all(0 <= t < decoder.vocab_size for t in tokens) and decoder.decode(tokens) == text
 
-def _is_text_of(tokenizer: str, sample: Sample) -> bool:
-    decoder, tokens = get_tokenizer(tokenizer), sample["tokens"]
-    known = all(0 <= token < decoder.vocab_size for token in tokens)
-    return known and decoder.decode(tokens) == sample["text"]
+    for name in reversed(TOKENIZERS):  # gpt2 last, which may read its files from the network
+        if all("tokens" in s and fits(name, s["tokens"], s["text"]) for s in samples):
+            return name
+    raise UserError(
+        f'{path}: some "tokens" are missing, or are not those of their "text" in any known '
+        'tokenizer; leave "tokens" out to score the text alone'
+    )

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from evaluation import text_measures as text
 from evaluation.judges import Judge
 from evaluation.sample_sets import SampleSet
-from runtime.errors import UserError
 from runtime.processes import Processes
 
 
@@ -25,36 +24,35 @@ def score_samples(
     vocabulary: frozenset[str] | None = None,
 ) -> dict:
     """The scores of a set: over all samples, and of each in `per_sample`; every process scores its
-    share. batch_size: as in `Judge.score`; vocabulary: for `known_words`. Raises UserError for a
-    sample of a file that is too short to be scored."""
+    share. batch_size: as in `Judge.score`; vocabulary: for `known_words`."""
     how = "text"
     if samples.tokenizer is not None:
         how = "ids" if judge.has_ids_of(samples.tokenizer) else "retokenised"
     share = procs.share(len(samples.samples))
     own = samples.samples[share.start : share.stop]
     judged = [s["tokens"] if how == "ids" else judge.encode(s["text"]) for s in own]
-    # Measures are of the sample's own tokens, or else of the judge's.
-    tokens = [s.get("tokens", ids) for s, ids in zip(own, judged, strict=True)]
-    for place, *both in zip(samples.places[share.start : share.stop], tokens, judged):  # noqa: B905
-        if (least := min(map(len, both))) < 2:
-            raise UserError(f"{place}: the sample has {least} tokens; at least 2 can be scored")
-
     windows, quiet = len(judge.windows(judged)), None if procs.main else True
     with tqdm(total=windows, desc="judge", unit="window", disable=quiet, leave=False) as bar:
         scores = judge.score(judged, batch_size, bar.update)
     speculative = samples.settings.get("mode") == "speculative"
     results = []
-    for sample, ids, (nll, count) in zip(own, tokens, scores, strict=True):
-        step, known = sample.get("step"), math.nan
-        if vocabulary is not None:
-            known = text.known_words(sample["text"], vocabulary)
-        result = {"nll": nll, "scored_tokens": count}
-        result["perplexity"] = text.exp(nll / count) if count else math.nan
-        result["tokens"] = len(ids)
-        result["generated_tokens"] = len(ids) if step is None else sum(s >= 0 for s in step)
-        result |= measures(ids, step, speculative)
-        result["nfe"] = sample.get("nfe", result["nfe"])  # older files have steps alone
-        results.append(result | {"known_words": known})
+    for sample, ids, (nll, count) in zip(own, judged, scores, strict=True):
+        # Measures are of the sample's own tokens, or else of the judge's.
+        tokens, step = sample.get("tokens", ids), sample.get("step")
+        generated = len(tokens) if step is None else sum(s >= 0 for s in step)
+        known = math.nan if vocabulary is None else text.known_words(sample["text"], vocabulary)
+        result = {
+            "nll": nll,
+            "scored_tokens": count,
+            "perplexity": text.exp(nll / count) if count else math.nan,
+            "tokens": len(tokens),
+            "generated_tokens": generated,
+            **measures(tokens, step, speculative),
+            "known_words": known,
+        }
+        if "nfe" in sample:  # older files have steps alone
+            result["nfe"] = sample["nfe"]
+        results.append(result)
     results = sum(procs.gather(results), [])
 
     row = {"run": samples.name, "tokens_judged": how} | summary(results) | samples.cost
@@ -69,12 +67,9 @@ def measures(tokens: list[int], step: list[int] | None, speculative: bool) -> di
     return {
         "entropy": text.unigram_entropy(tokens),
         **{f"distinct_{n}": text.distinct(tokens, n) for n in (1, 2, 3)},
-        "repetition_4": text.repetition(tokens, 4),
+        "repetition_4": 1 - text.distinct(tokens, 4),
         "nfe": math.nan if step is None else text.model_calls(step, speculative),
     }
-
-
-MEASURES = (*measures([], None, speculative=False), "known_words")  # their names
 
 
 def summary(results: list[dict]) -> dict:
@@ -87,9 +82,9 @@ def summary(results: list[dict]) -> dict:
         "given_tokens": tokens - sum(columns["generated_tokens"]),
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
+        **text.corpus_perplexity(columns["nll"], scored),
+        "mean_sample_perplexity": text.mean_and_error(columns["perplexity"])[0],
     }
-    row |= text.corpus_perplexity(columns["nll"], scored)
-    row["mean_sample_perplexity"], _ = text.mean_and_error(columns["perplexity"])
-    for name in MEASURES:
+    for name in (*measures([], None, speculative=False), "known_words"):
         row[name], row[f"{name}_standard_error"] = text.mean_and_error(columns[name])
     return row

@@ -29,11 +29,6 @@ def distinct(tokens: Sequence[int], n: int) -> float:
     return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
 
 
-def repetition(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of a sample's n-grams that occurred in it before."""
-    return 1 - distinct(tokens, n)
-
-
 def known_words(text: str, vocabulary: frozenset[str]) -> float:
     """Share of a sample's words that are in a vocabulary. Words are what white space separates, if
     it is letters only, three at least."""
@@ -60,12 +55,9 @@ def model_calls(step: Sequence[int], speculative: bool) -> int:
 
 
 def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[str, float]:
-    """exp(all nats / all scored tokens), its 95% interval over samples, and both as nats.
-
-    totals: -log p of each sample, nats; counts: its scored tokens. The mean over tokens of samples
-    that differ in length is a ratio of two sums, with the standard error sqrt(N / (N - 1)
-    sum_i (total_i - mean count_i)^2) / sum_i count_i. The interval is Student's with N - 1 degrees
-    of freedom."""
+    """exp(all nats / all scored tokens), its 95% interval over samples, and both as nats, from the
+    -log p of each sample and its scored tokens. The mean over tokens is a ratio of two sums, with
+    the standard error sqrt(N / (N - 1) sum_i (total_i - mean count_i)^2) / sum_i count_i."""
     scored = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
     samples, tokens = len(scored), sum(count for _, count in scored)
     nll = math.fsum(total for total, _ in scored) / tokens if tokens else math.nan
@@ -83,8 +75,7 @@ def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[st
     }
 
 
-def exp(value: float) -> float:
-    """e ** value; infinite where that is too large, not an OverflowError."""
+def exp(value: float) -> float:  # infinite where that is too large, not an OverflowError
     return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
