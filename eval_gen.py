@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 from annotated_types import Interval
 
-from checkpoints.load import Loaded, load
+from checkpoints import Loaded, load
 from data.loader import find_dataset, load_meta, read_tokens
 from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge

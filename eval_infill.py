@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from checkpoints.load import Loaded, load
+from checkpoints import Loaded, load
 from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge

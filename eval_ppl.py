@@ -22,7 +22,7 @@ import tyro
 from annotated_types import Interval
 from torch import Tensor
 
-from checkpoints.load import Loaded, load
+from checkpoints import Loaded, load
 from evaluation import likelihood
 from evaluation import perplexity_table as tables
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS

@@ -26,7 +26,7 @@ from typing import Annotated
 
 import tyro
 
-from checkpoints.load import load
+from checkpoints import load
 from data.loader import find_dataset, load_meta
 from data.sources import cause
 from data.tasks import TASKS

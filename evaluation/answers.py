@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from checkpoints.load import Loaded
+from checkpoints import Loaded
 from data.tasks import TASKS, Task
 from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.load import Loaded
+from checkpoints import Loaded
 from data import loader
 from data.loader import TokenDataset
 from data.tokenizers import get_tokenizer

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from checkpoints.load import Loaded, load
+from checkpoints import Loaded, load
 from data.tokenizers import get_tokenizer
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoints.load import load
+from checkpoints import load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
 from runtime.validation import read_bounded
@@ -212,6 +212,13 @@ def _read(name: str) -> tuple:
         ) from error
     if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
         raise UserError(f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}")
-    if not tokenizer("The cat.").input_ids:  # without files transformers makes an empty tokenizer
-        raise UserError(f"--judge {name} has no tokenizer: save its files beside the model")
+    # Without files transformers makes an empty tokenizer.
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not tokenizer("The cat.").input_ids or len(tokenizer) > rows:
+        raise UserError(f"--judge {name}: its tokenizer is missing or has more than {rows} tokens")
+    with torch.inference_mode():  # whether another last token changes the predictions before it
+        one, other = model(input_ids=torch.tensor([[0, 1, 2], [0, 1, 0]])).logits
+    before, last = (one - other).abs().amax(dim=1).split([2, 1])
+    if before.max() > 1e-4 * last.max() + 1e-6:
+        raise UserError(f"--judge {name} ({config.model_type}) does not predict from left to right")
     return transformers, config, tokenizer, model

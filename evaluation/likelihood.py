@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.load import Loaded
+from checkpoints import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
