@@ -16,8 +16,6 @@ traffic that the run would need on so many GPUs (--plan --help for its options).
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
 import math
 import sys
 from collections.abc import Iterator
@@ -34,6 +32,7 @@ from model import AOGPT
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
 from runtime.devices import autocast, available_memory, deterministic, pick_dtype
+from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.lock import locked_for_all
 from runtime.processes import Processes, StopRequest, processes

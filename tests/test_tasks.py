@@ -19,7 +19,7 @@ from data import tasks
 from data.loader import TokenDataset
 from data.records import GIVEN, spans
 from data.tasks import TASKS
-from evaluation.tasks import open_questions
+from evaluation.answers import open_questions
 from orders import OrderConfig
 from studies.experiments.kept import Kept
 from studies.experiments.tasks import (
