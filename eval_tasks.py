@@ -38,8 +38,8 @@ import tyro
 
 from checkpoints.load import load
 from data.loader import find_dataset, load_meta
+from data.puzzles import TASKS
 from data.sources import cause
-from data.tasks import TASKS
 from evaluation.harness import HarnessModel, Settings, lm_eval, require_lm_eval
 from evaluation.tasks import answer, open_questions, page_of
 from runtime.command_line import ModelOptions, run_script

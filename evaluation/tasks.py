@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checkpoints.load import Loaded
 from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta
-from data.tasks import TASKS, Task
+from data.puzzles import TASKS, Task
 from data.tokenizers import get_tokenizer
 from evaluation.text_measures import mean_and_error
 from orders import Roles
