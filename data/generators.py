@@ -5,7 +5,6 @@ polya       63 draws from an urn of 16 letters, each put back with another one l
             probability does not depend on the order of the draws, so no order is better
 latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
 shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order
-infill      text in chunks of 128 characters, whose middle words are predicted given both sides
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from data.prompts import as_prompt
 from data.sources import Corpus, Piece
 
 LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
 POLYA_WEIGHT, POLYA_LENGTH, LATIN_SIZE = 0.1, 63, 5
-SHUFFLED, INFILL = 63, 128  # characters of a document
+SHUFFLED = 63  # characters of a chunk
 
 
 def generated(make: Callable, split: str, seed: list[int], documents: int) -> Corpus:
@@ -35,35 +33,19 @@ def generated(make: Callable, split: str, seed: list[int], documents: int) -> Co
     return Corpus(pieces, [{"generated": make.__name__, "seed": seed, "documents": documents}])
 
 
-def ascii_chunks(corpus: Corpus, size: int, without: str = "") -> Iterator[str]:
-    """The ASCII characters of each document, in chunks of `size`; the rest of it is dropped."""
-    rest = ""
-    for text, end in corpus.pieces():
-        rest += "".join(c for c in text if c.isascii() and c not in without)
-        whole = len(rest) // size * size
-        for start in range(0, whole, size):
-            yield rest[start : start + size]
-        rest = "" if end else rest[whole:]
-
-
 def shuffled(corpus: Corpus, seed: int) -> Corpus:
+    """The ASCII characters of each document, in chunks in random order; the rest is dropped."""
+
     def pieces() -> Iterator[Piece]:
-        rng = np.random.default_rng(seed)
-        for chunk in ascii_chunks(corpus, SHUFFLED):
-            yield "".join(chunk[i] for i in rng.permutation(SHUFFLED)), True
+        rng, rest = np.random.default_rng(seed), ""
+        for text, end in corpus.pieces():
+            rest += "".join(character for character in text if character.isascii())
+            whole = len(rest) // SHUFFLED * SHUFFLED
+            for start in range(0, whole, SHUFFLED):
+                yield "".join(rest[start + i] for i in rng.permutation(SHUFFLED)), True
+            rest = "" if end else rest[whole:]
 
-    source = {"shuffled": SHUFFLED, "seed": seed}
-    return Corpus(pieces, [source, *corpus.description], corpus.packages)
-
-
-def infill(corpus: Corpus, seed: int) -> Corpus:
-    def pieces() -> Iterator[Piece]:
-        for chunk in ascii_chunks(corpus, INFILL, without="[]"):  # no marks of prompts
-            start, stop = chunk.find(" ", INFILL // 3), chunk.rfind(" ", 0, 2 * INFILL // 3)
-            if 0 < start < stop:
-                yield as_prompt(chunk[:start]) + chunk[start:stop] + as_prompt(chunk[stop:]), True
-
-    return Corpus(pieces, [{"infill": INFILL}, *corpus.description], corpus.packages)
+    return Corpus(pieces, [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description])
 
 
 def polya(rng: np.random.Generator) -> str:
@@ -79,26 +61,25 @@ def polya(rng: np.random.Generator) -> str:
 
 def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
     """-log probability of a sequence of draws. With n_v draws of letter v of V and weight a, the
-    probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), G the gamma function."""
-    log_gamma, V = math.lgamma, len(LETTERS)
-    log_p = log_gamma(V * weight) - log_gamma(V * weight + len(text))
-    log_p += sum(log_gamma(text.count(v) + weight) - log_gamma(weight) for v in LETTERS)
-    return -log_p
+    probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma = log G."""
+    G, total = math.lgamma, len(LETTERS) * weight
+    of_letters = sum(G(text.count(v) + weight) - G(weight) for v in LETTERS)
+    return G(total + len(text)) - G(total) - of_letters
 
 
 @functools.cache
 def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
     """All Latin squares whose first row and first column are in order: 56 of size 5."""
-    squares: list[list[tuple[int, ...]]] = [[tuple(range(size))]]
-    for row in range(1, size):
-        squares = [
-            [*square, candidate]
-            for square in squares
-            for candidate in itertools.permutations(range(size))
-            if candidate[0] == row
-            and all(a != b for above in square for a, b in zip(above, candidate, strict=True))
-        ]
+    squares = [[tuple(range(size))]]
+    for first in range(1, size):
+        rows = [row for row in itertools.permutations(range(size)) if row[0] == first]
+        pairs = itertools.product(squares, rows)
+        squares = [[*above, row] for above, row in pairs if all(map(_differ, above, [row] * size))]
     return [np.array(square) for square in squares]
+
+
+def _differ(row: tuple, other: tuple) -> bool:
+    return all(a != b for a, b in zip(row, other, strict=True))
 
 
 def latin5(rng: np.random.Generator) -> str:

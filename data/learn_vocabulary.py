@@ -39,10 +39,8 @@ class Learn(OutputOptions):
 
 
 def learn(args: Learn) -> None:
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise UserError("this needs the package tokenizers: pip install tokenizers") from error
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
     check_values(args)
     with Outputs({"--out": args.out}, args.source, args.overwrite) as outputs:
         tokenizer = Tokenizer(models.BPE())
@@ -55,10 +53,8 @@ def learn(args: Learn) -> None:
         tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**options))
         tokens = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
         if len(tokens) < args.size:
-            few = f"the text has only {len(tokens)} tokens"
-            raise UserError(f"{few}; give more text or a lower --size")
-        # In that alphabet printable Latin-1 stands for itself, the characters from U+0100 on for
-        # the other bytes, in order (GPT-2).
+            raise UserError(f"it has only {len(tokens)} tokens; give more text or a lower --size")
+        # As in GPT-2, printable Latin-1 is itself, and U+0100... are the other bytes in order.
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = sorted(set(range(256)) - set(printable))
         byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -37,19 +37,11 @@ ADVICE = "prepare the dataset again"
 
 
 @schema
-class RolesFile(TypedDict):
-    """The prompt mask, a byte for each token (prompts.py)."""
-
-    file: FileName
-    sha256: str
-
-
-@schema
 class Split(TypedDict):
     file: FileName
-    tokens: Annotated[int, Interval(ge=0, lt=2**63)]
+    tokens: Annotated[int, Interval(ge=1, lt=2**63)]
     sha256: str
-    roles: NotRequired[RolesFile]
+    roles: NotRequired[dict[str, FileName]]  # file and sha256 of the prompt mask, a byte a token
 
 
 @schema
@@ -83,11 +75,10 @@ def find_dataset(name) -> Path:
         source = "" if dataset.source == "never" else " [--source FILE ...]"
         make = f"make it with: python data/prepare.py {name}{source}"
         raise FileNotFoundError(f"the dataset {name} is not prepared yet; {make}")
-    prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json")))
+    prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"
+    make = f"python data/prepare.py NAME --out DIR, where NAME is {', '.join(DATASETS)}"
     raise FileNotFoundError(
-        f"{name} is no prepared dataset: neither a folder with a meta.json nor one of those in "
-        f"{home} ({prepared or 'none yet'}); make one with: python data/prepare.py NAME --out DIR, "
-        f"where NAME is {', '.join(DATASETS)}"
+        f"{name} is no prepared dataset, neither a folder nor in {home} ({prepared}); try {make}"
     )
 
 
@@ -107,23 +98,12 @@ def load_meta(folder) -> Meta:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no meta.json; make a dataset with: {how}")
     meta = read_json(path, Meta, ADVICE)
-    size, protocol, tokenizer = meta["vocab_size"], meta.get("protocol"), meta["tokenizer"]
-    known = TOKENIZERS[tokenizer].vocab_size if tokenizer in TOKENIZERS else size
-    problems = {
-        f"has format {meta['format']}, newer than {FORMAT}; update the code": (
-            meta["format"] > FORMAT
-        ),
-        "lacks block_size, which its protocol has": (
-            protocol in ("sedd", "records") and not meta.get("block_size")
-        ),
-        "lacks roles of a split": (
-            protocol == "records" and any("roles" not in s for s in meta["splits"].values())
-        ),
-        f"is wrong: vocab_size is {size}, but {tokenizer} has {known} ids": size != known,
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UserError(f"{path} {problem}, or {ADVICE}")
+    if meta["format"] > FORMAT:
+        raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
+    tokenizer = TOKENIZERS.get(meta["tokenizer"])
+    if tokenizer and meta["vocab_size"] != tokenizer.vocab_size:
+        wrong = f"vocab_size is {meta['vocab_size']}, but {tokenizer.name} has"
+        raise UserError(f"{path}: {wrong} {tokenizer.vocab_size} ids; {ADVICE}")
     return meta
 
 
@@ -146,25 +126,18 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
             raise UserError(f"{path} has {found}: it is damaged; copy it, or {ADVICE}")
         if verify and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
-    ids = mapped(token_file, dtype, count)
-    for start in range(0, count if verify else min(count, 1), IDS_AT_ONCE):
+    ids = np.memmap(token_file, dtype, mode="r")
+    for start in range(0, count if verify else 1, IDS_AT_ONCE):
         if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta["vocab_size"]:
             known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
             raise UserError(f"{token_file} holds the id {largest}, but {known}; {ADVICE}")
     return token_file
 
 
-def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    if count == 0:  # an empty file cannot be mapped
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-
-
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
     """All ids of a split (n,), memory-mapped. Raises as `check_file` does."""
     meta = load_meta(folder)
-    path = check_file(folder, meta, split, verify)
-    return mapped(path, DTYPES[meta["dtype"]], meta["splits"][split]["tokens"])
+    return np.memmap(check_file(folder, meta, split, verify), DTYPES[meta["dtype"]], mode="r")
 
 
 class TokenDataset:
@@ -194,8 +167,8 @@ class TokenDataset:
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
         self._roles, self._shuffles = None, {}
         if roles := self.meta["splits"][split].get("roles"):
-            mask = mapped(Path(folder) / roles["file"], np.dtype(np.uint8), count)
-            self._roles = mask.reshape(-1, block_size)
+            self._roles = np.memmap(Path(folder) / roles["file"], np.uint8, mode="r")
+            self._roles = self._roles.reshape(-1, block_size)
 
     @property
     def of_records(self) -> bool:

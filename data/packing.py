@@ -1,4 +1,4 @@
-"""From pieces of text to token files, by one of three protocols:
+"""From documents to token files: which split they go into, their tokens, and how these are packed.
 
 full     every document, end-of-text after it, end to end: nothing is dropped
 sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, each divided into
@@ -7,35 +7,103 @@ sedd     as the published zero-shot perplexities: 8 contiguous shards of the row
 records  every example in a block of its own, and its prompt mask in a second file (prompts.py)
 """
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from data.detokenisers import detokenise
 from data.loader import DTYPES, dtype_name
 from data.prompts import encode_example
-from data.sources import Piece
-from data.splits import RoutedPiece
+from data.sources import Corpus, Piece, safe_place
 from data.tokenizers import Tokenizer
 from runtime.errors import UserError
 from runtime.files import sha256_file
+from runtime.randomness import SPLIT, philox_bits
 
-SHARDS = 8
-GROUP_ROWS = 1000
-BATCH = 1 << 20
+SHARDS, GROUP_ROWS = 8, 1000  # of sedd
+BATCH = 1 << 20  # characters that a thread encodes at once
+RoutedPiece = tuple[str, str, bool]  # split, text, whether the document ends here
+# Tokens (n,), the places in them after which a document ends, and the roles of examples.
+Encoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
-class Encoded(NamedTuple):
-    """Tokens (n,), the places in them after which a document ends, and the roles of examples."""
+def route(
+    corpora: dict[str, Corpus],
+    fraction: float | None,
+    seed: int,
+    limit: int | None,
+    whole: bool = False,
+) -> Iterator[RoutedPiece]:
+    """Every piece with its split, in reading order.
 
-    ids: np.ndarray
-    ends: np.ndarray
-    roles: np.ndarray | None = None
+    fraction: share of the "train" documents that becomes "val"; None: none. limit: on the documents
+    of the first split, those of --source. whole: never split a document."""
+    for number, (split, corpus) in enumerate(corpora.items()):
+        if split == "train" and fraction is not None:
+            yield from _train_and_val(corpus, fraction, seed, limit, whole)
+        else:
+            for text, end in _limited(corpus, limit if number == 0 else None):
+                yield split, text, end
+
+
+def _limited(corpus: Corpus, limit: int | None) -> Iterator[Piece]:
+    """The pieces of the first `limit` documents."""
+    documents = 0
+    for text, end in corpus.pieces():
+        yield text, end
+        documents += end
+        if documents == limit:
+            break
+
+
+def _train_and_val(
+    corpus: Corpus, fraction: float, seed: int, limit: int | None, whole: bool
+) -> Iterator[RoutedPiece]:
+    """One validation document in every group of 1 / fraction in a row, or of all where they are
+    fewer. Its place in the group is drawn from (seed, number of the group), so a document's split
+    does not depend on later ones."""
+    size = 1 / fraction
+    enough = math.ceil(size)
+    documents = sum(end for _, end in _limited(corpus, min(enough, limit or enough)))
+    if documents == 1 and whole:
+        raise UserError("a single record makes no validation split: add records, or give --split")
+    if documents == 1:
+        yield from _split_one_document(corpus, fraction, limit)
+        return
+    size = min(size, documents)
+    group, index = -1, 0  # index: of the document
+    for text, end in _limited(corpus, limit):
+        if (group + 1) * size <= index:
+            group += 1
+            first, last = math.ceil(group * size), math.ceil((group + 1) * size)
+            bits = philox_bits(seed, group, range(1), 1, SPLIT)
+            chosen = first + int(bits[0, 0]) % (last - first)
+        yield "val" if index == chosen else "train", text, end
+        index += end
+
+
+def _split_one_document(
+    corpus: Corpus, fraction: float, limit: int | None
+) -> Iterator[RoutedPiece]:
+    """The end of the only document, a share of its characters, is validation; split at a space if
+    possible."""
+    characters = sum(len(text) for text, _ in _limited(corpus, limit))
+    boundary = characters - max(1, round(characters * fraction))
+    if boundary < 1:
+        raise UserError(f"the only document has {characters} characters; add documents")
+    split, start = "train", 0
+    for text, end in _limited(corpus, limit):
+        if split == "train" and start + len(text) > boundary:
+            place = safe_place(text, boundary - start) or boundary - start
+            yield "train", text[:place], True
+            split, text, start = "val", text[place:], start + place
+        yield split, text, end
+        start += len(text)
 
 
 def encode_documents(tokenizer: Tokenizer, rules: str | None, batch: list[Piece]) -> Encoded:
@@ -49,7 +117,7 @@ def encode_documents(tokenizer: Tokenizer, rules: str | None, batch: list[Piece]
         if end:
             arrays.append(np.array([tokenizer.eot], dtype))
             ends.append(size)
-    return Encoded(np.concatenate(arrays), np.array(ends, np.int64))
+    return np.concatenate(arrays), np.array(ends, np.int64), None
 
 
 def encode_examples(
@@ -59,7 +127,7 @@ def encode_examples(
     pairs = [encode_example(text, tokenizer, block_size, end) for text, _ in batch]
     ids, roles = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     ids = ids.astype(DTYPES[dtype_name(tokenizer.vocab_size)])
-    return Encoded(ids, np.arange(1, len(pairs) + 1) * block_size, roles)
+    return ids, np.arange(1, len(pairs) + 1) * block_size, roles
 
 
 def encode_all(
@@ -104,13 +172,13 @@ class SplitFile:
         if protocol == "records":
             self._files.append(open(path.with_suffix(".roles.bin"), "wb"))
 
-    def write(self, tokens: Encoded) -> None:
-        for file, values in zip(self._files, (tokens.ids, tokens.roles), strict=False):
+    def write(self, ids: np.ndarray, ends: np.ndarray, roles: np.ndarray | None) -> None:
+        for file, values in zip(self._files, (ids, roles), strict=False):
             file.write(values.data)
         if self.protocol == "sedd":
-            self._ends.append(tokens.ends + self.tokens)
-        self.tokens += tokens.ids.size
-        self.documents += tokens.ends.size
+            self._ends.append(ends + self.tokens)
+        self.tokens += ids.size
+        self.documents += ends.size
 
     def close(self) -> dict:
         """Complete the file; returns its entry for meta.json."""

@@ -14,10 +14,15 @@ examples:
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
 """
 
+import contextlib
+import glob
 import os
 import platform
+import shutil
 import signal
+import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -30,19 +35,18 @@ if __name__ == "__main__":
 import tyro
 from annotated_types import Interval
 
-from data.catalogue import DATASETS, Dataset, Made
-from data.folder import SPLITS, clear_leftovers, is_finished, staging
-from data.loader import DTYPES, dtype_name
-from data.packing import SplitFile, encode_all, encode_documents, encode_examples, in_words
+from data.catalogue import DATASETS, SPLITS, Dataset
+from data.loader import DTYPES, check_file, dtype_name, load_meta
+from data.packing import SplitFile, encode_all, encode_documents, encode_examples, in_words, route
 from data.sources import Corpus
-from data.splits import route
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import run_script
 from runtime.errors import UserError
-from runtime.files import write_json
+from runtime.files import is_alive, sync_folder, write_json
 from runtime.validation import Count, Seed, check_value, check_values
 
 HOME = Path(__file__).resolve().parent
+FILES = {"meta.json", *(f"{split}{kind}" for split in SPLITS for kind in (".bin", ".roles.bin"))}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
@@ -63,7 +67,6 @@ class Prepare:
     text: your own files, given with --source.
     shuffled: the same, in chunks of 63 characters in random order.
     records: your own prompts and answers, .jsonl files, each in a block (docs/data.md).
-    infill: your own files, or the stories, in chunks of 128 whose middle is predicted.
     polya, latin5: made of random numbers, with a known entropy.
     sudoku6, star, addition, reversal, mirror, parity, colouring, copy, replace, shuffle: puzzles.
     openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
@@ -145,7 +148,8 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
     files, share = args.val or args.test, args.val_fraction is not None
     splits, has_splits = args.split or files or share, f"{name} has splits of its own: leave out"
-    made, drawn = isinstance(dataset, Made), dataset.val_fraction is not None
+    drawn = dataset.val_fraction is not None
+    made = source == "never" and not drawn
     paths = [str(path.resolve()) for path in (*args.source, *args.val, *args.test)]
     twice = ", ".join({path for path in paths if paths.count(path) > 1})
     mistakes = [
@@ -175,18 +179,12 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
 
 
 def with_defaults(args: Prepare, dataset: Dataset) -> Prepare:
-    protocol = args.protocol or dataset.protocol
-    block_size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+    size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
     fraction = dataset.val_fraction if args.val_fraction is None else args.val_fraction
-    return replace(
-        args,
-        split=args.split or dataset.split,
-        protocol=protocol,
-        block_size=None if protocol == "full" else block_size,
-        tokenizer=args.tokenizer or dataset.tokenizer,
-        field=args.field or dataset.field,
-        val_fraction=None if args.val or args.split else fraction,
-    )
+    keys = "split protocol tokenizer field".split()
+    chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
+    chosen["block_size"] = None if chosen["protocol"] == "full" else size
+    return replace(args, **chosen, val_fraction=None if args.val or args.split else fraction)
 
 
 def metadata(
@@ -195,8 +193,7 @@ def metadata(
     """The contents of meta.json, without splits and notes. settings: what decides the result,
     beside the documents."""
     keys = "split protocol block_size tokenizer field val_fraction seed limit".split()
-    packages = {"numpy"} | (set() if tokenizer.name == "bytes" else {"tiktoken"})
-    packages = packages.union(*(corpus.packages for corpus in corpora.values()))
+    packages = ["numpy"] if tokenizer.name == "bytes" else ["numpy", "tiktoken"]
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -211,8 +208,7 @@ def metadata(
         "split": args.split,
         "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
         "settings": {"dataset": args.name} | {key: getattr(args, key) for key in keys},
-        "versions": {"python": platform.python_version()}
-        | {p: version(p) for p in sorted(packages)},
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
     }
 
 
@@ -232,12 +228,12 @@ def write_splits(
     files: dict[str, SplitFile] = {}
     interval = 0.2 if sys.stderr.isatty() else 30  # a log file needs a line now and then
     with tqdm(unit=" tokens", unit_scale=True, mininterval=interval) as bar:
-        for split, tokens in encode_all(pieces, encode, workers):
+        for split, encoded in encode_all(pieces, encode, workers):
             if split not in files:
                 packing = tokenizer.vocab_size, args.protocol, args.block_size
                 files[split] = SplitFile(folder / f"{split}.bin", *packing)
-            files[split].write(tokens)
-            bar.update(tokens.ids.size)
+            files[split].write(*encoded)
+            bar.update(encoded[0].size)
     if not files:
         raise UserError(f"no document of {args.name} is left: give more text")
     notes = []
@@ -250,16 +246,82 @@ def write_splits(
     return {"splits": entries, "notes": notes}
 
 
+# ---- the folder: written beside its place, moved there when it is complete -----------------------
+
+
+def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
+    """Whether `target` holds the dataset that `meta` describes. Raises UserError where it holds
+    other files, whatever `overwrite` says, or without it another or a damaged dataset."""
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target} is a file; choose another --out")
+    names = {path.name for path in target.iterdir()} if target.exists() else set()
+    strangers = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
+    if names and (names - FILES or "meta.json" not in names):
+        other = f"holds more or other things than a prepared dataset ({strangers})"
+        raise UserError(f"{target} {other}; choose another --out")
+    if overwrite or not names:
+        return False
+    advice = "pass --overwrite to replace it, or choose another --out"
+    try:
+        found = load_meta(target)
+        for split in found["splits"]:
+            check_file(target, found, split, verify=True)
+    except (UserError, FileNotFoundError) as error:
+        raise UserError(f"{target} holds a damaged dataset ({error}): {advice}") from error
+    # Folders from before there were protocols do not name them.
+    before = {"protocol": "full"} | found.get("settings", {})
+    differences = [
+        f"{key} was {before.get(key)!r}, now {value!r}"
+        for key, value in meta["settings"].items()
+        if before.get(key) != value
+    ] + ["the source has changed"] * (found.get("source") != meta["source"])
+    if differences:
+        made = f"holds a dataset made with other settings ({'; '.join(differences)})"
+        raise UserError(f"{target} {made}: {advice}")
+    return True
+
+
+@contextlib.contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which replaces it at the end; removed where that fails."""
+    clear_leftovers(target)
+    beside = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    try:
+        (beside / "new").mkdir(parents=True)
+        yield beside / "new"
+        for path in (beside / "new").iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if target.exists():
+            target.rename(beside / "old")
+        (beside / "new").rename(target)
+        sync_folder(target.parent)
+    finally:
+        _remove(beside, target)
+
+
+def clear_leftovers(target: Path) -> None:
+    """Remove what killed runs of this machine have left beside `target`."""
+    prefix = f".{target.name}.partial-{socket.gethostname()}-"
+    for path in target.parent.glob(glob.escape(prefix) + "*"):
+        pid = int(path.name.removeprefix(prefix))
+        if pid == os.getpid() or not is_alive(pid):
+            _remove(path, target)
+
+
+def _remove(beside: Path, target: Path) -> None:
+    if (beside / "old").exists() and not target.exists():  # killed between the two moves
+        (beside / "old").rename(target)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
 def report(target: Path, meta: dict) -> None:
     """Print what was made, and which command comes next."""
+    name = shown(target)
     for split, entry in meta["splits"].items():
-        tokens, dropped = entry["tokens"], entry["dropped_tokens"]
-        size = tokens * DTYPES[meta["dtype"]].itemsize / 1e6
-        print(
-            f"{split:5}  {tokens:>15,} tokens  {entry['documents']:>11,} documents  "
-            f"{size:>10,.1f} MB{f'  {dropped:,} dropped' if dropped else ''}"
-        )
-    name, dataset = shown(target), meta["settings"]["dataset"]
+        size = entry["tokens"] * DTYPES[meta["dtype"]].itemsize / 1e6
+        line = f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents"
+        print(f"{line}  {size:>10,.1f} MB  {entry['dropped_tokens']:,} tokens dropped")
     print(f"in {name}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
     print(f"protocol {meta['protocol']}: {meta['packing']}")
     for note in meta["notes"]:
@@ -267,11 +329,9 @@ def report(target: Path, meta: dict) -> None:
     if meta["protocol"] == "sedd" or meta["split"]:
         print(f"next: python eval_ppl.py RUN --datasets {name}")
         return
-    config = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}.get(dataset)
-    config = config or ("own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
-    options = f" --name {target.name} --data.folder {name}"
-    if target == HOME / "stories":  # the quickstart's own
-        options = ""
+    named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
+    config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
+    options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
     print(f"next: python train.py configs/{config}.toml{options}")

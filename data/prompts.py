@@ -37,16 +37,10 @@ def as_prompt(text: str) -> str:
 def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
     """The parts of an example and their roles. Raises UserError, which begins with `place`, for
     marks that do not come in pairs or nothing to predict."""
-    role, result = PREDICTED, []
-    for part in MARKS.split(example):
-        if part in (BEGIN, END):
-            if (part == BEGIN) == (role == PROMPT):
-                raise UserError(f"{place}: {part} without its other mark; write {BEGIN}text{END}")
-            role = PROMPT if part == BEGIN else PREDICTED
-        elif part:
-            result.append((part, role))
-    if role == PROMPT:
-        raise UserError(f"{place}: {BEGIN} without {END}; write {BEGIN}text{END}")
+    parts = MARKS.split(example)  # every other one is a mark
+    if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
+        raise UserError(f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}")
+    result = [(part, i // 2 % 2) for i, part in enumerate(parts) if i % 2 == 0 and part]
     if all(role == PROMPT for _, role in result):
         raise UserError(f"{place}: all of it is given, and nothing left to predict")
     return result

@@ -8,7 +8,6 @@ whole, split where the tokens of the pieces are those of the whole.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import io
 import lzma
@@ -35,17 +34,13 @@ class Corpus:
     """The documents of a split.
 
     pieces: called for each pass over them. description: for meta.json; equal ones mean equal
-    documents. packages: whose versions the documents may depend on. published: how many documents
-    the published split has. notes: for the user, once the documents have been read."""
+    documents. published: how many documents the published split has. notes: for the user, once the
+    documents have been read."""
 
     pieces: Callable[[], Iterator[Piece]]
     description: list[dict]
-    packages: tuple[str, ...] = ()
     published: int | None = None
     notes: list[str] = field(default_factory=list)
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -> Corpus:
@@ -65,7 +60,7 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
             with unpacked(path) as stream:
                 yield from not_empty(read(stream, str(path), field), str(path))
 
-    return Corpus(pieces, description, ("pyarrow",) if read_parquet in files.values() else ())
+    return Corpus(pieces, description)
 
 
 def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
@@ -163,15 +158,17 @@ def text_of(row: dict, field: str, place: str) -> str:
 
 def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
     """A document for each row of a table."""
-    try:
+
+    def tables() -> Iterable:
         from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError(f"{name} needs the package pyarrow: pip install pyarrow") from error
-    return read_tables(lambda: ParquetFile(stream).iter_batches(ROWS), field, name)
+
+        return ParquetFile(stream).iter_batches(ROWS)
+
+    return read_tables(tables, field, name, "damaged, or not a .parquet file")
 
 
-def read_tables(tables: Callable[[], Iterable], field: str, name: str) -> Iterator[Piece]:
-    """A document for each row of tables of pyarrow's, some rows each."""
+def read_tables(tables: Callable, field: str, name: str, problem: str) -> Iterator[Piece]:
+    """A document for each row of pyarrow's tables. problem: what it is where that fails."""
     number = 0
     try:
         for table in tables():
@@ -182,16 +179,8 @@ def read_tables(tables: Callable[[], Iterable], field: str, name: str) -> Iterat
                 yield text_of({field: text}, field, f"{name} row {number}"), True
     except UserError:
         raise
-    except Exception as error:  # pyarrow and the network have errors of their own
-        what = f"{cause(error)} after row {number}"
-        raise UserError(f"{name}: damaged, or it could not be read ({what})") from error
-
-
-ROW_FILES: dict[str, Reader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
-TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole, **ROW_FILES}
-
-
-# ---- from the network ----------------------------------------------------------------------------
+    except Exception as error:  # pyarrow, datasets and the network have errors of their own
+        raise UserError(f"{name}: {problem} ({cause(error)}, after row {number})") from error
 
 
 def hub_rows(
@@ -199,16 +188,13 @@ def hub_rows(
 ) -> Corpus:
     """A split of a dataset on the Hugging Face hub. name: of the dataset here. expected: a number
     of rows; the split is then downloaded as a whole first, and kept, else streamed."""
-    options = {"split": split, "streaming": not expected}
 
-    def load():
+    def tables() -> Iterable:
+        from datasets import load_dataset
+
+        options = {"split": split, "streaming": not expected}
         try:
-            from datasets import load_dataset
-        except ImportError as error:
-            advice = "pip install datasets, or pass local files with --source FILE"
-            raise UserError(f"the Hugging Face hub needs the package datasets: {advice}") from error
-        try:
-            return load_dataset(repository, config, **options)
+            rows = load_dataset(repository, config, **options)
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
@@ -216,48 +202,42 @@ def hub_rows(
             # keeps a converted copy, in folders CONFIG/SPLIT or CONFIG/partial-SPLIT.
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
             copy = {"data_files": files, "revision": "refs/convert/parquet"}
-            return load_dataset(repository, **copy, **options)
-
-    def pieces() -> Iterator[Piece]:
-        rows = from_network(name, load)
+            rows = load_dataset(repository, **copy, **options)
         if expected:
             check_complete(name, len(rows), expected)
-        yield from read_tables(lambda: rows.with_format("arrow").iter(ROWS), field, repository)
+        return rows.with_format("arrow").iter(ROWS)
+
+    def pieces() -> Iterator[Piece]:
+        yield from read_tables(
+            tables, field, repository, f"the hub failed; {without_network(name)}"
+        )
 
     source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(pieces, [source], ("datasets",))
+    return Corpus(pieces, [source])
 
 
 def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str) -> Corpus:
     """The file at an address, held in memory."""
 
-    @functools.cache
-    def content() -> bytes:
+    def pieces() -> Iterator[Piece]:
         import urllib.request
 
-        with urllib.request.urlopen(url, timeout=60) as response:
-            return response.read()
-
-    def pieces() -> Iterator[Piece]:
         read = find_reader(url.rpartition("/")[2], readers, url)
-        stream = io.BytesIO(from_network(name, content))
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                stream = io.BytesIO(response.read())
+        except Exception as error:  # http has errors of its own
+            raise UserError(f"{url}: {cause(error)}; {without_network(name)}") from error
         yield from not_empty(read(stream, url, field), url)
 
     return Corpus(pieces, [{"url": url}])
 
 
-def from_network(name: str, get: Callable):
-    """What `get` returns."""
-    try:
-        return get()
-    except UserError:
-        raise
-    except Exception as error:  # no network, a moved repository, a full disk: one remedy for all
-        raise UserError(
-            f"could not get {name} from the Hugging Face hub or its published address "
-            f"({cause(error)}). Download its files where there is a network and pass them: "
-            f"python data/prepare.py {name} --source FILE.parquet ... (--help names other kinds)"
-        ) from error
+def without_network(name: str) -> str:
+    return (
+        f"pip install datasets, or download the files of {name} where there is a network and pass "
+        f"them: python data/prepare.py {name} --source FILE.parquet ... (--help: other kinds)"
+    )
 
 
 def check_complete(name: str, found: int, expected: int) -> None:
@@ -271,3 +251,7 @@ def cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+ROW_FILES: dict[str, Reader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
+TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole, **ROW_FILES}

@@ -2,7 +2,6 @@
 users run it."""
 
 import contextlib
-import dataclasses
 import functools
 import gzip
 import http.server
@@ -35,13 +34,13 @@ from hypothesis import strategies as st
 from data import catalogue, packing
 from data import prepare as prepare_module
 from data.detokenisers import RULES, detokenise
-from data.folder import clear_leftovers
 from data.loader import TokenDataset, evaluation_split, load_meta, read_tokens
+from data.prepare import clear_leftovers
 from data.puzzles import TASKS
 from runtime.errors import UserError
 from runtime.files import sha256_file
 
-SETS = {each.name: each for each in catalogue.EVALUATION_SETS}
+SETS = {name: each for name, each in catalogue.DATASETS.items() if each.protocol == "sedd"}
 BYTES = ("--tokenizer", "bytes", "--out")
 
 
@@ -212,7 +211,7 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
         file = packing.SplitFile(path, 257, "sedd", block_size)
         for low, high in zip(cuts, cuts[1:], strict=False):
             here = ends[(ends > low) & (ends <= high)] - low
-            file.write(packing.Encoded(np.arange(low, high, dtype=np.uint16), here))
+            file.write(np.arange(low, high, dtype=np.uint16), here, None)
         if not expected:
             with pytest.raises(UserError, match="lower --block-size, or use --protocol full"):
                 file.close()
@@ -363,7 +362,6 @@ def test_openwebtext_from_local_files(tmp_path, suffix):
     assert len(val) == 1 and sorted(train + val) == sorted(texts)
     meta = load_meta(folder)
     assert meta["settings"]["val_fraction"] == 0.0005
-    assert ("pyarrow" in meta["versions"]) == (suffix == ".parquet")
     assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
 
 
@@ -419,10 +417,10 @@ def test_rows_of_the_other_sets(tmp_path):
     assert len(notes) == 2 and "<unk>" in notes[1]
 
 
-def rows_of(name: str, split: str, **changes) -> list[str]:
-    evaluation_set = dataclasses.replace(SETS[name], **changes)
-    given = prepare_module.Prepare(name, field=evaluation_set.field, split=split)
-    return [text for text, _ in evaluation_set.corpora(given)[split].pieces()]
+def rows_of(name: str, split: str, rows: tuple, options: dict, **changes) -> list[str]:
+    each = catalogue.evaluation_set(*rows, **options | changes)
+    args = prepare_module.Prepare(name, field=each.field, split=split)
+    return [text for text, _ in each.corpora(args)[split].pieces()]
 
 
 def test_rows_of_the_hub(tmp_path, monkeypatch):
@@ -438,11 +436,16 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
             parquet(path, ["", f" {config} {split} \n"])
             listed += f"  - split: {split}\n    path: {config}/{split}-*\n"
     write(wiki / "README.md", f"---\nconfigs:\n{listed}---\n")
-    few = {"repository": str(wiki), "rows": (2, 2, 2)}
-    assert rows_of("wikitext2", "train", **few) == ["", " wikitext-2-raw-v1 train \n"]
-    assert rows_of("wikitext103", "val", **few) == ["", " wikitext-103-raw-v1 validation \n"]
+    two, rows = (2, 2, 2), ["", " wikitext-2-raw-v1 train \n"]
+    here = {"hub": (str(wiki), "wikitext-2-raw-v1")}
+    assert rows_of("wikitext2", "train", two, catalogue.WIKITEXT_2, **here) == rows
+    here, rows = (
+        {"hub": (str(wiki), "wikitext-103-raw-v1")},
+        ["", " wikitext-103-raw-v1 validation \n"],
+    )
+    assert rows_of("wikitext103", "val", two, catalogue.WIKITEXT_103, **here) == rows
     with pytest.raises(UserError, match="2 of 4,358 documents were served"):
-        rows_of("wikitext103", "test", repository=str(wiki))
+        rows_of("wikitext103", "test", (2, 2, 4358), catalogue.WIKITEXT_103, **here)
 
     # a repository that still holds a script: the converted copy, of which parts can be partial
     real = datasets.load_dataset
@@ -456,9 +459,9 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     for folder in ("test", "partial-train"):
         (tmp_path / "lm1b" / "plain_text" / folder).mkdir(parents=True)
         parquet(tmp_path / "lm1b" / "plain_text" / folder / "0000.parquet", [f" {folder} . "])
-    few = {"repository": str(tmp_path / "lm1b"), "rows": (1, 1)}
-    assert rows_of("lm1b", "test", **few) == ["test ."]
-    assert rows_of("lm1b", "train", **few) == ["partial-train ."]
+    here = {"hub": (str(tmp_path / "lm1b"), "plain_text")}
+    assert rows_of("lm1b", "test", (1, 1), catalogue.LM1B, **here) == ["test ."]
+    assert rows_of("lm1b", "train", (1, 1), catalogue.LM1B, **here) == ["partial-train ."]
 
 
 def test_rows_of_published_files(tmp_path):
@@ -469,14 +472,14 @@ def test_rows_of_published_files(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
-        ptb = {"url": address + "ptb.{}.txt", "rows": (2, 2, 2)}
-        lambada = {"url": address + "lambada_{}.jsonl"}
-        assert rows_of("ptb", "val", **ptb) == ["one", "two"]
-        assert rows_of("lambada", "test", **lambada, rows=(1,)) == ["a\nb"]
-        with pytest.raises(UserError, match="could not get ptb.*404.*ptb --source FILE"):
-            rows_of("ptb", "test", **ptb)
+        ptb = (2, 2, 2), catalogue.PTB | {"url": address + "ptb.{}.txt"}
+        lambada = catalogue.LAMBADA | {"url": address + "lambada_{}.jsonl"}
+        assert rows_of("ptb", "val", *ptb) == ["one", "two"]
+        assert rows_of("lambada", "test", (1,), lambada) == ["a\nb"]
+        with pytest.raises(UserError, match="ptb.test.txt: .*404.*ptb --source FILE"):
+            rows_of("ptb", "test", *ptb)
         with pytest.raises(UserError, match="1 of 5,153 documents"):
-            rows_of("lambada", "test", **lambada)
+            rows_of("lambada", "test", (5_153,), lambada)
         server.shutdown()
 
 
@@ -487,7 +490,7 @@ def test_splits_and_protocols_of_the_sets():
     protocols = {name: each.protocol for name, each in catalogue.DATASETS.items()}
     texts = ("stories", "text", "openwebtext", "polya", "latin5", "shuffled")
     expected = dict.fromkeys(texts, "full") | dict.fromkeys(SETS, "sedd")
-    assert protocols == expected | dict.fromkeys((*TASKS, "records", "infill"), "records")
+    assert protocols == expected | dict.fromkeys((*TASKS, "records"), "records")
 
 
 # ---- what users get wrong ------------------------------------------------------------------------
@@ -604,13 +607,13 @@ PROXY = {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY}
     ("arguments", "environment", "says"),
     [
         (["ptb", "--split", "dev"], {}, ["--split of ptb is 'dev'", "'train', 'val', 'test'"]),
-        (["ptb"], PROXY, ["could not get ptb", "ptb --so"]),
+        (["ptb"], PROXY, ["ptb.test.txt: ", "ptb --source FILE"]),
         (
             ["wikitext2"],
             {"HF_HUB_OFFLINE": "1"},
-            ["could not get wikitext2 from the Hugging Face hub", "--source FILE.parquet"],
+            ["Salesforce/wikitext: the hub failed", "wikitext2 --source FILE.parquet"],
         ),
-        (["openwebtext"], {"HF_HUB_OFFLINE": "1"}, ["Hugging Face hub", "--source FILE.parquet"]),
+        (["openwebtext"], {"HF_HUB_OFFLINE": "1"}, ["the hub failed", "--source FILE.parquet"]),
         (["wikitext2"], {"PYTHONPATH": "{tmp}"}, ["pip install datasets", "--source FILE"]),
         (
             ["text", "--source", "{tmp}/a.txt", "--tokenizer", "gpt2"],

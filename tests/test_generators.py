@@ -98,19 +98,3 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
     blocks = TokenDataset(shuffled, "train", 64).blocks(range(len(ascii_text) // 63))
     assert collections.Counter(blocks[:, :-1].flatten().tolist()) == letters
     assert bytes(blocks[0, :-1].tolist()).decode() != ascii_text[:63]
-
-
-def test_chunks_of_text_are_prompt_but_for_the_words_in_their_middle(tmp_path):
-    text = "The [quick] brown fox, naïve as it is, jumps over the lazy dog and so on. " * 40
-    (tmp_path / "text.txt").write_text(text)
-    folder = prepared("infill", tmp_path / "infill", tmp_path / "text.txt", split="test")
-    data = TokenDataset(folder, "test", 128, verify=True)
-    blocks, roles = data.blocks(range(data.num_blocks)), data.roles(range(data.num_blocks))
-    kept = "".join(c for c in text if c.isascii() and c not in "[]")
-    assert data.num_blocks == len(kept) // 128
-    assert bytes(blocks.flatten().tolist()).decode() == kept[: data.num_blocks * 128]
-    for row, role in zip(blocks.tolist(), roles, strict=True):
-        middle = (role == 0).nonzero().flatten().tolist()
-        assert middle == list(range(middle[0], middle[-1] + 1))
-        assert 128 // 3 <= middle[0] < middle[-1] < 2 * 128 // 3
-        assert row[middle[0]] == row[middle[-1] + 1] == ord(" ")
