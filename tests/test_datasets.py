@@ -68,79 +68,53 @@ def big_text(tmp_path_factory) -> Path:
 
 # ---- detokenisers: what each rule does, written by hand from the rules ---------------------------
 
-WIKITEXT_RULES = [
-    ("the players ' hats", "the players' hats"),
-    ("a guest @-@ starring role", "a guest-starring role"),
-    ("some 12 @,@ 000 men", "some 12,000 men"),
-    ("about 3 @.@ 5 km", "about 3.5 km"),
-    ("one : two ; three . four ! five", "one: two; three. four! five"),
-    ("one ? two , three", "one? two, three"),
-    ("a ( b c ) d", "a (b c) d"),
-    ("a [ b c ] d", "a [b c] d"),
-    ("a { b c } d", "a {b c} d"),
-    ('he said " yes " and " no " again', 'he said "yes" and "no" again'),
-    ("he said ' yes ' and ' no ' again", "he said 'yes' and 'no' again"),
-    ("= = = = Deep = = = =", "==== Deep ===="),
-    ("= = = Less = = =", "=== Less ==="),
-    ("= = Career = =", "== Career =="),
-    ("45 ° north", "45°north"),
-    (" = Title = \n", " = Title =\n"),
-    ("one\n two", "one\ntwo"),
-    ("N N N", "N 1 N"),
-    ("the film 's end", "the film's end"),
-    # in order: the comma leaves its space before the pair is closed, the full stop ends at the
-    # line's end only
-    ("x , ( y , z ) . \n", "x, (y, z).\n"),
-    # an apostrophe counts as the opening of a pair too
-    ("the dogs ' bark 's end", "the dogs'bark's end"),
-    ("", ""),
-]
-PTB_RULES = [
-    ("the company 's shares", "the company's shares"),
-    ("two years ' time", "two years' time"),
-    ("it was n't so", "it wasn't so"),
-    ("one \n two", "one\ntwo"),
-    (r"N \/ N", "N / N"),
-    (r"1\/2", "1/2"),
-    ("up N N to N N N N now", "up 1 1 to 1 1 1 1 now"),
-    ("cost $ N billion", "cost $1 billion"),
-    ("cost # N million", "cost #1 million"),
-    ("mr. <unk> said <unk>", "mr. ? said ?"),
-    ("$ N", "$ N"),  # no space after it: it stays, and so does the dollar's
-]
-LM1B_RULES = [
-    ("see http : / / www.x.org now", "see http://www.x.org now"),
-    ("see https : / / x.org now", "see https://x.org now"),
-    ("the man 's hat", "the man's hat"),
-    ("it ended . Then more", "it ended. Then more"),
-    ("it ended .", "it ended."),
-    ("who ? me", "who? me"),
-    ("who ?", "who?"),
-    ("oh ! no", "oh! no"),
-    ("oh !", "oh!"),
-    ("one , two : three ; four", "one, two: three; four"),
-    ("and / or", "and/or"),
-    ('he said " yes sir " twice', 'he said "yes sir" twice'),
-    ("he said ' - yes ' twice", "he said '- yes' twice"),
-    ("one ( or two ) more", "one (or two) more"),
-    ("one [ or two ] more", "one [or two] more"),
-    ("paid $ 5 or £ 5", "paid $5 or £5"),
-    ("at 5 p.m. ) .", "at 5 p.m. ) ."),  # a full stop after what is no word keeps its space
-]
-LAMBADA_RULES = [("  “ hi ” he said ’ \n", '\n" hi " he said ’'), ("", "\n")]
-# WikiText's rules alone would leave " / / " and the last full stop as they are.
-PAPER_RULES = [
-    (
-        "http : / / a.b gives ( 3 @.@ 5 ) of it , as is known .",
-        "http:// a.b gives (3.5) of it, as is known.",
-    )
-]
 CASES = {
-    "wikitext": WIKITEXT_RULES,
-    "ptb": PTB_RULES,
-    "lm1b": LM1B_RULES,
-    "lambada": LAMBADA_RULES,
-    "scientific_papers": PAPER_RULES,
+    "wikitext": [
+        (
+            "the players ' hats , a guest @-@ starring role",
+            "the players' hats, a guest-starring role",
+        ),
+        ("some 12 @,@ 000 men in about 3 @.@ 5 km", "some 12,000 men in about 3.5 km"),
+        ("one : two ; three . four ! five ? six", "one: two; three. four! five? six"),
+        ("a ( b c ) d [ e f ] g { h i } j", "a (b c) d [e f] g {h i} j"),
+        ('he said " yes " and " no " again', 'he said "yes" and "no" again'),
+        ("he said ' yes ' and ' no ' again", "he said 'yes' and 'no' again"),
+        ("= = = = Deep = = = = ", "==== Deep ==== "),
+        ("= = = Less = = = of = = Career = =", "=== Less === of == Career =="),
+        (" = Title = \n", " = Title =\n"),
+        ("45 ° north\n of N N N the film 's end", "45°north\nof 1 N 1 the film's end"),
+        # in order: the comma leaves its space before the pair is closed, the full stop ends at the
+        # line's end only
+        ("x , ( y , z ) . \n", "x, (y, z).\n"),
+        # an apostrophe counts as the opening of a pair too
+        ("the dogs ' bark 's end", "the dogs'bark's end"),
+        ("", ""),
+    ],
+    "ptb": [
+        ("the company 's shares and two years ' time", "the company's shares and two years' time"),
+        ("it was n't so \n two", "it wasn't so\ntwo"),
+        (r"N \/ N is 1\/2", "N / 1 is 1/2"),
+        ("up N N to N N N N now", "up 1 1 to 1 1 1 1 now"),
+        ("cost $ N billion or # N million", "cost $1 billion or #1 million"),
+        ("mr. <unk> said <unk>", "mr. ? said ?"),
+        ("$ N", "$ N"),  # no space after it: it stays, and so does the dollar's
+    ],
+    "lm1b": [
+        ("see http : / / x.org and https : / / y.org", "see http://x.org and https://y.org"),
+        ("the man 's hat . It ended .", "the man's hat. It ended."),
+        ("who ? me ! oh ?", "who? me! oh?"),
+        ("one , two : three ; four / five !", "one, two: three; four/five!"),
+        ('he said " yes sir " twice', 'he said "yes sir" twice'),
+        ("he said ' - yes ' twice", "he said '- yes' twice"),
+        ("one ( or two ) more [ or less ] for", "one (or two) more [or less] for"),
+        ("paid $ 5 or £ 5", "paid $5 or £5"),
+        ("at 5 p.m. ) .", "at 5 p.m. ) ."),  # a full stop after what is no word keeps its space
+    ],
+    "lambada": [("  “ hi ” he said ’ \n", '\n" hi " he said ’'), ("", "\n")],
+    # WikiText's rules alone would leave " / / " and the last full stop as they are.
+    "scientific_papers": [
+        ("http : / / a.b gives ( 3 @.@ 5 ) of it , yes .", "http:// a.b gives (3.5) of it, yes.")
+    ],
 }
 
 
@@ -237,10 +211,7 @@ def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
         ("ptb", ptb, 5, 8),
         ("lambada", lambada, 9, 16),
     ]
-    keys = ("kind", "source", "rows", "block_size", "out")
-    jobs = [
-        dict(zip(keys, (*case, tmp_path / f"{n}.npy"), strict=True)) for n, case in enumerate(cases)
-    ]
+    jobs = [(*case, tmp_path / f"{n}.npy") for n, case in enumerate(cases)]
     write(tmp_path / "jobs.json", json.dumps(jobs, default=str))
     offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     run_script("tests/packing_reference.py", tmp_path / "jobs.json", **offline)
@@ -282,7 +253,7 @@ def test_both_protocols_and_what_meta_says(tmp_path):
     assert torch.cat(blocks).tolist() == read_tokens(full, "test").tolist()
 
 
-def test_local_text_in_either_protocol(tmp_path):
+def test_local_text_is_packed_when_asked(tmp_path):
     texts = [f"{i} 's" * 20 for i in range(100)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     options = {"protocol": "sedd", "block_size": 16, "val_fraction": 0.2}
@@ -501,7 +472,6 @@ FILES = {
     "good.jsonl": GOOD * 3,
     "good.txt": b"one row\n" * 20,
     "empty.txt": b"",
-    "empty.jsonl": b"\n\n",
     "one.txt": b"x",
     "latin.txt": "caf\xe9".encode("latin1"),
     "binary.txt": b"PAR1\x00\x01\x02\n",
@@ -513,10 +483,8 @@ FILES = {
     "cut.txt.gz": gzip.compress(NOISE)[:-3000],
     "cut.jsonl.xz": lzma.compress(NOISE)[:-3000],
     "fake.txt.gz": b"no gzip",
-    "fake.txt.xz": b"no xz",
     "fake.parquet": b"no parquet at all",
     "page.html": b"<p>",
-    "README": b"text",
 }
 
 
@@ -525,7 +493,6 @@ FILES = {
     [
         # files that cannot be read
         ("text", "empty.txt", {}, "empty.txt holds no documents"),
-        ("text", "empty.jsonl", {}, "empty.jsonl holds no documents"),
         ("text", "one.txt", {}, "has 1 characters.*add documents"),
         ("text", "latin.txt", {}, "latin.txt: not UTF-8 .* at byte 3.*iconv"),
         ("text", "latin.jsonl", {}, "latin.jsonl line 2: this is not UTF-8"),
@@ -536,19 +503,14 @@ FILES = {
         ("text", "cut.txt.gz", {}, "cut.txt.gz.*ends too early"),
         ("text", "cut.jsonl.xz", {}, "cut.jsonl.xz.*ends too early"),
         ("text", "fake.txt.gz", {}, "fake.txt.gz: damaged, or not a .gz file"),
-        ("text", "fake.txt.xz", {}, "fake.txt.xz: damaged, or not a .xz file"),
         ("text", "fake.parquet", {}, "fake.parquet: damaged"),
         ("text", "page.html", {}, "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz"),
-        ("text", "README", {}, "README: unknown kind of file"),
         ("text", "missing.txt", {}, "missing.txt: no such file"),
         ("text", ".", {}, r"is a folder.*\*.txt"),
         ("openwebtext", "good.txt", {}, "unknown kind of file; known here are .jsonl, .parquet"),
         ("ptb", "good.jsonl", {}, "line 1: no field 'sentence', but 'text'"),
-        ("ptb", "page.html", {}, "known here are .jsonl, .parquet, .txt"),
         ("ptb", "binary.txt", {}, "binary.txt line 1: this is not text"),
-        ("ptb", "latin.txt", {}, "latin.txt: not UTF-8"),
         ("ptb", "good.txt", {}, "160 tokens in 20 rows.* a block of 1,024: lower --block-size"),
-        ("shuffled", "good.txt", {"split": "test"}, None),
         ("shuffled", "one.txt", {"split": "test"}, "no document of shuffled is left"),
         # options that do not fit the dataset or each other
         ("texts", "good.txt", {}, "'stories', 'text', .*'openwebtext'.*did you mean 'text'"),
@@ -558,9 +520,6 @@ FILES = {
         ("text", "good.txt", {"val": "good.txt"}, "is given twice"),
         ("text", "good.txt", {"val": "one.txt", "val_fraction": 0.1}, "--val or --val-fraction"),
         ("text", "good.txt", {"val_fraction": 0.7}, "--val-fraction is 0.7; .* at most 0.5"),
-        ("text", "good.txt", {"seed": -1}, "--seed is -1"),
-        ("text", "good.txt", {"workers": 0}, "--workers is 0; give .* at least 1"),
-        ("text", "good.txt", {"block_size": 0, "protocol": "sedd"}, "--block-size is 0"),
         ("text", "good.txt", {"tokenizer": "byte"}, "did you mean 'bytes'"),
         ("text", "good.txt", {"split": "val", "val_fraction": 0.1}, "--split is of all documents"),
         ("text", "good.txt", {"block_size": 8}, "--block-size is for --protocol sedd"),
@@ -570,7 +529,6 @@ FILES = {
         ("ptb", "good.txt", {"split": "tests"}, "'train', 'val', 'test'; did you mean 'test'"),
         ("lambada", "good.jsonl", {"split": "val"}, "--split of lambada is 'val'.*one of 'test'"),
         ("polya", None, {"split": "train"}, "has splits of its own"),
-        ("polya", None, {"val_fraction": 0.1}, "has splits of its own"),
     ],
 )
 def test_refusals(tmp_path, name, file, options, says):
@@ -580,9 +538,6 @@ def test_refusals(tmp_path, name, file, options, says):
     source = [tmp_path / "in" / file] if file else []
     if "val" in options:
         options = options | {"val": (tmp_path / "in" / options["val"],)}
-    if says is None:
-        prepared(name, tmp_path / "out" / "o", *source, **options)
-        return
     with pytest.raises((UserError, FileNotFoundError), match=says):
         prepared(name, tmp_path / "out" / "o", *source, **options)
     assert not list(tmp_path.glob("out/*"))
