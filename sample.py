@@ -10,11 +10,6 @@ from __future__ import annotations
 
 from runtime.errors import UserError
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import itertools
 import json
 import re

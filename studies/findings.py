@@ -15,11 +15,6 @@ from __future__ import annotations
 
 from runtime.errors import UserError
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

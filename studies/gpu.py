@@ -12,11 +12,6 @@ run, at the same sizes.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import contextlib
 import dataclasses
 import json
@@ -41,7 +36,7 @@ from torch.autograd import DeviceType
 
 import train
 from runtime.command_line import run_script
-from runtime.devices import GPU, pick_device, pick_dtype, release_memory
+from runtime.devices import pick_device, pick_dtype, release_memory
 from runtime.files import write_json, write_text
 from runtime.reports import command, commit, markdown_table, versions
 from runtime.validation import Positive, check_values
@@ -52,6 +47,7 @@ from studies.benchmarks.correctness import Check, at_most
 from studies.benchmarks.decode import DecodeOptions, bench_decode
 from studies.benchmarks.train import TrainOptions
 from training.config import Config
+from training.gpus import GPU
 from training.memory_plan import plan_run
 from training.metrics import read_metrics
 

@@ -16,11 +16,6 @@ from __future__ import annotations
 
 from runtime.errors import UserError
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import math
 import statistics
 import tempfile

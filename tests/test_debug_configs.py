@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import ROOT, read_lines
 
+import checkpoints as checkpoint
 import eval_ppl
 import sample
 import train
-from checkpoints import load as checkpoint
 from checkpoints import store
 from training import config as configuration
 

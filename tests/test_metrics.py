@@ -19,8 +19,8 @@ from helpers import (
 )
 from matplotlib.figure import Figure
 
+import checkpoints as checkpoint
 import train
-from checkpoints import load as checkpoint
 from data.loader import TokenDataset
 from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, orders_at

@@ -18,12 +18,12 @@ import train
 from data.loader import TokenDataset
 from data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
 from data.tokenizers import get_tokenizer
-from model import group_starts
 from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
 from orders import OrderConfig, Roles, orders_at
 from runtime.errors import UserError
 from training.batches import make_batch, roles_of
 from training.config import Config, TrainConfig
+from variants import group_starts
 
 ROLES = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 2, 2], [0, 0, 0, 2, 2, 2], [0] * 6])
 LENGTHS = [6, 4, 3, 6]
