@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from data.prepare import Prepare, prepare
-from data.tasks import TASKS
+from data.puzzles import TASKS
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
