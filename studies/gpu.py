@@ -12,11 +12,6 @@ run, at the same sizes.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import contextlib
 import dataclasses
 import json

@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from runtime.devices import supports_float64
+
 
 class EMA:
     """Averaged weights, sharded as the weights are (the paper, appendix B.3.2). The decay after t
@@ -13,7 +15,7 @@ class EMA:
         self.decay = decay
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         device = next(model.parameters()).device  # the device alone knows which steps were skipped
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # which mps lacks
+        dtype = torch.float64 if supports_float64(device) else torch.float32
         self.updates = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
