@@ -132,7 +132,7 @@ def prepare(args: Prepare) -> Path:
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     clear_leftovers(target)
     if is_finished(target, meta, args.overwrite):
-        print(f"{shown(target)} holds this dataset already: nothing to do (--overwrite redoes it)")
+        print(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
     with staging(target) as folder:
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
@@ -159,10 +159,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (args.seed and not drawn, f"{has_splits} --seed"),
         (share and not drawn, f"{has_splits} --val-fraction"),
         (files and source != "always", f"{name} takes no --val or --test files"),
-        (
-            args.split and (files or share),
-            "--split is of all documents: leave out the other splits",
-        ),
+        (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),
         (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
@@ -284,7 +281,6 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, which replaces it at the end; removed where that fails."""
-    clear_leftovers(target)
     beside = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
     try:
         (beside / "new").mkdir(parents=True)
@@ -304,8 +300,8 @@ def clear_leftovers(target: Path) -> None:
     """Remove what killed runs of this machine have left beside `target`."""
     prefix = f".{target.name}.partial-{socket.gethostname()}-"
     for path in target.parent.glob(glob.escape(prefix) + "*"):
-        pid = int(path.name.removeprefix(prefix))
-        if pid == os.getpid() or not is_alive(pid):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
             _remove(path, target)
 
 
@@ -317,7 +313,7 @@ def _remove(beside: Path, target: Path) -> None:
 
 def report(target: Path, meta: dict) -> None:
     """Print what was made, and which command comes next."""
-    name = shown(target)
+    name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
         size = entry["tokens"] * DTYPES[meta["dtype"]].itemsize / 1e6
         line = f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents"
@@ -335,12 +331,6 @@ def report(target: Path, meta: dict) -> None:
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
     print(f"next: python train.py configs/{config}.toml{options}")
-
-
-def shown(path: Path) -> str:
-    """The path as the user would type it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 if __name__ == "__main__":
