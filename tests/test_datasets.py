@@ -323,28 +323,19 @@ def test_text_in_each_format(tmp_path, compression):
     assert str(tmp_path) not in (folder / "meta.json").read_text()
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_openwebtext_from_local_files(tmp_path, suffix):
-    texts = [f"document {i}" for i in range(30)]
-    make = parquet if suffix == ".parquet" else write_jsonl
-    paths = [make(tmp_path / f"a{suffix}", texts[:20]), make(tmp_path / f"b{suffix}", texts[20:])]
-    folder = prepared("openwebtext", tmp_path / "o", *paths)
-    train, val = documents(folder, "train"), documents(folder, "val")
-    assert len(val) == 1 and sorted(train + val) == sorted(texts)
-    meta = load_meta(folder)
-    assert meta["settings"]["val_fraction"] == 0.0005
-    assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
-
-
 @needs_gpt2
-def test_gpt2_field_share_and_limit(tmp_path):
+def test_gpt2_field_share_and_limit_of_several_files(tmp_path):
     texts = [f"Document {i} says hello." for i in range(60)]
-    source = write_jsonl(tmp_path / "a.jsonl", texts, field="body")
-    options = {"field": "body", "val_fraction": 0.1, "seed": 5, "limit": 50}
-    folder = prepared("text", tmp_path / "o", source, tokenizer="gpt2", **options)
+    paths = [
+        write_jsonl(tmp_path / "a.jsonl", texts[:20], field="body"),
+        parquet(tmp_path / "b.parquet", texts[20:], field="body"),
+    ]
+    options = {"field": "body", "val_fraction": 0.1, "seed": 5, "limit": 50, "tokenizer": "gpt2"}
+    folder = prepared("openwebtext", tmp_path / "o", *paths, **options)
     meta = load_meta(folder)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
     assert "tiktoken" in meta["versions"]
+    assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
     train, val = documents(folder, "train"), documents(folder, "val")
     assert len(val) == 5 and train == [text for text in texts[:50] if text not in val]
 
@@ -646,23 +637,6 @@ def test_a_second_run_does_nothing(tmp_path, capsys):
     with pytest.raises(UserError, match="damaged.*--overwrite"):
         again()
     assert names(tmp_path) == ["a.jsonl", "o"]
-
-
-def test_folders_from_before_the_protocols(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    folder = prepared("text", tmp_path / "o", source)
-    meta = load_meta(folder)
-    for key in ("protocol", "packing", "block_size", "detokeniser", "split", "notes"):
-        del meta[key]
-    for key in ("protocol", "block_size", "split"):
-        del meta["settings"][key]
-    for entry in meta["splits"].values():
-        del entry["dropped_tokens"]
-    write(folder / "meta.json", json.dumps(meta))
-    assert TokenDataset(folder, "train", 2).num_blocks == 2
-    assert evaluation_split(load_meta(folder)) == "val"
-    prepared("text", folder, source)
-    assert "nothing to do" in capsys.readouterr().out
 
 
 def test_overwrite_keeps_what_was_there_and_replaces_datasets_only(tmp_path, monkeypatch):
