@@ -1,9 +1,8 @@
 """Turn text into token files for training and evaluation.
 
-Writes a folder with train.bin, val.bin or test.bin (token ids, flat, little-endian uint16, uint32
-for more than 65536 ids, end-of-text after every document), train.roles.bin, ... for prompts
-(data/prompts.py) and meta.json. An interrupted run leaves nothing behind; a finished dataset is not
-made twice. The result depends on the source, the options and the seed, not on the workers.
+Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, end-of-text
+after every document), train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves
+nothing behind; a finished dataset is not made twice. The result does not depend on the workers.
 
 examples:
   python data/prepare.py stories
@@ -36,7 +35,7 @@ import tyro
 from annotated_types import Interval
 
 from data.catalogue import DATASETS, SPLITS, Dataset
-from data.loader import DTYPES, check_file, dtype_name, load_meta
+from data.loader import DTYPE, check_file, load_meta
 from data.packing import SplitFile, encode_all, encode_documents, encode_examples, in_words, route
 from data.sources import Corpus
 from data.tokenizers import Tokenizer, get_tokenizer
@@ -197,7 +196,7 @@ def metadata(
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "dtype": dtype_name(tokenizer.vocab_size),
+        "dtype": "uint16",
         "protocol": args.protocol,
         "packing": in_words(args.protocol, args.block_size),
         "block_size": args.block_size,
@@ -227,8 +226,8 @@ def write_splits(
     with tqdm(unit=" tokens", unit_scale=True, mininterval=interval) as bar:
         for split, encoded in encode_all(pieces, encode, workers):
             if split not in files:
-                packing = tokenizer.vocab_size, args.protocol, args.block_size
-                files[split] = SplitFile(folder / f"{split}.bin", *packing)
+                path = folder / f"{split}.bin"
+                files[split] = SplitFile(path, args.protocol, args.block_size)
             files[split].write(*encoded)
             bar.update(encoded[0].size)
     if not files:
@@ -315,7 +314,7 @@ def report(target: Path, meta: dict) -> None:
     """Print what was made, and which command comes next."""
     name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
-        size = entry["tokens"] * DTYPES[meta["dtype"]].itemsize / 1e6
+        size = entry["tokens"] * DTYPE.itemsize / 1e6
         line = f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents"
         print(f"{line}  {size:>10,.1f} MB  {entry['dropped_tokens']:,} tokens dropped")
     print(f"in {name}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
