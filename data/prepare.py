@@ -264,16 +264,11 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
             check_file(target, found, split, verify=True)
     except (UserError, FileNotFoundError) as error:
         raise UserError(f"{target} holds a damaged dataset ({error}): {advice}") from error
-    # Folders from before there were protocols do not name them.
-    before = {"protocol": "full"} | found.get("settings", {})
-    differences = [
-        f"{key} was {before.get(key)!r}, now {value!r}"
-        for key, value in meta["settings"].items()
-        if before.get(key) != value
-    ] + ["the source has changed"] * (found.get("source") != meta["source"])
-    if differences:
-        made = f"holds a dataset made with other settings ({'; '.join(differences)})"
-        raise UserError(f"{target} {made}: {advice}")
+    before = found.get("settings", {})
+    changed = [key for key, value in meta["settings"].items() if before.get(key) != value]
+    changed += ["source"] * (found.get("source") != meta["source"])
+    if changed:
+        raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
 
 
