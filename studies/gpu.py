@@ -48,8 +48,8 @@ from studies.benchmarks.decode import DecodeOptions, bench_decode
 from studies.benchmarks.train import TrainOptions
 from training.config import Config
 from training.gpus import GPU
-from training.memory_plan import plan_run
 from training.metrics import read_metrics
+from training.plan import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "== "  # before a check that a part has printed
@@ -354,7 +354,7 @@ def training(size: str, batch_size: int, device: torch.device, out: Path) -> Ite
 
 
 def planned_bytes(size: str, batch_size: int) -> int:
-    """What `train.py --plan` says of tensors, of the same step."""
+    """What `python -m training.plan` says of tensors, of the same step."""
     config = Config(model=SIZES[size][0])
     settings = {"batch_size": batch_size, "micro_batch_size": batch_size, "dtype": "bfloat16"}
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))

@@ -24,7 +24,7 @@ from checkpoints import on_disk, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
-from training import muon, parallel, plots
+from training import muon, parallel
 from training import state as states
 from training.batches import micro_batches
 
@@ -186,7 +186,7 @@ def faulty(config, procs):
 
 
 def do(*jobs):
-    no_curve = mock.patch.object(plots, "plot_losses")  # which takes longer than the run
+    no_curve = mock.patch.object(train, "plot_losses")  # which takes longer than the run
     with no_curve, processes("cpu", 120.0, group=True) as procs:
         for job in jobs:
             name, _, path = job.partition("=")

@@ -13,7 +13,7 @@ import eval_tasks
 import train
 from checkpoints.load import load
 from data.puzzles import TASKS
-from evaluation.tasks import open_questions
+from evaluation.answers import open_questions
 from orders import OrderConfig
 from studies.experiments.kept import Kept
 from studies.experiments.tasks import (
