@@ -1,9 +1,5 @@
-"""What test_parallel.py lets several processes do: many small jobs in one launch, since launching
-takes seconds.
-
-torchrun ... tests/parallel_jobs.py JOB [JOB ...], where JOB is NAME=CONFIG: a function below and
-the configuration of a run, in whose folder the results are left.
-"""
+"""torchrun ... tests/parallel_jobs.py JOB [JOB ...]; JOB is NAME=CONFIG: a function below, and the
+configuration of a run, in whose folder the result is left."""
 
 import errno
 import os
@@ -28,7 +24,7 @@ from checkpoints import on_disk, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
-from training import muon, parallel, plots
+from training import muon, parallel
 from training import state as states
 from training.batches import micro_batches
 
@@ -69,10 +65,7 @@ def moved(config, procs):
 
 
 def steps(config, procs):
-    """Losses and gradient norms of all steps, and how often gradients were reduced in each.
-
-    Sharded: reductions of a group of weights. Replicas: of a bucket, of which there is one.
-    """
+    """Losses and gradient norms of all steps, and how often gradients were reduced in each."""
     state, data = start(config, procs)
     model, rows, count = parallel.replicate(state.model, procs), [], Reductions()
     if model is not state.model:
@@ -92,8 +85,7 @@ SHAPES = [(12, 4, 3), (4, 4, 1), (5, 8, 1), (3, 7, 1), (8, 2, 1)]  # and the par
 
 
 def orthogonal(config, procs):
-    """What Muon makes of the first 1, 3 and all of some matrices; every process must get it, and
-    only one of them do the work of each."""
+    """What Muon makes of 1, 3 and all of some matrices: one process works on each, all get it."""
     generator = torch.Generator().manual_seed(3)
     matrices = [torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES]
     parts = [parts for *_, parts in SHAPES]
@@ -194,7 +186,7 @@ def faulty(config, procs):
 
 
 def do(*jobs):
-    no_curve = mock.patch.object(plots, "plot_losses")  # which takes longer than the run
+    no_curve = mock.patch.object(train, "plot_losses")  # which takes longer than the run
     with no_curve, processes("cpu", 120.0, group=True) as procs:
         for job in jobs:
             name, _, path = job.partition("=")
