@@ -28,8 +28,8 @@ import tyro
 
 from checkpoints import load
 from data.loader import find_dataset, load_meta
+from data.puzzles import TASKS
 from data.sources import cause
-from data.tasks import TASKS
 from evaluation import harness
 from evaluation.answers import answer, open_questions, page_of
 from runtime.command_line import run_script

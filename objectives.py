@@ -32,21 +32,19 @@ NEVER = 2.0  # in place of a random number, for positions that are never masked
 class ObjectiveConfig(Table):
     """What training minimises."""
 
+    # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3: every group
+    # of steps from the groups before it). Encoders (RADD): lambda_dce (random mask rate,
+    # stratified over the batch), k_dce (random number of masked tokens), t_dce (time on the
+    # log-linear noise schedule); score_entropy (SEDD).
     kind: Literal["ar", "ao_ar", "groupwise", "lambda_dce", "k_dce", "t_dce", "score_entropy"] = (
         "ao_ar"
     )
-    """Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3: every group
-    of `group` steps from the groups before it). Encoders (RADD): lambda_dce (random mask rate,
-    stratified over the batch), k_dce (random number of masked tokens), t_dce (time on the
-    log-linear noise schedule); score_entropy (SEDD)."""
-    group: Count = 4
-    """Steps in a group (groupwise only)."""
+    group: Count = 4  # steps in a group (groupwise only)
+    # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
-    """The log-linear schedule masks at most 1 - noise_eps of the tokens (t_dce and score_entropy
-    only)."""
+    # Share of the sequences whose unmasked positions are the first ones, which trains an encoder
+    # from left to right, too (encoders only).
     prefix_prob: Probability = 0.0
-    """Share of the sequences whose unmasked positions are the first ones, which trains an encoder
-    from left to right too (encoders only)."""
 
     def __post_init__(self):
         check_values(self, lambda field: f"objective.{field}")

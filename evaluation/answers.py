@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import Loaded
-from data.tasks import TASKS, Task
+from data.puzzles import TASKS, Task
 from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set
 from evaluation.text_measures import mean_and_error

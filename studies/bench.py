@@ -9,11 +9,6 @@ Examples:
     python -m studies.bench tf32 out/quickstart --dataset stories
 """
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import tyro
 
 from runtime.command_line import run_script

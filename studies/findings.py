@@ -13,13 +13,6 @@ out/findings, are not trained again, nor those whose results stand in results/fi
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +21,7 @@ import tyro
 
 from data.prepare import Prepare, prepare
 from runtime.command_line import run_script
+from runtime.errors import UserError
 from runtime.files import to_json, write_atomically, write_text
 from runtime.reports import markdown_table, versions
 from runtime.validation import Count, check_values
@@ -36,7 +30,7 @@ from studies.experiments.arms import ROOT, commits_of, write_config
 from studies.experiments.suite import Experiment, load_experiment
 from studies.experiments.tuning import choices_of
 from studies.experiments.verdicts import judged, ratio_of
-from training.memory_plan import RunPlan, find_gpu, plan_run
+from training.plan import RunPlan, find_gpu, plan_run
 
 GPU = "NVIDIA H100 80GB HBM3"
 PAGE = ROOT / "results" / "findings.md"

@@ -12,11 +12,6 @@ run, at the same sizes.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import contextlib
 import dataclasses
 import json
@@ -41,7 +36,7 @@ from torch.autograd import DeviceType
 
 import train
 from runtime.command_line import run_script
-from runtime.devices import GPU, pick_device, pick_dtype, release_memory
+from runtime.devices import pick_device, pick_dtype, release_memory
 from runtime.files import write_json, write_text
 from runtime.reports import command, commit, markdown_table, versions
 from runtime.validation import Positive, check_values
@@ -52,8 +47,9 @@ from studies.benchmarks.correctness import Check, at_most
 from studies.benchmarks.decode import DecodeOptions, bench_decode
 from studies.benchmarks.train import TrainOptions
 from training.config import Config
-from training.memory_plan import plan_run
+from training.gpus import GPU
 from training.metrics import read_metrics
+from training.plan import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "== "  # before a check that a part has printed
@@ -358,7 +354,7 @@ def training(size: str, batch_size: int, device: torch.device, out: Path) -> Ite
 
 
 def planned_bytes(size: str, batch_size: int) -> int:
-    """What `train.py --plan` says of tensors, of the same step."""
+    """What `python -m training.plan` says of tensors, of the same step."""
     config = Config(model=SIZES[size][0])
     settings = {"batch_size": batch_size, "micro_batch_size": batch_size, "dtype": "bfloat16"}
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))

@@ -14,13 +14,6 @@ TRACK/ARM.json. An arm that was cut off goes on; what its runs came to is kept i
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import math
 import statistics
 import tempfile
@@ -33,6 +26,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from evaluation.text_measures import mean_and_reach
 from runtime.command_line import run_script
+from runtime.errors import UserError
 from runtime.files import write_json
 from runtime.outputs import OutputOptions, Outputs
 from runtime.reports import command, commit, markdown_table, versions

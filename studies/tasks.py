@@ -13,13 +13,6 @@ results/tasks/star.runs.jsonl (remove it to repeat them), and one that was cut o
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -27,8 +20,9 @@ import torch
 import tyro
 
 from data.prepare import Prepare, prepare
-from data.tasks import TASKS
+from data.puzzles import TASKS
 from runtime.command_line import run_script
+from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
 from runtime.reports import versions
 from runtime.validation import Count, check_values, damaged, read_results

@@ -1,12 +1,9 @@
-"""Tasks: their records are right, their splits have nothing in common, their limits are exact."""
+"""Answers to puzzles (eval_tasks.py), and what tasks.py says of them."""
 
-import collections
 import dataclasses
-import itertools
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from helpers import ALONE, prepared, read_lines, tiny_config
@@ -14,10 +11,7 @@ from helpers import ALONE, prepared, read_lines, tiny_config
 import eval_tasks
 import train
 from checkpoints.load import load
-from data import tasks
-from data.loader import TokenDataset
-from data.records import GIVEN, spans
-from data.tasks import TASKS
+from data.puzzles import TASKS
 from evaluation.answers import open_questions
 from orders import OrderConfig
 from studies import tasks as command
@@ -37,255 +31,6 @@ from studies.experiments.tasks import (
     summary_table,
     task_table,
 )
-
-
-def made(task, count, seed=0):
-    """(key, record, text without marks) of so many records."""
-    generator = np.random.default_rng(seed)
-    for _ in range(count):
-        key = task.draw(generator)
-        record = task.record(key, generator)
-        yield key, record, "".join(text for text, _ in spans(record))
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_records_fill_their_block_and_their_answer_is_right_and_hardly_any_other(name):
-    task = TASKS[name]
-    for _, record, text in made(task, 20):
-        assert len(text) == task.length and text.isascii()
-        assert task.is_right(text, text)
-        at = 0
-        for part, role in spans(record):
-            changed = text[:at] + chr(ord(part[0]) ^ 1) + text[at + 1 :]
-            if role == GIVEN and name != "sudoku6" and name != "parity":
-                assert not task.is_right(changed, text)
-            at += len(part)
-        wrong = text[:-1] + "!"
-        assert not task.is_right(wrong, text)
-        # Too short, as up to an early end-of-text, or too long.
-        for other in (text[:-1], text[: len(text) // 2], "", text + text[-1]):
-            assert not task.is_right(other, text)
-
-
-@pytest.mark.parametrize("name", [n for n in TASKS if n != "reversal"])
-def test_all_splits_have_their_keys_and_most_are_trained_on(name):
-    splits = collections.Counter(TASKS[name].split_of(key) for key, *_ in made(TASKS[name], 400))
-    assert splits.keys() == {"train", "val", "test"}
-    assert splits["train"] > 5 * splits["test"]
-
-
-# What tells the key of a record: its first or its last characters.
-KEY_OF = {
-    "sudoku6": slice(36, None),
-    "star": slice(0, 22),
-    "addition": slice(0, 12),
-    "mirror": slice(0, 12),
-    "parity": slice(0, 20),
-    "colouring": slice(0, 25),
-    "copy": slice(0, 8),
-    "replace": slice(0, 8),
-    "shuffle": slice(0, 8),
-}
-
-
-@pytest.mark.parametrize("name", KEY_OF)
-def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
-    task, keys = TASKS[name], {}
-    folder = prepared(name, tmp_path / name, limit=300)
-    for split in ("train", "val", "test"):
-        data = TokenDataset(folder, split, task.length, verify=True)
-        assert data.num_blocks == (300 if split == "train" else 1000)
-        rows = [bytes(row.tolist()).decode() for row in data.blocks(range(300))]
-        keys[split] = {row[KEY_OF[name]] for row in rows}
-        assert {task.split_of(key) for key in keys[split]} == {split}
-    assert not keys["train"] & keys["test"] and not keys["train"] & keys["val"]
-    if name == "mirror":
-        assert all(row[:12] == row[:12:-1] and row[12] == "=" for row in rows)
-
-
-def test_each_fact_is_asked_once(tmp_path):
-    folder, length = prepared("reversal", tmp_path / "facts", limit=50), TASKS["reversal"].length
-    for split in ("val", "test"):
-        data = TokenDataset(folder, split, length)
-        rows = {tuple(row) for row in data.blocks(range(data.num_blocks)).tolist()}
-        assert len(rows) == data.num_blocks == 100
-
-
-def test_a_sum_whose_numbers_change_places_is_in_the_same_split():
-    task = TASKS["addition"]
-    keys = [key for key, *_ in made(task, 40)]
-    others = ["+".join(reversed(key[:-1].split("+"))) + "=" for key in keys]
-    assert others != keys and [*map(task.split_of, others)] == [*map(task.split_of, keys)]
-
-
-def test_a_map_whose_borders_are_listed_otherwise_is_in_the_same_split():
-    task = TASKS["colouring"]
-    for key, *_ in made(task, 40):
-        pairs = [key[i : i + 2] for i in range(0, 24, 2)]
-        other = "".join(pair[::-1] for pair in reversed(pairs)) + "="
-        assert task.split_of(other) == task.split_of(key)
-
-
-# ---- single tasks --------------------------------------------------------------------------------
-
-
-def number_of_solutions(cells):
-    """By trying every digit in the first empty cell: slow, and made without `tasks.solutions`."""
-    if 0 not in cells:
-        return 1
-    at = cells.index(0)
-    row, column = divmod(at, 6)
-    seen = {
-        d
-        for i, d in enumerate(cells)
-        if i // 6 == row or i % 6 == column or (i // 12, i % 6 // 3) == (row // 2, column // 3)
-    }
-    return sum(
-        number_of_solutions([*cells[:at], digit, *cells[at + 1 :]])
-        for digit in range(1, 7)
-        if digit not in seen
-    )
-
-
-def test_a_board_has_the_split_of_those_that_are_it_with_other_digits():
-    task, generator = TASKS["sudoku6"], np.random.default_rng(5)
-    splits = {name: set() for name in ("train", "val", "test")}
-    for _ in range(300):
-        board = task.draw(generator)
-        renamed = board.translate(str.maketrans("123456", "351642"))
-        assert task.split_of(board) == task.split_of(renamed)
-        splits[task.split_of(board)].add(board)
-    assert all(splits.values()) and len(splits["train"]) > 200
-
-
-def test_a_sudoku_has_one_solution_and_keeps_the_rules():
-    for _, record, _ in made(TASKS["sudoku6"], 30):
-        (shown, _), (board, _) = spans(record)
-        cells = np.array(list(map(int, board))).reshape(6, 6)
-        boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
-        for line in (*cells, *cells.T, *boxes):
-            assert sorted(line) == [1, 2, 3, 4, 5, 6]
-        assert all(a in ("0", b) for a, b in zip(shown, board, strict=True))
-        assert number_of_solutions(list(map(int, shown))) == 1
-        assert ["".join(map(str, s)) for s in tasks.solutions(list(map(int, shown)))] == [board]
-    assert len(set(tasks.first_row_in_order())) == 39_168  # of 28,200,960 boards, over 6!
-
-
-def test_solutions_are_all_that_there_are():
-    """Of a board with the first five rows filled in, and of one with two rows that can be swapped
-    in two places: by trying everything."""
-    board = list(tasks.first_row_in_order()[1234])
-    assert list(tasks.solutions(board[:30] + [0] * 6)) == [board]
-    empty = [i for i in range(36) if board[i] in (1, 2)]
-    puzzle = [0 if i in empty else d for i, d in enumerate(board)]
-    by_hand = set()
-    for digits in itertools.product((1, 2), repeat=len(empty)):
-        trial = np.array(puzzle)
-        trial[empty] = digits
-        cells = trial.reshape(6, 6)
-        boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
-        if all(len(set(line)) == 6 for line in (*cells, *cells.T, *boxes)):
-            by_hand.add(tuple(trial.tolist()))
-    assert {tuple(s) for s in tasks.solutions(puzzle)} == by_hand and len(by_hand) >= 2
-
-
-def test_a_star_has_one_path_and_arms_of_one_length():
-    for _, record, _ in made(TASKS["star"], 30):
-        (graph, _), (path, _) = spans(record)
-        edges = [graph[i : i + 2] for i in range(0, 18, 2)]
-        centre, end = graph[19:21]
-        assert path[0] == centre and path[-1] == end and len(path) == 4
-        assert all(a + b in edges for a, b in itertools.pairwise(path))
-        out = collections.Counter(edge[0] for edge in edges)
-        assert out.pop(centre) == 3 and set(out.values()) == {1}
-        assert len({letter for edge in edges for letter in edge}) == 10
-        again = "".join(edges[::-1]) + graph[18:20] + edges[0][1] + "="
-        assert TASKS["star"].split_of(again) == TASKS["star"].split_of(graph)
-
-
-def test_facts_that_are_asked_are_told_forwards_only():
-    generator, told, asked = np.random.default_rng(0), set(), set()
-    task = TASKS["reversal"]
-    for _ in range(12_000):
-        key = task.draw(generator)
-        record = task.record(key, generator)
-        (told if task.split_of(key) == "train" else asked).add(record)
-    assert all(record.endswith("[/GIVEN]") for record in asked)
-    for record in asked:
-        name, other = record[:4], record[-12:-8]
-        assert f"{name}:{other}" in told and f":{other}{name}" not in told
-    assert any(record[0] == ":" for record in told)
-
-
-def test_other_colourings_are_right_if_they_fit():
-    for _, record, text in made(TASKS["colouring"], 20):
-        (borders, _), (colours, _) = spans(record)
-        renamed = borders + colours.translate(str.maketrans("RGB", "GBR"))
-        assert TASKS["colouring"].is_right(renamed, text)
-        assert not TASKS["colouring"].is_right(borders + "R" * 8, text)
-
-
-def test_pieces_of_text_are_given_but_for_the_words_in_their_middle(tmp_path):
-    text = "The [quick] brown fox, naïve as it is, jumps over the lazy dog and so on. " * 40
-    (tmp_path / "text.txt").write_text(text)
-    folder = prepared("infill", tmp_path / "infill", tmp_path / "text.txt", split="test")
-    data = TokenDataset(folder, "test", 128, verify=True)
-    blocks, roles = data.blocks(range(data.num_blocks)), data.roles(range(data.num_blocks))
-    kept = "".join(c for c in text if c.isascii() and c not in "[]")
-    assert data.num_blocks == len(kept) // 128
-    assert bytes(blocks.flatten().tolist()).decode() == kept[: data.num_blocks * 128]
-    for row, role in zip(blocks.tolist(), roles, strict=True):
-        middle = (role == 0).nonzero().flatten().tolist()
-        assert middle == list(range(middle[0], middle[-1] + 1))
-        assert 128 // 3 <= middle[0] < middle[-1] < 2 * 128 // 3
-        assert row[middle[0]] == row[middle[-1] + 1] == ord(" ")
-
-
-# ---- limits --------------------------------------------------------------------------------------
-
-
-def answers_of(name, n):
-    """All answers to one question of n letters, with their probabilities, uniform."""
-    word = range(n)
-    return {
-        "copy": [tuple(word)],
-        "replace": [tuple(-1 if i == j else i for i in word) for j in word],
-        "shuffle": list(itertools.permutations(word)),
-    }[name]
-
-
-def exact_limit(name, groups):
-    """By the definition: the positions of a group are drawn independently from their conditionals
-    given all before them; summed over everything that is drawn."""
-    answers = answers_of(name, sum(groups))
-
-    def right(known, rest):
-        fitting = [a for a in answers if a[: len(known)] == known]
-        if not fitting or not rest:
-            return float(bool(fitting))
-        at, size = len(known), rest[0]
-        marginals = [
-            {
-                v: c / len(fitting)
-                for v, c in collections.Counter(a[at + i] for a in fitting).items()
-            }
-            for i in range(size)
-        ]
-        return sum(
-            math.prod(p for _, p in drawn) * right(known + tuple(v for v, _ in drawn), rest[1:])
-            for drawn in itertools.product(*(m.items() for m in marginals))
-        )
-
-    return right((), list(groups))
-
-
-@pytest.mark.parametrize("name", ["copy", "replace", "shuffle"])
-@pytest.mark.parametrize("groups", [[4], [1, 3], [3, 1], [2, 2], [1, 1, 1, 1], [2, 1, 1], [5]])
-def test_limits_are_those_of_independent_draws_from_exact_conditionals(name, groups):
-    assert TASKS[name].limit(groups) == pytest.approx(exact_limit(name, groups), abs=1e-12)
-    if set(groups) == {1}:
-        assert TASKS[name].limit(groups) == pytest.approx(1)
-
 
 # ---- eval_tasks.py -------------------------------------------------------------------------------
 
@@ -318,7 +63,7 @@ def test_every_record_is_answered_and_compared(trained, script, tmp_path):
     assert used == {"mode": "random", "group_size": 4, "temperature": 1.0, "unmask_by": None}
     rows = read_lines(files["samples"])
     assert len(rows) == 50 and result["records"] == 50 and result["nfe"] == 2
-    right = [tasks.is_shuffle(row["answer"], row["text"]) for row in rows]
+    right = [TASKS["shuffle"].is_right(row["answer"], row["text"]) for row in rows]
     assert [row["right"] for row in rows] == right
     share = sum(right) / 50
     error = math.sqrt(share * (1 - share) / 49)

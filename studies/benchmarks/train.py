@@ -25,7 +25,7 @@ from torch import Tensor
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
-from runtime.devices import autocast, has_compiler, peak_flops, pick_device, pick_dtype
+from runtime.devices import autocast, has_compiler, pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.reports import markdown_table, new_figure, png
 from runtime.validation import Count
@@ -34,6 +34,7 @@ from studies.benchmarks.baselines import PerToken
 from studies.benchmarks.common import SIZES, BenchOptions
 from training.averages import EMA
 from training.config import Config, OptimConfig
+from training.gpus import peak_flops
 from training.optimizers import make_optimizer, named_state
 from variants import flops_per_token
 

@@ -39,8 +39,8 @@ from studies.experiments.kept import Kept
 from studies.experiments.measures import Measure, Measured, at_entropy, figures_of
 from studies.experiments.tuning import at_edge, best_of, choices_of, middle_of, search
 from studies.experiments.verdicts import Claim, Ratio
-from training import memory_plan
 from training.config import Config
+from training.plan import meta_model
 
 CONFIGS = ROOT / "studies" / "configs" / "findings"
 OUT = Path("out") / "findings"
@@ -401,7 +401,7 @@ def measured(experiment: Experiment, commands: Commands, config: Config) -> Meas
 
 
 def parameters_of(config: Config) -> int:
-    return sum(memory_plan.meta_model(config).num_params().values())
+    return sum(p.numel() for p in meta_model(config).parameters())
 
 
 @functools.cache

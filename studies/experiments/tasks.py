@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from checkpoints.load import Loaded, load
-from data.tasks import TASKS
+from data.puzzles import TASKS
 from evaluation.answers import ON_PAGE, Answers, Questions, answer, open_questions, page_of
 from evaluation.text_measures import mean_and_reach
 from model import ModelConfig
