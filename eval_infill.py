@@ -85,7 +85,9 @@ def main() -> None:
         cells.append([*given, f"{mean:.4f}", f"± {half:.4f}", *scores])
     lines = [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
     with outputs:
-        outputs.write_json(a.json, provenance(a, dtype, device, rows=rows))
+        origin = provenance(a, dtype, device, rows=rows)
+        origin["settings"] |= origin["settings"].pop("decoding")
+        outputs.write_json(a.json, origin)
         outputs.write(table, "\n".join(lines) + "\n")
         print(*lines, sep="\n")
 
