@@ -1,27 +1,24 @@
-"""Arms: ways to train that are compared, each a configuration with a few keys changed.
+"""A run config is a base configuration with a few keys changed; a run trains one, with one seed.
 
-    [base]                       # a configuration, as train.py takes it
-    [arms.fast]
-    from = "slow"                # an arm above it, whose changes it has, too
-    why = "the rate falls along a line"
+    [base]                                  # a configuration, as train.py takes it
+    [run_configs.fast]
+    from = "slow"                           # optional: a run config above, whose changes it inherits
+    description = "the rate decays linearly"
     tune = { "optim.lr" = [1e-3, 2e-3, 4e-3] }
     "optim.schedule" = "linear"
 
-A run is an arm with a seed and a value for every key under `tune`. It is trained to its end where
-it is not there yet, in a process of its own with one thread; the same command goes on with one that
-was cut off. The file beside its folder, OUT/NAME.toml, is its whole configuration: `python train.py
-OUT/NAME.toml` trains it by hand.
+Each run is trained in a process of its own with one thread, and resumed if it was interrupted.
+`python train.py OUT/NAME.toml` trains the same run by hand.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,190 +27,173 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.reports import commit
-from runtime.validation import FileError, from_values, read_bounded, schema
+from runtime.validation import FileError, from_values, schema
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics
 from training.validation import best_by
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-# glibc gives large tensors back to the system as soon as they are freed, and the system clears the
-# memory of the next: nearly half of the time of a step with a vocabulary of 50,000.
+ROOT = Path(__file__).resolve().parents[1]
+# By default glibc returns large tensors to the system as soon as they are freed, and the system
+# clears the pages of the next one: nearly half of a step's time with a vocabulary of 50,000.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+Values = dict[str, float]
+"""A dotted key of the configuration and its value, or nothing where no key is tuned."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to train."""
-
+class RunConfig:
     name: str
     changes: dict
-    """Dotted keys of the configuration, and what is not as in its base."""
-    tune: dict
-    """Dotted keys, and the values that are tried."""
-    why: str
+    """Dotted keys of the configuration whose values differ from the base."""
+    tune: dict[str, list]
+    """A dotted key and the values to try; at most one key."""
+    description: str = ""
+
+    @property
+    def choices(self) -> list[Values]:
+        """What can be tried, in the order of the values under `tune`."""
+        if len(self.tune) > 1:
+            raise UserError(f"{self.name} tunes {', '.join(self.tune)}: choose one of them")
+        return [{key: v} for key, values in self.tune.items() for v in values] or [{}]
+
+    @property
+    def untuned(self) -> Values:
+        """The middle choice."""
+        return self.choices[len(self.choices) // 2]
 
 
-# Besides dotted keys of a configuration.
-ArmTable = schema(
-    TypedDict("ArmTable", {"from": str, "why": str, "tune": dict[str, list]}, total=False)
+# Other keys of the table are dotted keys of a configuration.
+RunConfigTable = schema(
+    TypedDict(
+        "RunConfigTable", {"from": str, "description": str, "tune": dict[str, list]}, total=False
+    )
 )
 
 
-def read_arms(tables: dict[str, dict], source: str) -> dict[str, Arm]:
-    """Arms from the tables of a TOML file, which `source` names in errors."""
-    tables = from_values(tables, dict[str, ArmTable], source)
-    arms: dict[str, Arm] = {}
-    for name, table in tables.items():
-        table = dict(table)
-        above = table.pop("from", None)
-        if above is not None and above not in arms:
-            raise FileError(f"{source}: {name} is from {above!r}, which is no arm above it")
-        inherited = arms[above] if above else Arm("", {}, {}, "")
-        why, tune = table.pop("why", ""), table.pop("tune", inherited.tune)
-        tune = {key: values for key, values in tune.items() if key not in table}
-        changes = inherited.changes | table
+def read_run_configs(tables: dict[str, dict], source: str) -> dict[str, RunConfig]:
+    """Run configs from the tables of a TOML file, which `source` names in errors."""
+    found: dict[str, RunConfig] = {}
+    for name, table in from_values(tables, dict[str, RunConfigTable], source).items():
+        changes = dict(table)
+        parent = changes.pop("from", None)
+        if parent is not None and parent not in found:
+            raise FileError(f"{source}: {name} is from {parent!r}, which is no run config above it")
+        inherited = found[parent] if parent else RunConfig("", {}, {})
+        description = changes.pop("description", "")
+        tune = changes.pop("tune", inherited.tune)
+        tune = {key: values for key, values in tune.items() if key not in changes}
+        changes = inherited.changes | changes
         changes = {key: value for key, value in changes.items() if key not in tune}
-        arms[name] = Arm(name, changes, tune, why)
-    return arms
+        found[name] = RunConfig(name, changes, tune, description)
+    return found
 
 
-def config_of(base: dict, arm: Arm, seed: int, tuned: dict, out: Path) -> Config:
+def config_of(base: dict, run_config: RunConfig, seed: int, tuned: Values, out: Path) -> Config:
     """The configuration of one run; its folder is OUT/NAME."""
     values = copy.deepcopy(base)
     words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
-    name = "_".join([arm.name, *words, f"s{seed}"])
-    changes = arm.changes | tuned | {"name": name, "seed": seed, "out": str(out)}
+    name = "_".join([run_config.name, *words, f"s{seed}"])
+    changes = run_config.changes | tuned | {"name": name, "seed": seed, "out": str(out)}
     for key, value in changes.items():
         table = values
         *path, last = key.split(".")
         for part in path:
             table = table.setdefault(part, {})  # an unknown key is refused below, by its name
         table[last] = value
-    return configuration.from_dict(values, f"arm {arm.name}")
+    return configuration.from_dict(values, f"run config {run_config.name}")
 
 
-# ---- runs ----------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run came to."""
+    """A run that ended."""
 
     config: Config
     commit: str
-    """Of the code that trained it; several where it was resumed."""
+    """Of the code that trained it; several if it was resumed by another."""
     lines: list[dict] | None
-    """Its metrics.jsonl. None: its loss became infinite, and it did not end."""
+    """Its metrics.jsonl. None: its loss became infinite before the last step."""
 
     @property
     def validations(self) -> list[dict]:
-        """The lines of evaluations."""
-        return [line for line in self.lines or () if own_loss(self.config) in line]
+        return [line for line in self.lines or () if main_loss(self.config) in line]
 
     @property
     def loss(self) -> float | None:
-        """Its last validation loss, under the orders that it learns; None if it did not end."""
-        return self.validations[-1][own_loss(self.config)] if self.lines else None
+        """The last validation loss under the training orders; None if the run diverged."""
+        return self.validations[-1][main_loss(self.config)] if self.lines else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over the logged steps; the first line, which contains the start, does not count."""
+        speeds = [line["tokens_per_second"] for line in self.lines or () if "loss" in line]
+        return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
-def own_loss(config: Config) -> str:
-    """The key of metrics.jsonl that a run is judged by: under the orders that it learns."""
+def main_loss(config: Config) -> str:
+    """The key of metrics.jsonl that a run is judged by: the loss under its training orders."""
     return f"val_loss_{best_by(config)}"
 
 
 def run_of(config: Config, processes: int = 1) -> Run:
-    """The run of a configuration, which is trained to its end first where it is not there. A rate
-    that is too high for it to end is a result, too. Raises ValueError if it fails otherwise."""
+    """The finished run of a configuration, trained first if necessary. A run that diverges is a
+    result, too. Raises UserError if training fails otherwise, or was stopped."""
+    commits = config.run_folder.with_name(f"{config.name}.commit")
     if not has_ended(config):
-        failure = train_to_the_end(config, processes)
-        if "not finite" in failure:
+        known = commits.read_text().split(", ") if commits.exists() else []
+        file = write_config(config)
+        write_text(commits, ", ".join(dict.fromkeys([*known, commit()])))
+        done = run_alone("train.py", str(file), processes=processes)
+        if done.returncode and "not finite" in done.stderr:
             return Run(config, commit(), None)
-        if failure or not has_ended(config):
-            stopped = "stopped before its last step; give the same command again"
-            raise UserError(f"{config.run_folder} {failure[-500:] or stopped}")
-    noted = config.run_folder / "commit"
-    trained_by = text_of(noted) or "unknown"
+        if done.returncode:
+            status = f"ended with status {done.returncode}"
+            raise UserError(f"{config.run_folder}: {done.stderr.strip()[-500:] or status}")
+        if not has_ended(config):  # a signal stopped it
+            raise UserError(f"{config.run_folder} stopped before its last step; run it again")
+    trained_by = commits.read_text() if commits.exists() else "unknown"
     return Run(config, trained_by, read_metrics(config.run_folder / "metrics.jsonl"))
 
 
-def commits_of(results: Iterable[dict]) -> str:
-    """All commits that results of runs are of, each once; a run that was resumed has several."""
-    return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
-
-
-def text_of(path: Path) -> str:
-    """What stands in a small file; nothing where there is none."""
-    return read_bounded(path).decode(errors="replace") if path.exists() else ""
+def commits_of(rows: Iterable[dict]) -> str:
+    """All commits of some results, each once; a run that was resumed has several."""
+    return ", ".join(sorted({c for row in rows for c in row["commit"].split(", ")}))
 
 
 def has_ended(config: Config) -> bool:
-    """Whether a run of this configuration has been trained to its end. Raises ValueError where the
-    folder holds a run of another configuration: an arm was changed since."""
+    """Whether this run has been trained to its end. Raises UserError if the folder holds a run of
+    another configuration."""
     file = config.run_folder / "config.toml"
     if not file.exists():
         return False
     if changed := configuration.differences(configuration.load_toml(file), config):
         raise UserError(
-            f"{config.run_folder} holds a run with another {', '.join(changed)}: the arm has been "
-            "changed since; remove the folder, or give the arm another name"
+            f"{config.run_folder} holds a run with another {', '.join(changed)}: the run config has "
+            "been changed since; remove the folder, or give the run config another name"
         )
     lines = read_metrics(file.with_name("metrics.jsonl"))
-    return any(line["step"] == config.train.steps and own_loss(config) in line for line in lines)
+    return any(line["step"] == config.train.steps and main_loss(config) in line for line in lines)
 
 
 def write_config(config: Config) -> Path:
-    """The file that a run is trained from, beside its folder."""
+    """Write the file that a run is trained from, beside its folder."""
     file = config.run_folder.with_name(f"{config.name}.toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, configuration.to_toml(config))
     return file
 
 
-def train_to_the_end(config: Config, processes: int) -> str:
-    """Train a run, in processes of one thread. Returns what it ended with, if not well."""
-    file = write_config(config)
-    started = config.run_folder.with_name(f"{config.name}.commit")
-    known = text_of(started).split(", ") if started.exists() else []
-    write_text(started, ", ".join(dict.fromkeys([*known, commit()])))  # a run can be resumed
-    done = run_alone("train.py", str(file), processes=processes)
-    if done.returncode == 0:  # at its end, or stopped by a signal
-        if has_ended(config):
-            started.replace(config.run_folder / "commit")
-        return ""
-    return done.stderr.strip() or f"ended with status {done.returncode}"
-
-
 def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
-    """Run a script of this project to its end, in processes of one thread."""
+    """Run a script (FILE.py) or module (studies.bench) to its end, in processes of one thread."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    target = [ROOT / script] if script.endswith(".py") else ["-m", script]
     return subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), ROOT / script, *arguments],
+        [sys.executable, *(launcher if processes > 1 else []), *target, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | KEEP_MEMORY,
         capture_output=True,
         text=True,
     )
-
-
-@contextlib.contextmanager
-def side_by_side(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of so many threads, which after an interrupt or an error begins nothing new."""
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        yield pool
-    finally:  # where all went well, all has been waited for
-        pool.shutdown(cancel_futures=True)
-
-
-def crossing(validations: list[dict], key: str, goal: float) -> float | None:
-    """Tokens at which a loss first passes the goal, on the straight line between two evaluations;
-    None if it never does."""
-    before = None
-    for line in validations:
-        if line[key] <= goal:
-            if before is None:
-                return line["tokens"]
-            share = (before[key] - goal) / (before[key] - line[key])
-            return before["tokens"] + share * (line["tokens"] - before["tokens"])
-        before = line
-    return None
