@@ -26,6 +26,7 @@ from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
 from checkpoints.on_disk import digest, is_finite
 from runtime.command_line import run_script
 from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
+from variants import parameter_counts
 
 
 def convert(
@@ -69,7 +70,7 @@ def convert(
         raise CheckpointError(f"could not write {destination}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    count = sum(loaded.model.num_params().values())
+    count = sum(parameter_counts(loaded.model).values())
     print(f"read {loaded.describe()}")
     print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
 

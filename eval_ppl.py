@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from evaluation.likelihood import BatchRunner, Scores, ScoringTask, score
 from evaluation.orders_compared import disagreements, table
 from evaluation.perplexity_table import markdown, notes, result_rows
 from model import ModelConfig
-from orders import ORDER_SETTINGS, OrderConfig
+from orders import ORDER_SETTINGS, OrderConfig, parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.outputs import OutputOptions, Outputs
@@ -133,40 +133,11 @@ def check_arguments(a: Arguments) -> Outputs:
     return Outputs(files, inputs, a.overwrite)
 
 
-def settings_of(text: str, types: dict[str, type], example: str) -> tuple[str, dict]:
-    """The name and the settings that `name` or `name:setting=value,...` means. types: of all
-    settings that there are; example: one of them, as it is written."""
-    name, _, written = text.partition(":")
-    values = {}
-    for setting in written.split(",") if written else ():
-        key, _, value = setting.partition("=")
-        if key not in types:
-            possible = f"it has {', '.join(types)} (as in {example})" if types else "it has none"
-            raise UserError(f"--orders {text}: {key!r} is no setting of {name}; {possible}")
-        try:
-            values[key] = types[key](value)
-        except ValueError:
-            needed = types[key].__name__
-            raise UserError(f"--orders {text}: {key} is {value!r}, not of type {needed}") from None
-    return name, values
-
-
-def parse_orders(text: str) -> OrderConfig:
-    """The distribution that `kind` or `kind:setting=value,...` means."""
-    known, types = ORDER_SETTINGS.get(text.partition(":")[0], ()), get_type_hints(OrderConfig)
-    example = f"{known[0]}=1" if known else ""
-    kind, values = settings_of(text, {key: types[key] for key in known}, example)
-    try:
-        return OrderConfig(kind, **values)
-    except ValueError as error:
-        raise UserError(f"--orders {text}: {error}") from None
-
-
 def parse_rule(text: str) -> Rule | None:
     """The model's own order that `score` or `score:setting=value,...` means; None of another."""
     if text.partition(":")[0] not in get_args(Score):
         return None
-    score, values = settings_of(text, RULE_SETTINGS, "threshold=0.9")
+    score, values = parse_settings(text, RULE_SETTINGS, "threshold=0.9", "--orders")
     for key, value in values.items():
         least = 1 if RULE_SETTINGS[key] is int else 0
         if not value >= least:  # nor is that which is no number
@@ -201,7 +172,7 @@ def scored_by(text: str, a: Arguments, config: ModelConfig) -> Scored:
             f"--orders {text} says itself how many positions a step takes; leave out --group, or "
             f"write most={a.group} there"
         )
-    found = Scored(OrderConfig("l2r"), rule) if rule else Scored(parse_orders(text))
+    found = Scored(OrderConfig("l2r"), rule) if rule else Scored(parse_order(text, "--orders"))
     if "block" in ORDER_SETTINGS[found.orders.kind] and found.orders.block > config.block_size:
         raise UserError(
             f"--orders {text}: the model's block size is {config.block_size}; give a smaller block"

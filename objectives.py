@@ -17,11 +17,11 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from model import group_starts, log_linear_noise
 from orders import OrderConfig, Roles, orders_at
 from runtime.errors import UserError
 from runtime.randomness import philox_bits, to_uniform
 from runtime.validation import Count, Probability, Table, check_values
+from variants import group_log_probs, group_starts, log_linear_noise
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 
@@ -334,7 +334,7 @@ def token_nll(
         return unscored_as_nan(-masks.weight[:, None] * log_probs, roles)
     order = orders_at(orders, seed, draw, rows, length)
     if roles is not None:
-        order, more["given"] = roles.first_given(order), roles.given.sum(dim=1).to(device)
+        order, more["prompt_lengths"] = roles.first_given(order), roles.given.sum(dim=1).to(device)
         if model.config.is_encoder:
             more["lengths"] = roles.lengths.to(device)
     order = order.to(device)
@@ -343,7 +343,7 @@ def token_nll(
         ahead = torch.arange(length, device=device).expand_as(order)
         nll = -model.token_log_probs(tokens.gather(1, order), ahead).double()
     else:
-        nll = -model.group_log_probs(tokens, order, group, **more).double()
+        nll = -group_log_probs(model, tokens, order, group, **more).double()
     nll[:, :scored_from] = torch.nan
     nll = torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order
     return unscored_as_nan(nll, roles)

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoints.errors import CheckpointError
 from data.loader import TokenDataset
-from model import Transformer
+from model import AOGPT
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
 from runtime.devices import autocast, available_memory, deterministic, pick_dtype
@@ -58,6 +58,7 @@ from training.optimizers import learning_rates, move, set_learning_rates
 from training.parallel import compiled, gradient_exchange, replicate
 from training.state import Progress, Saver, State, not_finite_message, start
 from training.validation import best_by, evaluate
+from variants import parameter_counts
 
 
 def main() -> int:
@@ -316,12 +317,12 @@ def already_finished(config: Config, procs: Processes, progress: Progress) -> in
     return 0
 
 
-def introduce(config: Config, data: TokenDataset, model: Transformer, procs: Processes) -> None:
+def introduce(config: Config, data: TokenDataset, model: AOGPT, procs: Processes) -> None:
     """Write the run's configuration and say what is about to be trained, on how much."""
     folder, t, size = config.run_folder, config.train, data.block_size
     if procs.main:
         write_text(folder / "config.toml", configuration.to_toml(config))
-    counts = model.num_params()
+    counts = parameter_counts(model)
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
     epochs = t.steps * t.batch_size / data.num_blocks
     procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")

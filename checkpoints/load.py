@@ -22,7 +22,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints import on_disk, released, store
 from checkpoints.errors import CheckpointError
-from model import AOGPT, ModelConfig, Transformer
+from model import AOGPT, ModelConfig
 from runtime.devices import out_of_memory
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -37,6 +37,7 @@ from runtime.validation import (
     short,
     too_deep,
 )
+from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from")  # of `Loaded`
@@ -54,7 +55,7 @@ T = TypeVar("T")
 class Loaded:
     """A model ready to use, and where it came from."""
 
-    model: Transformer
+    model: AOGPT
     path: str
     """The checkpoint, or the file of its weights."""
     step: int
@@ -88,7 +89,7 @@ def load(
             Hugging Face repo id "org/name".
         weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
         block_size: of longer or shorter sequences than the model was trained on
-            (`Transformer.set_block_size`).
+            (`AOGPT.set_block_size`).
 
     Raises CheckpointError that says what was found and what is supported.
     """
@@ -114,20 +115,16 @@ def load(
         reason = on_disk.reason_of(error) if not isinstance(error, ValueError) else error
         raise CheckpointError(f"{file} cannot be used: {reason}; {SUPPORTED}") from error
     if block_size is not None:
-        model.set_block_size(block_size)
+        set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 
-def load_model(
-    path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu"
-) -> Transformer:
+def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
 
 
-def make_model(
-    config: ModelConfig, weights: dict[str, torch.Tensor], copy: bool = True
-) -> Transformer:
+def make_model(config: ModelConfig, weights: dict[str, torch.Tensor], copy: bool = True) -> AOGPT:
     """The model of these weights, which are taken out of `weights` one by one. No memory is taken
     before their names, shapes and dtypes are seen to fit. Raises ValueError where they do not, and
     for weights that are not finite.
@@ -142,7 +139,7 @@ def make_model(
             raise UserError(f"{name} is {found} in the file, {shape} in the model")
         released.check_tensor(name, weights[name])
     with torch.device("meta"):
-        model = AOGPT(config)
+        model = build_model(config)
     for name in shapes:
         plain = torch.contiguous_format
         value = weights.pop(name).to(torch.float32, copy=copy, memory_format=plain)
@@ -217,7 +214,7 @@ def download(repo: str) -> Path:
     return local
 
 
-def _from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
+def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     """The model of a checkpoint, and the other fields of Loaded."""
     prefix = "ema." if weights == "ema" else "model."
     with on_disk.read_model(path, prefix) as (values, tensors):
@@ -228,7 +225,7 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
         return make_model(config, tensors, copy=False), origin
 
 
-def _from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
+def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     """The model of a file of weights, and the other fields of Loaded."""
     # Checksums are made beside the rest, which takes as long, and waited for at its end.
     with ThreadPoolExecutor(1) as beside:

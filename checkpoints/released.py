@@ -21,9 +21,10 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from checkpoints.on_disk import DTYPES
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from runtime.errors import UserError
 from runtime.validation import Count, from_values, schema
+from variants import build_model
 
 
 def layout(state: dict) -> str:
@@ -361,7 +362,7 @@ def parameter_shapes(config: ModelConfig, tensors: int) -> dict[str, tuple[int, 
     if config.n_layer > tensors:
         raise UserError(f"there are {tensors} tensors for a model of {config.n_layer} layers")
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in AOGPT(config).named_parameters()}
+        return {name: tuple(p.shape) for name, p in build_model(config).named_parameters()}
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:

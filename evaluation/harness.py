@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from checkpoints.load import Loaded, load
 from data.tokenizers import get_tokenizer
-from model import log_linear_noise
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions
 from runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
@@ -42,6 +41,7 @@ from sampling.engine import Engine
 from sampling.modes import DecodingOptions, mode_plan, with_mode_defaults
 from sampling.plans import stack_plans
 from sampling.token_choice import TokenChoice
+from variants import log_linear_noise
 
 try:
     import lm_eval
@@ -378,7 +378,7 @@ class HarnessModel(TemplateLM):
     def _log_prob_and_hit(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """(N, D), (N,) -> (N, 2): log-probability of each target, and 1 where no id of the
         tokenizer is likelier. (Rows that pad the token table count in the probabilities.)"""
-        logits = self.model.logits(hidden)
+        logits = self.model.head_logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
         hits = logits[:, : self.loaded.vocab_size].argmax(dim=-1) == targets

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers import Tokenizer
-from model import Transformer
+from model import AOGPT
 from runtime.errors import UserError
 
 SENTENCE_ENDS = (".", "!", "?")
@@ -110,7 +110,7 @@ def start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 
 @torch.no_grad()
-def middle_nll(model: Transformer, passages: Passages, both_sides: bool) -> Tensor:
+def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """-log p of the middle, token after token, given what is known: (N,) float64, nats per token.
 
     With both sides the order is: what stands before, what stands after, then the middle from left

@@ -27,6 +27,7 @@ from checkpoints.load import Loaded, load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
 from runtime.validation import read_bounded
+from variants import parameter_counts
 
 # Elements of the logits of one batch, so that a large vocabulary does not exhaust the memory: a
 # GiB in float32, some 5 windows of 1024 tokens of GPT-2.
@@ -187,7 +188,7 @@ class DecoderJudge(Judge):
         self.tokenizer, self.vocab_size = loaded.tokenizer, config.vocab_size
         self.context = config.block_size
         self.start = loaded.scored_from == 0
-        self.parameters = sum(loaded.model.num_params().values())
+        self.parameters = sum(parameter_counts(loaded.model).values())
 
     def encode(self, text: str) -> list[int]:
         tokenizer = get_tokenizer(self.tokenizer)

@@ -22,7 +22,7 @@ from checkpoints.load import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
-from model import Transformer
+from model import AOGPT
 from objectives import token_nll, token_score_entropy
 from orders import OrderConfig, Roles
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
@@ -280,7 +280,7 @@ def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor
 
 
 def decoding_nll(
-    model: Transformer, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
+    model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
     """-log p of every token along the order in which the model itself would decode the text, had it
     drawn these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted.

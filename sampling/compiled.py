@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model import Transformer
+from model import AOGPT
 from sampling.passes import Step, StepShape
 
 MAX_SHAPES = 256  # beyond its default limit of shapes torch.compile would run a block uncompiled
 
 
-def with_compiled_blocks(model: Transformer) -> Transformer:
+def with_compiled_blocks(model: AOGPT) -> AOGPT:
     """The model with compiled blocks, sharing all parameters.
 
     Blocks differ in their weights alone, so that one graph of a shape serves all of them, and the

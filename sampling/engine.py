@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AOGPT, Encoder, KVCache, head_chunk, ragged
+from model import AOGPT
 from runtime.devices import (
     attention_of_many_shapes,
     available_memory,
@@ -29,6 +29,7 @@ from runtime.devices import (
     release_memory,
 )
 from runtime.errors import UserError
+from sampling.cached import KVCache, float32_logits, ragged
 from sampling.compiled import CompiledShapes, StepRunner, with_compiled_blocks
 from sampling.packed import packed
 from sampling.passes import (
@@ -50,6 +51,7 @@ from sampling.token_choice import (
     fresh_uniforms,
     probabilities,
 )
+from variants import head_chunk
 
 # Of an engine, (B, T + 1) each.
 BUFFERS = {
@@ -111,7 +113,7 @@ class Generation:
 
 @torch.no_grad()
 def generate(
-    model: AOGPT | Encoder,
+    model: AOGPT,
     plan: Plan,
     tokens: Tensor | None = None,
     *,
@@ -251,7 +253,7 @@ def _check_forced(model, plan: Plan, forced: Tensor) -> Tensor:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def bytes_per_sample(model: AOGPT | Encoder, length: int) -> int:
+def bytes_per_sample(model: AOGPT, length: int) -> int:
     """Bytes of the cache and the buffers that an engine allocates for each sample in flight."""
     buffers = sum(dtype.itemsize for dtype in BUFFERS.values()) * (length + 1) + torch.long.itemsize
     if model.config.is_encoder:
@@ -303,7 +305,7 @@ class Engine(nn.Module):
     @torch.no_grad()
     def __init__(
         self,
-        model: AOGPT | Encoder,
+        model: AOGPT,
         batch_size: int,
         length: int,
         choice: TokenChoice,
@@ -507,7 +509,7 @@ class Engine(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V), those of ids that may not be drawn minus infinity."""
-        logits = self.model.logits(hidden, float32=True)
+        logits = float32_logits(self.model, hidden)
         if self.vocab_size is not None:
             logits[:, self.vocab_size :] = -torch.inf
         return logits

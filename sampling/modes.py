@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import ModelConfig, Transformer
+from model import AOGPT, ModelConfig
 from runtime.devices import available_memory
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -278,7 +278,7 @@ def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -
 
 
 def generate_distributed(
-    model: Transformer,
+    model: AOGPT,
     planned: PlannedSamples,
     choice: TokenChoice,
     vocab_size: int,

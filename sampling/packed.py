@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from model import MLP, Transformer
+from model import AOGPT, MLP
 
 
 class PackedLinear(nn.Module):
@@ -35,7 +35,7 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def packed(model: Transformer) -> Transformer:
+def packed(model: AOGPT) -> AOGPT:
     """The model with packed linear layers, sharing all parameters, where that makes it faster: in
     float32 on a CPU. Elsewhere the model itself."""
     weight = model.wte.weight

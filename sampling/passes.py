@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model import AOGPT, Encoder, KVCache, ModelConfig, ParallelPass, log_linear_noise
+from model import AOGPT, ModelConfig
+from sampling.cached import KVCache, ParallelPass, cached_hidden, modulation_tables
 from sampling.plans import Plan, group_sizes
+from variants import Encoder, log_linear_noise
 
 
 def triton_kernels(device: torch.device):
@@ -81,7 +83,7 @@ class DecoderPasses(nn.Module):
         if kernels is not None and weight.dtype != torch.float64 and not self.two_stream:
             self.cache.kernel = kernels.attend_cached
         kept = keeps_modulations(model.config, self.cache, weight.dtype)
-        self.modulations = model.modulations() if kept else None
+        self.modulations = modulation_tables(model) if kept else None
 
     def cached_and_count(self, plan: Plan, known: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """`cached` and `count` of all steps, (G, B); as in the example of
@@ -140,8 +142,8 @@ class DecoderPasses(nn.Module):
         one_pass = ParallelPass(
             *(step.cached, step.known, step.count, shape.items, shape.width, extent), grouped
         )
-        hidden = self.model.parallel_hidden(
-            tokens, order[:, :-1], one_pass, self.cache, self.modulations
+        hidden = cached_hidden(
+            self.model, tokens, order[:, :-1], one_pass, self.cache, self.modulations
         )
         # Items stand row after row, those of a row in the order of their slots from `cached` on.
         slot = torch.arange(order.shape[1], device=order.device)

@@ -14,14 +14,15 @@ from fractions import Fraction
 import torch
 
 from evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from orders import orders_at
 from sampling.engine import generate
 from sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+from variants import build_model
 
 LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 
-# ---- the Transformer, from its formulas ----------------------------------------------------------
+# ---- the AOGPT, from its formulas ----------------------------------------------------------
 
 
 def log_probs(config, params, tokens, order, group=1):
@@ -717,7 +718,7 @@ def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **s
             if system in ENCODERS
             else {"vocab_size": tokens}
         )
-    return randomise(AOGPT(ModelConfig(**settings)).to(dtype), seed, scale)
+    return randomise(build_model(ModelConfig(**settings)).to(dtype), seed, scale)
 
 
 def enumerable_system(system, seed, length=4, tokens=3, **settings):

@@ -17,7 +17,7 @@ import train
 from checkpoints import on_disk
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from orders import OrderConfig
 from sampling.engine import generate
 from sampling.plans import Plan, group_sizes, l2r_plan, mdm_plan
@@ -31,6 +31,7 @@ from studies.benchmarks.baselines import decode_cached, decode_uncached, draw
 from studies.benchmarks.common import Rates
 from studies.benchmarks.decode import floor_of, model_calls, only_calls, row_groups
 from studies.experiments.measures import of_bench
+from variants import build_model
 
 N, V = 4, 3  # positions and tokens of the enumerable model: 81 sequences
 SAMPLES = 10_000
@@ -43,7 +44,7 @@ SAMPLERS = {"baseline": decode_cached, "no-cache": decode_uncached}
 def tiny_model(dtype=torch.float32, seed=0, **settings):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     config = ModelConfig(**{"vocab_size": VOCAB, "block_size": 16} | sizes | settings)
-    return reference.randomise(AOGPT(config).to(dtype), seed, scale=0.7)
+    return reference.randomise(build_model(config).to(dtype), seed, scale=0.7)
 
 
 def sample(sampler, model, plan, choice=PLAIN, vocab_size=IDS, seed=0, **options):
@@ -289,7 +290,7 @@ def test_a_run_gives_size_and_weights_and_keeps_its_logits(tmp_path):
     result = json.loads((tmp_path / "json").read_text())
     ours = result["models"]["ours"]
     assert ours["logit_scale"] == 1 and result["settings"]["dtype"] == "bfloat16"
-    assert ours["parameters"] == AOGPT(run.model).num_params()
+    assert ours["parameters"] == build_model(run.model).num_params()
     assert [row["system"] for row in result["rows"]] == ["ours", "baseline", "no-cache", "encoder"]
     longer = bench.DecodeOptions(run=str(run.run_folder), **sizes | {"length": 9999})
     with pytest.raises(ValueError, match="--length 9999 exceeds the model's block size"):

@@ -17,6 +17,7 @@ from runtime.devices import has_compiler
 from studies.benchmarks import train as bench
 from studies.benchmarks.baselines import PerToken
 from studies.benchmarks.train import PHASES, Trainee, TrainOptions
+from variants import build_model
 
 COMPILER = has_compiler()
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def tiny(**settings):
 )
 def test_the_per_token_baseline_has_ao_gpts_loss_and_gradients(settings, length):
     """In float64 rounding is about 1e-16 of numbers near 1, a few hundred of which are added up."""
-    model = randomise(AOGPT(tiny(**settings)).double(), seed=1, scale=0.7)
+    model = randomise(build_model(tiny(**settings)).double(), seed=1, scale=0.7)
     tokens = torch.randint(17, (5, length), generator=torch.Generator().manual_seed(2))
     order = orders_at(OrderConfig("mixture", l2r_prob=0.4), 0, 3, range(5), length)
     losses, gradients = [], []
@@ -70,7 +71,7 @@ def test_the_per_token_baseline_refuses_what_it_does_not_cover():
         ({"dropout": 0.1}, "0"),
     ):
         with pytest.raises(ValueError, match=words):
-            PerToken(AOGPT(tiny(**settings)))
+            PerToken(build_model(tiny(**settings)))
 
 
 # ---- the systems ---------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def test_the_figures_of_every_system_agree(measured):
             )
         assert row["tokens_per_second"] == pytest.approx(3 * 64 / row["seconds"])
         assert row["mfu"] is None and result["peak_flops"] is None, "no CPU has a known peak"
-        flops = AOGPT(bench.SIZES["tiny"][0]).flops_per_token(64) * row["tokens_per_second"]
+        flops = build_model(bench.SIZES["tiny"][0]).flops_per_token(64) * row["tokens_per_second"]
         assert row["share_of_matrix_product"] == pytest.approx(
             flops / result["matrix_product_flops"]
         )

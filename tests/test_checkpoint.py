@@ -16,11 +16,12 @@ from helpers import Hostile, assert_same, flip_byte, limited_file_size, read_che
 from checkpoints import on_disk, store
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load, load_model
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from runtime.files import write_atomically
 from training.averages import EMA
 from training.config import Config
 from training.state import Progress, State, named_tensors, plain_values
+from variants import build_model
 
 TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
 DATA = {"tokenizer": "bytes", "vocab_size": 17}
@@ -28,7 +29,7 @@ DATA = {"tokenizer": "bytes", "vocab_size": 17}
 
 def tiny_model(seed=0):
     torch.manual_seed(seed)
-    return AOGPT(TINY)
+    return build_model(TINY)
 
 
 def tiny_state(step):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from orders import OrderConfig, OrderKind
 from runtime.validation import keys_of
 from training import config as configuration
@@ -25,6 +25,7 @@ from training.config import (
     TrainConfig,
     WandbConfig,
 )
+from variants import build_model
 
 KEYS = [key for key in keys_of(Config) if not key.startswith("schedule.")]
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
@@ -50,7 +51,7 @@ def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(p
     config = configuration.load_toml(path)
     assert config.name == path.stem, "two configs with one name would share a run folder"
     with torch.device("meta"):
-        AOGPT(config.model)
+        build_model(config.model)
     assert load(configuration.to_toml(config)) == config
 
 

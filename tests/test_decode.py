@@ -47,7 +47,7 @@ from reference import (
 )
 
 from evaluation.likelihood import decoding_nll, importance_weighted
-from model import AOGPT, log_linear_noise
+from model import AOGPT
 from orders import Roles
 from sampling import (
     Engine,
@@ -64,6 +64,7 @@ from sampling import (
 from sampling.compiled import CompiledShapes, StepRunner
 from sampling.passes import DecoderPasses, Step, shapes_of, steps_of
 from sampling.plans import Pace, Rule
+from variants import log_linear_noise
 
 N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
 SAMPLES = 6000
@@ -418,12 +419,12 @@ def logits_given(model, tokens, context, target, sizes=()):
         known = torch.tensor([p in context for p in range(length)])
         inputs = torch.where(known, tokens, model.config.mask_token)[None]
         sigma = log_linear_noise((~known).double().mean()[None]) if model.config.noise else None
-        return model.logits(model.hidden(inputs, sigma))[0, target]
+        return model.head_logits(model.hidden(inputs, sigma))[0, target]
     rest = [p for p in range(length) if p not in context and p != target]
     order, starts = torch.tensor([[*context, target, *rest]]), None
     if in_groups(model):
         starts = group_starts(sizes, length)[None]
-    return model.logits(model.hidden(tokens[None], order, starts))[0, len(context)]
+    return model.head_logits(model.hidden(tokens[None], order, starts))[0, len(context)]
 
 
 @torch.no_grad()

@@ -605,7 +605,7 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
                 for p in (p for p in range(LENGTH) if p not in context):
                     order = torch.tensor([order_through(context, p, LENGTH)])
                     hidden = model.hidden(tokens[None], order)[0, len(context)]
-                    said[p] = model.logits(hidden).softmax(-1)
+                    said[p] = model.head_logits(hidden).softmax(-1)
                 first = {p: v.topk(2).values for p, v in said.items()}
                 score = {p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()}
                 chosen = max(score, key=score.get)

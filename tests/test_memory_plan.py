@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import model as model_module
 import train
 from checkpoints import store
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from objectives import ObjectiveConfig
 from orders import OrderConfig
 from runtime.devices import GPU
@@ -39,6 +39,7 @@ from training.memory_plan import (
 from training.optimizers import make_optimizer, named_state
 from training.parallel import checkpoint_activations
 from training.state import Progress, State, named_tensors, plain_values
+from variants import build_model
 
 B, T, D, H, V = 4, 128, 64, 4, 320
 LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # configs with a plan in their comments: for how many GPUs
@@ -93,7 +94,7 @@ def storage_bytes(tensors):
 )
 def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
     config = small(optim__kind=kind, **changes)
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     ema, optimizer = EMA(model, 0.9), make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
@@ -110,7 +111,7 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
 
 def test_a_checkpoint_has_the_planned_size(tmp_path):
     config = small(layers=8, model__n_embd=256)  # beside these weights names and settings are small
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     optimizer = make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
@@ -197,7 +198,7 @@ def test_shares_are_those_of_fsdp_on_2_3_and_4_processes(tmp_path):
 def saved_tensors(config):
     """What autograd saves in a training pass, without parameters; compiled if so configured."""
     torch.manual_seed(0)
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     if config.train.compile:
         torch._dynamo.reset()
         # what inductor keeps, without a C++ compiler
@@ -311,7 +312,7 @@ def step_bytes(config):
     """Live bytes after the forward pass, and the peak of the whole step, of a model that has
     gradients already."""
     torch.manual_seed(0)
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for block in model.blocks:
@@ -359,14 +360,14 @@ def test_the_peak_of_a_step_is_what_the_plan_says(
 def test_time_and_traffic_by_hand():
     config = small(layers=3, dtype="bfloat16", train__batch_size=48, train__parallel="fsdp")
     gpu = GPU("a GPU", 1e12, 80)
-    weights = sum(p.numel() for p in AOGPT(config.model).parameters())
+    weights = sum(p.numel() for p in build_model(config.model).parameters())
     model_flops = (6 * (12 * 3 * D * D + D * V) + 12 * 3 * D * T) * 48 * T
     plan = plan_run(config, 4, gpu, 0.5)
     assert (plan.micro_steps, plan.tokens_per_step) == (3, 48 * T)
     assert plan.flops_per_step == model_flops and plan.flops_again_per_step == 0
     assert plan.seconds_per_step == pytest.approx(model_flops / (4 * 1e12 * 0.5))
 
-    outside = weights - 3 * sum(p.numel() for p in AOGPT(config.model).blocks[0].parameters())
+    outside = weights - 3 * sum(p.numel() for p in build_model(config.model).blocks[0].parameters())
     # 3 micro-batches; blocks twice in bfloat16
     gathered = 3 * (2 * 2 * (weights - outside) + 4 * outside)
     assert plan.sent_per_step == (gathered + 4 * weights) * 3 // 4

@@ -19,8 +19,19 @@ from reference import (
     seeded,
 )
 
-import model as model_module
-from model import AOGPT, Encoder, KVCache, ModelConfig, ParallelPass, PermutationGather, ragged
+from model import ModelConfig, PermutationGather
+from sampling.cached import KVCache, ParallelPass, cached_hidden, modulation_tables, ragged
+from variants import (
+    Decoder,
+    Encoder,
+    build_model,
+    check_config,
+    chunked_head,
+    flops_per_token,
+    init_weights,
+    parameter_counts,
+    set_block_size,
+)
 
 LENGTH = TINY["block_size"]
 VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
@@ -129,7 +140,7 @@ def test_dropout_acts_in_training_only():
 
 
 def test_a_config_makes_a_decoder_or_an_encoder_and_a_copy_is_of_the_same_kind():
-    for system, kind in (("AO-GPT", AOGPT), ("SEDD", Encoder)):
+    for system, kind in (("AO-GPT", Decoder), ("SEDD", Encoder)):
         model = make_system(system)
         again = copy.deepcopy(model)
         assert type(model) is type(again) is kind
@@ -168,9 +179,9 @@ def test_permutation_gather_sums_bfloat16_gradients_in_float32():
 
 
 def test_modulations_hold_one_row_per_position_and_only_with_adaln():
-    shapes = [tuple(t.shape) for t in make_system("AO-GPT").modulations()]
+    shapes = [tuple(t.shape) for t in modulation_tables(make_system("AO-GPT"))]
     assert shapes == [(9, 72), (9, 72), (9, 24)]
-    assert make_system("sigma-GPT").modulations() == []
+    assert modulation_tables(make_system("sigma-GPT")) is None
 
 
 # ---- parallel targets ----------------------------------------------------------------------------
@@ -248,7 +259,7 @@ def cached_logits(model, tokens, order, known, sizes, spares, modulations):
         sizes_of_pass = (int(count.sum()), int(count.max()), int((cached + count).max()))
         items, width, length = (v + spare for v, spare in zip(sizes_of_pass, spares, strict=True))
         steps = ParallelPass(cached, known, count, items, width, min(length, T))
-        logits = model.head(model.parallel_hidden(seen, order, steps, cache, modulations))
+        logits = model.head(cached_hidden(model, seen, order, steps, cache, modulations))
         first = (count.cumsum(0) - count).tolist()
         for b in range(B):
             for i in range(int(known[b]), int(known[b] + size[b])):
@@ -273,7 +284,7 @@ def check_cached_logits(model, groups, spares, tables):
     only."""
     tokens, order = random_tokens(TOKENS, 3, 8, seed=3), random_orders(3, 8, seed=4)
     known, sizes = map(torch.tensor, GROUPS[groups])
-    modulations = model.modulations() if tables else None
+    modulations = modulation_tables(model) if tables else None
     decoded = cached_logits(model, tokens, order, known, sizes, spares, modulations)
     assert len(decoded) == int((8 - known).sum())
     for (b, i), (start, logits) in decoded.items():
@@ -309,8 +320,8 @@ def test_cached_logits_with_rotation_are_those_of_the_uncached_forward(system, p
 
 @pytest.mark.parametrize("elements", [1, 2**25])  # chunks of 256 rows, the least, and one for all
 @pytest.mark.parametrize("tied", [False, True])
-def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, elements, tied):
-    monkeypatch.setitem(model_module.HEAD_CHUNK_ELEMENTS, "cpu", elements)
+def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, elements, tied):
+    monkeypatch.setitem(chunked_head.CHUNK_ELEMENTS, "cpu", elements)
     model = make_system("AO-GPT", tied_head=tied)
     generator = seeded(1)
     x = torch.randn(3, 200, 12, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -319,7 +330,7 @@ def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, ele
     chunks = []
     model.head.register_forward_hook(lambda module, inputs, output: chunks.append(len(output)))
 
-    got = model.head_nll(x, targets)
+    got = model.head_loss(x, targets)
     assert chunks == ([256, 256, 88] if elements == 1 else [600])
     logits = x @ model.head.weight.T + model.head.bias
     expected = logits.logsumexp(-1) - logits.gather(-1, targets[..., None]).squeeze(-1)
@@ -329,15 +340,15 @@ def test_head_nll_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, ele
     for a, b in zip(*grads, strict=True):
         assert (a - b).abs().max() < 1e-11  # sums of 600 float64 terms
     with torch.no_grad():
-        assert torch.equal(model.head_nll(x, targets), got)
+        assert torch.equal(model.head_loss(x, targets), got)
 
 
-def test_head_nll_gives_the_same_parameter_gradients_whatever_the_chunk(monkeypatch):
+def test_head_loss_gives_the_same_parameter_gradients_whatever_the_chunk(monkeypatch):
     model = make_system("AO-GPT", block_size=150)
     tokens, order = random_tokens(TOKENS, 4, 150, seed=0), random_orders(4, 150, seed=1)
     grads = []
     for elements in (1, 2**25):
-        monkeypatch.setitem(model_module.HEAD_CHUNK_ELEMENTS, "cpu", elements)
+        monkeypatch.setitem(chunked_head.CHUNK_ELEMENTS, "cpu", elements)
         grads.append(torch.autograd.grad(model(tokens, order).mean(), list(model.parameters())))
     for a, b in zip(*grads, strict=True):
         assert (a - b).abs().max() < 1e-12  # a mean: gradients of size 1e-2 in float64
@@ -353,8 +364,8 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
     is off by 1 / sqrt(2 N) at most (relative; a cut normal has thinner tails), the mean by s /
     sqrt(N): five of these."""
     shape = {"vocab_size": 300, "block_size": 128, "n_layer": 3, "n_head": 2, "n_embd": 64}
-    model = AOGPT(ModelConfig(**shape, target=target, norm="layernorm"))
-    model.init_weights(seeded(seed))
+    model = build_model(ModelConfig(**shape, target=target, norm="layernorm"))
+    init_weights(model, seeded(seed))
     pooled = []
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -374,9 +385,9 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
 
 
 def test_initialisation_follows_its_generator():
-    a, b, c = (AOGPT(ModelConfig(**TINY)) for _ in range(3))
+    a, b, c = (build_model(ModelConfig(**TINY)) for _ in range(3))
     for model, seed in ((a, 0), (b, 0), (c, 1)):
-        model.init_weights(seeded(seed))
+        init_weights(model, seeded(seed))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.head.weight, c.head.weight)
 
@@ -397,13 +408,13 @@ def test_parameters_of_ao_gpt_have_their_names_and_order():
 
 def on_meta(**settings):
     with torch.device("meta"):
-        return AOGPT(ModelConfig(**settings))
+        return build_model(ModelConfig(**settings))
 
 
 @pytest.mark.parametrize("layers, width, heads", [(12, 768, 12), (24, 1024, 16)])
 def test_parameter_counts_of_the_published_sizes(layers, width, heads):
     V, N, D, C = 50304, 1024, width, 128
-    counts = on_meta(n_layer=layers, n_embd=width, n_head=heads).num_params()
+    counts = parameter_counts(on_meta(n_layer=layers, n_embd=width, n_head=heads))
     linear = 12 * D * D + 9 * D  # qkv, projection, fc, projection with their biases
     assert counts == {
         "embeddings": V * D + (N + 1) * D + D,
@@ -424,11 +435,11 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
     config = ModelConfig(
         vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
     )
-    model = AOGPT(config).eval()
+    model = build_model(config).eval()
     tokens, order = random_tokens(96, 2, length, 0), random_orders(2, length, 0)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, order)
-    assert model.flops_per_token(length) == 3 * counter.get_total_flops() / (2 * length)
+    assert flops_per_token(config, length) == 3 * counter.get_total_flops() / (2 * length)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -456,7 +467,7 @@ REFUSED += [
 @pytest.mark.parametrize("settings, words", REFUSED)
 def test_an_impossible_architecture_is_refused_by_name(settings, words):
     with pytest.raises(ValueError, match=words):
-        ModelConfig(**settings)
+        check_config(ModelConfig(**settings))
 
 
 UNFIT = [
@@ -492,7 +503,7 @@ def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_sho
     model = make_system("target rotary", 4)
     tokens, order = random_tokens(TOKENS, 3, LENGTH, seed=1), random_orders(3, LENGTH, seed=2)
     expected = model.token_log_probs(tokens, order)
-    model.set_block_size(2 * LENGTH)
+    set_block_size(model, 2 * LENGTH)
     assert (model.token_log_probs(tokens, order) - expected).abs().max() < 1e-12
     longer, order = random_tokens(TOKENS, 2, 2 * LENGTH, 3), random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
@@ -502,6 +513,6 @@ def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_sho
 @pytest.mark.parametrize("variant", ["AO-GPT, rotary", "AO-GPT", "two_stream", "per_block"])
 def test_tables_of_positions_end_where_they_end(variant):
     model = make_variant(variant)
-    model.set_block_size(LENGTH)
+    set_block_size(model, LENGTH)
     with pytest.raises(ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"):
-        model.set_block_size(LENGTH + 1)
+        set_block_size(model, LENGTH + 1)

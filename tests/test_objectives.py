@@ -17,9 +17,10 @@ from reference import (
     randomise,
 )
 
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from objectives import ao_ar_loss, evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
+from variants import build_model
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
 ENUMERABLE = {
@@ -33,7 +34,7 @@ ENUMERABLE = {
 
 
 def make_model(seed, target="adaln"):
-    return randomise(AOGPT(ModelConfig(**ENUMERABLE, target=target)).double(), seed)
+    return randomise(build_model(ModelConfig(**ENUMERABLE, target=target)).double(), seed)
 
 
 def order_invariant_model(seed):
@@ -47,7 +48,7 @@ def order_invariant_model(seed):
     quarter of the stream with -1 and 1), so that no RMSNorm passes it on. The target position
     modulates everything but the normalisation before attention, whose values the others see."""
     config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=16, cond_dim=4)
-    model = randomise(AOGPT(config).double(), seed)
+    model = randomise(build_model(config).double(), seed)
     A, B, width = slice(0, 8), slice(8, 16), config.n_embd
     block = model.blocks[0]
     with torch.no_grad():

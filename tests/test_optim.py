@@ -8,7 +8,6 @@ import torch
 from helpers import NoHostReads, assert_same, change, tiny_config
 from reference import SYSTEMS, make_system
 
-from model import AOGPT
 from training import muon as muon_module
 from training.muon import assign, orthogonalise
 from training.optimizers import (
@@ -20,6 +19,7 @@ from training.optimizers import (
     restore_state,
     set_learning_rates,
 )
+from variants import build_model
 
 
 def muon_config(**changes):
@@ -31,7 +31,7 @@ def muon_config(**changes):
 def with_gradients(config, seed=0):
     """A model whose gradients are random numbers, always the same."""
     torch.manual_seed(1)
-    model, generator = AOGPT(config.model), torch.Generator().manual_seed(seed)
+    model, generator = build_model(config.model), torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator)
     return model
@@ -80,7 +80,7 @@ def test_the_schedule_may_end_before_or_beyond_the_run(kind):
 
 def test_both_rates_follow_one_schedule_and_reach_their_own_groups():
     config = muon_config()
-    optimizer = make_optimizer(AOGPT(config.model), config)
+    optimizer = make_optimizer(build_model(config.model), config)
     for step in (0, 4, 17, 39):
         rates = learning_rates(step, config)
         assert rates["muon_lr"] / rates["lr"] == pytest.approx(2e-2 / 3e-3)
@@ -99,7 +99,7 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     order = "l2r" if target == "none" else "random"
     config = muon_config(order__kind=order, model__target=target, model__tied_head=tied)
     config = change(config, optim__kind=kind)
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     optimizer = make_optimizer(model, config)
     matrices = muon_matrices(model) if kind == "muon" else {}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from reference import LEVEL, chi_square_p, seeded
+from reference import LEVEL, chi_square_p
 from scipy.stats import chisquare
 
-from orders import OrderConfig, inverse_permutation, orders_at, sample_orders
+from orders import OrderConfig, inverse_permutation, orders_at, parse_order
 from runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
 NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding")
@@ -300,31 +300,6 @@ def test_files_without_orders_are_refused(tmp_path, content, says):
         OrderConfig("file")
 
 
-# ---- drawn from a generator ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sample_orders_is_reproducible_and_advances_its_generator_and_no_other(kind):
-    block = 8 if kind == "slots" else 32
-    config, generator, again = OrderConfig(kind, l2r_prob=0.0, block=block), seeded(11), seeded(11)
-    torch.manual_seed(1)
-    elsewhere = torch.get_rng_state()
-    first, second = sample_orders(config, 4, 32, generator), sample_orders(config, 4, 32, generator)
-    assert torch.equal(first, sample_orders(config, 4, 32, again))
-    assert not torch.equal(generator.get_state(), again.get_state())
-    assert torch.equal(second, sample_orders(config, 4, 32, again))
-    assert torch.equal(generator.get_state(), again.get_state())
-    assert first.shape == (4, 32) and first.dtype == torch.int64
-    assert torch.equal(first, second) == (kind not in ("random", "mixture", *NEW))
-    assert torch.equal(elsewhere, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_sample_orders_is_uniform_over_calls(seed):
-    generator = seeded(seed)
-    assert is_uniform(torch.cat([sample_orders(RANDOM, 2, 3, generator) for _ in range(3000)]))
-
-
 # ---- the random numbers, and errors --------------------------------------------------------------
 
 
@@ -357,9 +332,21 @@ def test_philox_rows_are_windows_of_one_table(width):
         (lambda: orders_at(OrderConfig(), -1, 0, range(1), 4), "seed"),
         (lambda: orders_at(OrderConfig(), 0, -1, range(1), 4), "step"),
         (lambda: orders_at(OrderConfig(), 0, 0, range(1), 0), "length"),
-        (lambda: sample_orders(OrderConfig("l2r"), 1, 0, torch.Generator()), "length"),
+        (
+            lambda: parse_order("slots:size=2", "--order"),
+            "'size' is no setting of slots; it has bl",
+        ),
+        (lambda: parse_order("slots:block=x", "--order"), "block is 'x', not of type int"),
+        (lambda: parse_order("slot", "--order"), "--order slot: order.kind is 'slot'.*'slots'"),
     ],
 )
 def test_impossible_settings_are_value_errors_that_name_the_setting(make, word):
     with pytest.raises(ValueError, match=word):
         make()
+
+
+def test_an_order_is_named_on_the_command_line_with_its_settings():
+    assert parse_order("random", "--order") == OrderConfig("random")
+    assert parse_order("slots:block=8", "--order") == OrderConfig("slots", block=8)
+    expected = OrderConfig("fixed_blockwise", block=4, seed=1)
+    assert parse_order("fixed_blockwise:block=4,seed=1", "--order") == expected

@@ -20,11 +20,11 @@ from data.loader import TokenDataset
 from data.prepare import Prepare, prepare
 from data.records import ABSENT, GIVEN, PREDICTED, encode_record, given, spans
 from data.tokenizers import get_tokenizer
-from model import group_starts
 from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
 from orders import OrderConfig, Roles, orders_at
 from training.batches import make_batch, roles_of
 from training.config import Config, TrainConfig
+from variants import group_starts
 
 ROLES = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 2, 2], [0, 0, 0, 2, 2, 2], [0] * 6])
 LENGTHS = [6, 4, 3, 6]

@@ -26,12 +26,13 @@ from checkpoints import on_disk, store
 from checkpoints.errors import CheckpointError
 from convert import convert
 from data.tokenizers import get_tokenizer
-from model import AOGPT, ModelConfig
+from model import ModelConfig
 from runtime.command_line import run_script as run_main
 from training.averages import EMA
 from training.config import Config
 from training.state import Progress, State, named_tensors, plain_values
 from training.warm_start import warm_start
+from variants import build_model
 
 VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11
 TOKENS = 31  # of the tokenizer, where [MASK] follows
@@ -555,7 +556,7 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
 def started_from_gpt2(folder, target):
     """A model of GPT-2's sizes that starts from its weights, and GPT-2."""
     source = checkpoint.load_model(folder).double()
-    model = AOGPT(dataclasses.replace(source.config, target=target)).double()
+    model = build_model(dataclasses.replace(source.config, target=target)).double()
     warm_start(model, source)
     return model, source
 
@@ -583,7 +584,7 @@ def test_gpt2_starts_a_two_stream_decoder_whose_content_stream_it_is(gpt2):
     contents = []
     model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
     nll = model(tokens, order)
-    logits = model.logits(model.norm_f(contents[0]))
+    logits = model.head_logits(model.norm_f(contents[0]))
     assert (logits[:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
     assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
 
@@ -865,7 +866,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
-    model, ema = AOGPT(config), EMA(AOGPT(config), 0.9)
+    model, ema = build_model(config), EMA(build_model(config), 0.9)
     state = State(model, [ema], torch.optim.AdamW(model.parameters()), Progress(step=5))
     data = {"tokenizer": "bytes", "vocab_size": 257}
     values = plain_values(state, None, Config(name="run", model=config), data)

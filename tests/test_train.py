@@ -54,6 +54,7 @@ from training import parallel
 from training.batches import AHEAD, micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
+from variants import build_model
 
 
 def assert_same_run(config, reference):
@@ -119,7 +120,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     dataset, rows = TokenDataset(data, "train", 16), range(8)
     tokens = dataset.batch(7, step, rows, 8)[:, :length]
     torch.manual_seed(config.seed)
-    plain = AOGPT(config.model)
+    plain = build_model(config.model)
     if system == "encoder":
         masks = masks_at(config.objective, 7, step, rows, 8, length)
         expected = masked_nll(plain, tokens, masks).mean()
@@ -132,7 +133,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     assert norm > clip, "clipping must have something to do here"
 
     torch.manual_seed(config.seed)
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     optimizer = make_optimizer(model, config)
     with contextlib.closing(micro_batches(dataset, config, ALONE, step)) as batches:
         loss, reported = train.train_step(step, model, optimizer, batches, config, ALONE)

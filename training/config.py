@@ -38,6 +38,7 @@ from runtime.validation import (
     from_values,
     read_toml,
 )
+from variants import check_config
 
 
 class _Section(Table):
@@ -217,6 +218,7 @@ class Config(Table):
 
     def __post_init__(self):
         check_values(self, name=str)
+        check_config(self.model)
         if self.name in ("", ".", "..") or Path(self.name).name != self.name:
             raise UserError(f"name is {self.name!r}; give a plain folder name without a path")
         if self.optim.warmup_steps > self.train.steps:

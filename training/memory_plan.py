@@ -52,7 +52,7 @@ from typing import Annotated
 import torch
 from annotated_types import Interval
 
-from model import AOGPT, Block, Transformer, head_chunk
+from model import AOGPT, Block
 from runtime.devices import GPU, GPUS
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
@@ -61,6 +61,7 @@ from runtime.validation import Count, Positive, check_values
 from training import config as configuration
 from training.config import Config
 from training.optimizers import muon_matrices
+from variants import build_model, flops_per_token, head_chunk, parameter_counts
 
 FLOAT = 4  # bytes of weights, gradients and optimizer state
 RESERVED = 0.1  # of a GPU's memory
@@ -130,7 +131,7 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
     memory = memory_by_part(config, model, world_size)
     usable = int(gpu.memory_gib * 2**30 * (1 - RESERVED))
     tokens = t.batch_size * size
-    flops = model.flops_per_token(size) * tokens
+    flops = flops_per_token(config.model, size) * tokens
     again = flops_again_per_token(config) * tokens
     seconds = (flops + again) / (world_size * gpu.flops * utilisation) if bf16 else None
     weights = sum(p.numel() for p in model.parameters())
@@ -140,7 +141,7 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
         gpu,
         utilisation,
         dtype="bfloat16" if bf16 else "float32",
-        parameters=model.num_params(),
+        parameters=parameter_counts(model),
         memory=memory,
         memory_total=sum(memory.values()),
         memory_usable=usable,
@@ -182,10 +183,10 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def meta_model(config: Config) -> Transformer:
+def meta_model(config: Config) -> AOGPT:
     """The model without its weights: names, shapes and counts."""
     with torch.device("meta"):
-        return AOGPT(config.model)
+        return build_model(config.model)
 
 
 def element_bytes(config: Config) -> int:
@@ -202,7 +203,7 @@ def share_of(shape: torch.Size, world_size: int) -> int:
     return -(-shape[0] // world_size) * math.prod(shape[1:])
 
 
-def state_bytes(config: Config, model: Transformer, world_size: int) -> dict[str, int]:
+def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
     """Weights, gradients, optimizer state and averaged weights of the fullest GPU."""
     ways = world_size if config.train.parallel == "fsdp" else 1
     muon = muon_matrices(model) if config.optim.kind == "muon" else {}
@@ -216,7 +217,7 @@ def state_bytes(config: Config, model: Transformer, world_size: int) -> dict[str
     return {"weights": weights, "gradients": weights, "optimizer": optimizer, "ema": averages}
 
 
-def memory_by_part(config: Config, model: Transformer, world_size: int) -> dict[str, int]:
+def memory_by_part(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
     """Everything that the fullest GPU holds, bytes by part."""
     sequences = config.train.micro_batch_size
     return state_bytes(config, model, world_size) | {
@@ -230,7 +231,7 @@ def memory_by_part(config: Config, model: Transformer, world_size: int) -> dict[
 # ---- what passes: weights in use, gradients in reduction -----------------------------------------
 
 
-def block_and_outside(model: Transformer) -> tuple[int, int]:
+def block_and_outside(model: AOGPT) -> tuple[int, int]:
     """Parameters of the largest block and of everything outside of blocks: what fsdp gathers at
     once."""
     blocks = [
@@ -241,7 +242,7 @@ def block_and_outside(model: Transformer) -> tuple[int, int]:
     return max(blocks), sum(p.numel() for p in model.parameters()) - sum(blocks)
 
 
-def in_use_bytes(config: Config, model: Transformer) -> int:
+def in_use_bytes(config: Config, model: AOGPT) -> int:
     """Weights in the form in which they compute."""
     h, sharded = element_bytes(config), config.train.parallel == "fsdp"
     in_use = 0
@@ -258,7 +259,7 @@ def in_use_bytes(config: Config, model: Transformer) -> int:
     return in_use
 
 
-def in_reduction_bytes(config: Config, model: Transformer, world_size: int) -> int:
+def in_reduction_bytes(config: Config, model: AOGPT, world_size: int) -> int:
     """Gradients on their way to the other GPUs, beside those that every GPU keeps."""
     t, sharded = config.train, config.train.parallel == "fsdp"
     on_the_way = 0
@@ -348,11 +349,11 @@ def working_bytes(config: Config, sequences: int) -> dict[str, int]:
 # ---- what would fit ------------------------------------------------------------------------------
 
 
-def fits(config: Config, model: Transformer, world_size: int, usable: int) -> bool:
+def fits(config: Config, model: AOGPT, world_size: int, usable: int) -> bool:
     return sum(memory_by_part(config, model, world_size).values()) <= usable
 
 
-def largest_micro_batch(config: Config, model: Transformer, world_size: int, usable: int) -> int:
+def largest_micro_batch(config: Config, model: AOGPT, world_size: int, usable: int) -> int:
     """Of the divisors of a GPU's share of the batch, the largest that fits; 0 where none does."""
     for size in reversed(divisors(config.train.batch_size // world_size)):
         train = dataclasses.replace(config.train, micro_batch_size=size)
@@ -361,7 +362,7 @@ def largest_micro_batch(config: Config, model: Transformer, world_size: int, usa
     return 0
 
 
-def smallest_world(config: Config, model: Transformer, usable: int) -> int | None:
+def smallest_world(config: Config, model: AOGPT, usable: int) -> int | None:
     """The smallest power of two of GPUs on which the configuration fits as it is."""
     t, size = config.train, 1
     while size <= LARGEST_WORLD:
@@ -387,7 +388,7 @@ def flops_again_per_token(config: Config) -> float:
     return again
 
 
-def sent_bytes(config: Config, model: Transformer, world_size: int) -> int:
+def sent_bytes(config: Config, model: AOGPT, world_size: int) -> int:
     """Bytes that each GPU sends in a step. ddp: an all-reduce of the gradients. fsdp: in every
     micro-batch two all-gathers of the weights of blocks and one of the others, and a reduce-scatter
     of the gradients. Gradients move once a step, or with train.reduce_every_micro_batch once a

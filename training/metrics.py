@@ -30,6 +30,7 @@ allocated on its GPU, or resident on a CPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
@@ -46,7 +47,7 @@ from tqdm import tqdm
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.loader import batch_lengths
-from model import Transformer
+from model import AOGPT
 from runtime.devices import peak_flops, pick_dtype
 from runtime.errors import UserError
 from runtime.files import read_lines, to_json, write_jsonl, write_text
@@ -54,21 +55,20 @@ from runtime.processes import Processes
 from runtime.validation import FileError, NonNegative, from_json, read_bounded
 from training.config import Config
 from training.validation import Losses
+from variants import flops_per_token
 
 
 class Log:
     """metrics.jsonl, the progress bar and Weights & Biases, on the main process only; on the others
     its methods do nothing."""
 
-    def __init__(
-        self, config: Config, procs: Processes, model: Transformer, progress, block_size: int
-    ):
+    def __init__(self, config: Config, procs: Processes, model: AOGPT, progress, block_size: int):
         """progress: state.Progress; its step and count of skipped steps are read as they change.
         block_size: of the data, tokens."""
         self.config, self.procs, self.progress, self.active = config, procs, progress, procs.main
         self.block_size = block_size
         self.path = config.run_folder / "metrics.jsonl"
-        self.flops_per_token = model.flops_per_token
+        self.flops_per_token = functools.partial(flops_per_token, model.config)
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
         self.tokens = tokens_of(config, range(progress.step), block_size)
         self.norm = self.tokens_per_second = None  # of the last step and of the last training line

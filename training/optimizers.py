@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from model import Transformer
+from model import AOGPT
 from training.config import Config
 from training.muon import Muon
 
@@ -50,7 +50,7 @@ def set_learning_rates(optimizer, rates: dict[str, float]) -> None:
 # ---- which optimizer moves what ------------------------------------------------------------------
 
 
-def make_optimizer(model: Transformer, config: Config) -> torch.optim.AdamW | MuonAdamW:
+def make_optimizer(model: AOGPT, config: Config) -> torch.optim.AdamW | MuonAdamW:
     """What optim.kind says; weight decay on matrices only."""
     o = config.optim
     matrices = muon_matrices(model) if o.kind == "muon" else {}
@@ -68,7 +68,7 @@ def make_optimizer(model: Transformer, config: Config) -> torch.optim.AdamW | Mu
     return MuonAdamW(adamw, muon)
 
 
-def muon_matrices(model: Transformer) -> dict[str, torch.nn.Parameter]:
+def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
     """The matrices of attention and MLP, by name: what maps hidden vectors to hidden vectors, where
     Muon applies.
 
@@ -122,7 +122,7 @@ def optimizers(optimizer) -> list[torch.optim.Optimizer]:
     return [optimizer]
 
 
-def named_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """What an optimizer keeps of every parameter, by the parameter's name. PyTorch's own state
     dict has running numbers, which would not match when parameters move to another group."""
     names = {p: name for name, p in model.named_parameters()}
@@ -131,7 +131,7 @@ def named_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tens
     }
 
 
-def empty_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def empty_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """What `named_state` gives after a first step, all of it 0; every tensor is cut among the
     processes as its parameter is."""
     names, empty = {p: name for name, p in model.named_parameters()}, {}
@@ -144,7 +144,7 @@ def empty_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tens
     return empty
 
 
-def restore_state(model: Transformer, optimizer, state: dict[str, dict[str, torch.Tensor]]) -> None:
+def restore_state(model: AOGPT, optimizer, state: dict[str, dict[str, torch.Tensor]]) -> None:
     """Let an optimizer go on with what `named_state` gave, on the parameters' device."""
     owner = {}  # of a parameter: the optimizer that moves it
     for each in optimizers(optimizer):

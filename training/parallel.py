@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from data.loader import LENGTHS
-from model import AOGPT, Transformer
+from model import AOGPT
 from runtime.devices import has_compiler, pick_dtype
 from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
+from variants import build_model, init_weight
 
 # What selective activation checkpointing keeps. Which attention PyTorch calls depends on the
 # device; a build has only those that it can run.
@@ -46,7 +47,7 @@ ATTENTION = tuple(
 
 def build(
     config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
-) -> Transformer:
+) -> AOGPT:
     """A model on its device, cut among the processes under fsdp.
 
     The model begins on the meta device, without memory. Each block is made real and cut before the
@@ -57,7 +58,7 @@ def build(
         empty: leave the weights at 0, for a checkpoint that is about to be read.
     """
     with torch.device("meta"):
-        model = AOGPT(config.model)
+        model = build_model(config.model)
     shard = sharding(config, procs)
     for i, block in enumerate(model.blocks):
         materialize(model, f"blocks.{i}.", weights, config, procs, empty)
@@ -73,7 +74,7 @@ def build(
 
 @torch.no_grad()
 def materialize(
-    model: Transformer,
+    model: AOGPT,
     prefix: str,
     weights: Mapping[str, Tensor] | None,
     config: Config,
@@ -93,7 +94,9 @@ def materialize(
             # drawn before it. On the CPU, so that it does not depend on the device either.
             seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
             value = torch.empty(p.shape)
-            model.init_weight(name, value, torch.Generator().manual_seed(int.from_bytes(seed)))
+            init_weight(
+                config.model, name, value, torch.Generator().manual_seed(int.from_bytes(seed))
+            )
             value = value.to(procs.device)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(value))
@@ -116,7 +119,7 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
     def shard(module: nn.Module) -> None:
         policy = MixedPrecisionPolicy(
-            param_dtype=None if isinstance(module, Transformer) else block_dtype,
+            param_dtype=None if isinstance(module, AOGPT) else block_dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
@@ -144,7 +147,7 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def compiled(model: Transformer, config: Config, procs: Processes):
+def compiled(model: AOGPT, config: Config, procs: Processes):
     """Compile the model in place, if the configuration says so, and let it be compiled inside the
     block as often as it has to be: once for every shape it is called with.
 
@@ -162,14 +165,14 @@ def compiled(model: Transformer, config: Config, procs: Processes):
         # FSDP gathers the weights of a block right before it: that stays outside of compiled code.
         for block in model.blocks:
             block.compile(dynamic=False)
-        model.head_nll = torch.compile(model.head_nll, dynamic=False)
+        model.head_loss = torch.compile(model.head_loss, dynamic=False)
     else:
         model.compile(dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield
 
 
-def replicate(model: Transformer, procs: Processes) -> nn.Module:
+def replicate(model: AOGPT, procs: Processes) -> nn.Module:
     """What a training step calls: the model in DDP where processes hold replicas of it, else the
     model."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):

@@ -16,7 +16,7 @@ from checkpoints import on_disk, store
 from checkpoints.background import BackgroundWriter
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
-from model import AOGPT, Transformer
+from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.validation import read_bounded
@@ -26,6 +26,7 @@ from training.averages import EMA, local
 from training.config import Config
 from training.optimizers import MuonAdamW, empty_state, make_optimizer, named_state, restore_state
 from training.warm_start import warm_start
+from variants import build_model
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Progress:
 class State:
     """Everything that training changes. Data, orders and learning rate follow from the step."""
 
-    model: Transformer
+    model: AOGPT
     averages: list[EMA]
     """That of optim.ema_decay, which stands for the run, and those of optim.more_ema_decays."""
     optimizer: torch.optim.AdamW | MuonAdamW
@@ -114,7 +115,7 @@ def resume(config: Config, data_meta: dict, procs: Processes, path: Path, values
     return state
 
 
-def new_state(config: Config, model: Transformer) -> State:
+def new_state(config: Config, model: AOGPT) -> State:
     decays = config.optim.ema_decay, *config.optim.more_ema_decays
     averages = [EMA(model, decay) for decay in decays]
     return State(model, averages, make_optimizer(model, config), Progress())
@@ -122,7 +123,7 @@ def new_state(config: Config, model: Transformer) -> State:
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
     """Weights of a new model that come from those of train.init_from, by name."""
-    model = AOGPT(config.model)
+    model = build_model(config.model)
     warm_start(model, load_model(config.train.init_from))
     return dict(model.named_parameters())
 

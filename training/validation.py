@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.loader import TokenDataset
-from model import Transformer
+from model import AOGPT
 from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, Roles, orders_at
 from runtime.devices import autocast, pick_dtype
@@ -41,11 +41,7 @@ Losses = dict[str, Loss]
 
 
 def evaluate(
-    model: Transformer,
-    averages: list[EMA],
-    val_data: TokenDataset,
-    config: Config,
-    procs: Processes,
+    model: AOGPT, averages: list[EMA], val_data: TokenDataset, config: Config, procs: Processes
 ) -> dict[str, Losses]:
     """Validation losses by the weights, named as in metrics.jsonl: "" the averaged ones, "_raw" the
     last, "_ema0.99" those of another decay. All processes must call.
@@ -109,7 +105,7 @@ def final_stage(config: Config) -> tuple[OrderConfig, int]:
 
 
 def validation_loss(
-    model: Transformer,
+    model: AOGPT,
     val_data: TokenDataset,
     orders: OrderConfig,
     config: Config,

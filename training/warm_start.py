@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from checkpoints.errors import CheckpointError
-from model import Transformer
+from model import AOGPT
 
 
 @torch.no_grad()
-def warm_start(model: Transformer, source: Transformer) -> None:
+def warm_start(model: AOGPT, source: AOGPT) -> None:
     """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2.
 
     Every weight of the source must have its place. Where the model has adaLN and the source has

@@ -49,7 +49,7 @@ class PerToken(nn.Module):
         x = torch.cat([start, model.wte(ordered)], dim=1) + model.wpe(F.pad(order + 1, (1, 0)))
         targets = F.pad(order, (0, 1))  # the last token has no target: any will do
         x = _trunk(model, x, targets)
-        logits = model.logits(x)[:, :-1]
+        logits = model.head_logits(x)[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), ordered.flatten(), reduction="none").view_as(
             order
         )
@@ -78,7 +78,9 @@ def decode_cached(
         cache.write_to(items.slots, start=int(cached.max()))
         hidden = _item_hidden(model, items, cache)
         targets = items.targets_of(fresh, size)
-        state.unmask(model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator)
+        state.unmask(
+            model.head_logits(hidden[targets])[:, :vocab_size], known, size, choice, generator
+        )
         state.token_forwards += int((fresh + size)[active].sum())
         # The first copy of the last known token is its true input.
         cached = torch.where(active, known + 1, cached)
@@ -115,7 +117,7 @@ def decode_uncached(
             hidden = _item_hidden(model, items)
             targets = items.targets_of(known[active], size[active])
             state.unmask(
-                model.logits(hidden[targets])[:, :vocab_size], known, size, choice, generator
+                model.head_logits(hidden[targets])[:, :vocab_size], known, size, choice, generator
             )
         known = known + size
     return state.result()

@@ -13,12 +13,13 @@ from typing import Literal
 
 import torch
 
-from model import AOGPT, ModelConfig, Transformer
+from model import AOGPT, ModelConfig
 from runtime.devices import synchronize
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.reports import provenance
 from runtime.validation import Count, NonNegative, check_values
+from variants import build_model
 
 SizeName = Literal["tiny", "bench", "small", "medium"]
 GPT2 = {"vocab_size": 50304, "block_size": 1024}  # 50257 ids, padded
@@ -71,10 +72,10 @@ class BenchOptions(OutputOptions):
             torch.set_num_threads(self.threads)
 
 
-def random_model(config: ModelConfig, seed: int, device: torch.device) -> Transformer:
+def random_model(config: ModelConfig, seed: int, device: torch.device) -> AOGPT:
     torch.manual_seed(seed)
     with device:
-        return AOGPT(config).eval()
+        return build_model(config).eval()
 
 
 def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import AOGPT, Transformer
+from model import AOGPT
 from runtime.devices import autocast
 from sampling import engine, passes
 from sampling.engine import Engine, Generation
@@ -28,13 +28,14 @@ from training.averages import EMA
 from training.batches import Batch, make_batch
 from training.config import Config, load_toml
 from training.optimizers import make_optimizer, move
+from variants import build_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {"vocab_size": 512, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 64}
 BATCH = 8
 COMPILED_TOO = ("aogpt_small", "aogpt_small_fast", "gpt_small")  # whose decoding is checked
 EAGER_ON_A_CPU = ("a3_small", "radd_small")
-LossOf = Callable[[Transformer, Batch, Config, int], Tensor]
+LossOf = Callable[[AOGPT, Batch, Config, int], Tensor]
 """The loss of a model on a batch, as training computes it (`train.training_loss`)."""
 
 
@@ -94,11 +95,11 @@ def small_configs() -> dict[str, Config]:
 
 
 @torch.no_grad()
-def random_model(config: Config) -> Transformer:
+def random_model(config: Config) -> AOGPT:
     """In float64 on the CPU, with weights that float32 holds exactly. All of them matter: those
     that begin as 0 (adaLN, biases) or 1 (norms) do not here."""
     generator = torch.Generator().manual_seed(0)
-    model = AOGPT(config.model).eval()  # an encoder where the configuration is one's
+    model = build_model(config.model).eval()  # an encoder where the configuration is one's
     for p in model.parameters():
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
     return model.double()
@@ -112,7 +113,7 @@ def batch_of(config: Config, step: int = 0) -> Batch:
 
 
 def loss_and_gradients(
-    model: Transformer, config: Config, dtype: torch.dtype, loss_of: LossOf
+    model: AOGPT, config: Config, dtype: torch.dtype, loss_of: LossOf
 ) -> tuple[Tensor, list[Tensor]]:
     """On the device of the model; returned in float64 on the CPU."""
     device = model.wte.weight.device
@@ -287,7 +288,7 @@ def decoding(
         yield from compiled_decoding(model, name, parallel, uniforms, eager)
 
 
-def distance_to_uncached(model: Transformer, plan: Plan, uniforms: Tensor) -> float:
+def distance_to_uncached(model: AOGPT, plan: Plan, uniforms: Tensor) -> float:
     """The largest difference of a log-probability; of a plan of one token at a time."""
     done, device = run(model, plan, uniforms), model.wte.weight.device
     score = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
@@ -311,7 +312,7 @@ def in_bfloat16(
 
 
 def compiled_decoding(
-    model: Transformer, name: str, plan: Plan, uniforms: Tensor, eager: Generation
+    model: AOGPT, name: str, plan: Plan, uniforms: Tensor, eager: Generation
 ) -> Iterator[Check]:
     torch._dynamo.reset()
     made, counters = engine_of(model, plan, compile=True), torch._dynamo.utils.counters
@@ -345,11 +346,11 @@ def steps_wait_for_nothing(
         yield Check(f"{name}: steps of decoding that wait for the GPU", "none", "none", True)
 
 
-def engine_of(model: Transformer, plan: Plan, compile: bool = False) -> Engine:
+def engine_of(model: AOGPT, plan: Plan, compile: bool = False) -> Engine:
     return Engine(model, len(plan), plan.order.shape[1], TokenChoice(0.9, 0.95), compile=compile)
 
 
-def run(model: Transformer, plan: Plan, uniforms: Tensor) -> Generation:
+def run(model: AOGPT, plan: Plan, uniforms: Tensor) -> Generation:
     return engine_of(model, plan).generate(plan, uniforms=uniforms)
 
 

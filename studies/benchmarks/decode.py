@@ -22,7 +22,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from checkpoints.load import load
-from model import AOGPT, ModelConfig, Transformer
+from model import AOGPT, ModelConfig
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
 from runtime.reports import log_x, markdown_table, new_figure, png
@@ -33,6 +33,7 @@ from sampling.token_choice import TokenChoice
 from studies.benchmarks import common
 from studies.benchmarks.baselines import AO_GPT, decode_cached, decode_uncached, is_ao_gpt
 from studies.benchmarks.common import SIZES, BenchOptions, Rates
+from variants import parameter_counts
 
 System = Literal[
     "ours", "baseline", "no-cache", "cache-only", "encoder", "l2r", "speculative", "gpt", "rotary"
@@ -108,7 +109,7 @@ class DecodeBench:
     def __init__(self, options: DecodeOptions, device: torch.device, dtype: torch.dtype):
         self.options, self.device, self.dtype = options, device, dtype
         self.choice = TokenChoice(options.temperature, options.top_p)
-        self.engines: dict[Transformer, Engine] = {}
+        self.engines: dict[AOGPT, Engine] = {}
         self.model, self.vocab_size = load_decoder(options, device)
         block_size = self.model.config.block_size
         if options.length > block_size:
@@ -118,18 +119,18 @@ class DecodeBench:
         self.model.to(dtype)
         # A trained model has its own entropy; random weights are given that of a language model.
         self.models = {"ours": self.prepare(self.model, scale=1.0 if options.run else None)}
-        self.others: dict[System, Transformer] = {}
+        self.others: dict[System, AOGPT] = {}
         for system in (s for s in OTHERS if s in options.systems):
             config = other_config(system, self.model.config, self.vocab_size)
             self.others[system] = common.random_model(config, options.seed, device).to(dtype)
             self.models[system] = self.prepare(self.others[system], scale=None)
 
-    def prepare(self, model: Transformer, scale: float | None) -> dict:
+    def prepare(self, model: AOGPT, scale: float | None) -> dict:
         """Give the model realistic logits; what the report says of it."""
         scale, entropy = scale_logits(
             model, scale, self.vocab_size, self.options.length, self.options.seed
         )
-        return {"parameters": model.num_params(), "logit_scale": scale, "entropy": entropy}
+        return {"parameters": parameter_counts(model), "logit_scale": scale, "entropy": entropy}
 
     def rows(self, steps: int, rates: Rates | None) -> list[dict]:
         """Time every system under the same plans, in turn; a row of the table for each, that of
@@ -213,7 +214,7 @@ class DecodeBench:
                 tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
                 return self.engine(self.others[system]).generate(plan, tokens, generator=generator)
 
-    def engine(self, model: Transformer) -> Engine:
+    def engine(self, model: AOGPT) -> Engine:
         """Caches, packed weights and compiled steps are made once, as for many samples."""
         if model not in self.engines:
             o = self.options
@@ -348,7 +349,7 @@ def encoder_config(config: ModelConfig, vocab_size: int) -> ModelConfig:
 
 @torch.no_grad()
 def scale_logits(
-    model: Transformer, scale: float | None, vocab_size: int, length: int, seed: int
+    model: AOGPT, scale: float | None, vocab_size: int, length: int, seed: int
 ) -> tuple[float, float]:
     """Multiply the head's weights so that sampling has realistic work: the logits of fresh weights
     are nearly flat, and a nucleus of nearly all tokens is not what samplers meet.
@@ -370,7 +371,7 @@ def scale_logits(
     return scale, mean_entropy(model, hidden, 1.0, vocab_size)
 
 
-def hidden_sample(model: Transformer, vocab_size: int, length: int, seed: int) -> Tensor:
+def hidden_sample(model: AOGPT, vocab_size: int, length: int, seed: int) -> Tensor:
     """Final hidden states (2 x length, D) for random tokens: of a decoder in a random order, of an
     encoder in a half-masked sequence."""
     generator, device = common.seeded(seed), model.wte.weight.device
@@ -382,9 +383,9 @@ def hidden_sample(model: Transformer, vocab_size: int, length: int, seed: int) -
     return model.hidden(tokens, order).flatten(0, 1)
 
 
-def mean_entropy(model: Transformer, hidden: Tensor, scale: float, vocab_size: int) -> float:
+def mean_entropy(model: AOGPT, hidden: Tensor, scale: float, vocab_size: int) -> float:
     """Nats, with the head's weights multiplied by `scale`."""
-    logits = model.logits(hidden)[:, :vocab_size]
+    logits = model.head_logits(hidden)[:, :vocab_size]
     bias = 0 if model.head.bias is None else model.head.bias[:vocab_size]
     log_probs = ((logits - bias) * scale + bias).float().log_softmax(dim=-1)
     return float(-(log_probs.exp() * log_probs).sum(dim=-1).mean())

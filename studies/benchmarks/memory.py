@@ -22,11 +22,12 @@ from typing import Literal
 
 import torch
 
-from model import KVCache, Transformer
+from model import AOGPT
 from runtime.devices import pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.reports import log_x, markdown_table, new_figure, png
 from runtime.validation import Count
+from sampling.cached import KVCache
 from sampling.engine import Engine, bytes_per_sample
 from sampling.packed import packed
 from sampling.passes import keeps_modulations, modulation_bytes
@@ -143,7 +144,7 @@ def measure(options: MemoryOptions, system: System, batch_size: int, length: int
 
 def model_of(
     options: MemoryOptions, system: System, length: int, device: torch.device
-) -> tuple[Transformer, int]:
+) -> tuple[AOGPT, int]:
     config, vocab_size = SIZES[options.size]
     config = dataclasses.replace(config, block_size=max(config.block_size, length))
     if system != "decoder":
@@ -176,7 +177,7 @@ def resident(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def planned(model: Transformer, batch_size: int, length: int) -> int:
+def planned(model: AOGPT, batch_size: int, length: int) -> int:
     """Cache and buffers of all samples, and adaLN's modulations of every position of the model,
     where decoding keeps those."""
     config, weight = model.config, model.wte.weight

@@ -35,6 +35,7 @@ from studies.benchmarks.common import SIZES, BenchOptions
 from training.averages import EMA
 from training.config import Config, OptimConfig
 from training.optimizers import make_optimizer, named_state
+from variants import flops_per_token
 
 System = Literal[
     "aogpt",
@@ -311,7 +312,7 @@ def summaries(
     for system in systems:
         own = timings[system.name]
         row = summary(system, own, tokens) | {"first_loss": steps[system.name][0].loss}
-        flops = tokens * system.model.flops_per_token(system.length)
+        flops = tokens * flops_per_token(system.model.config, system.length)
         row["mfu"] = flops / row["seconds"] / peak if peak else None
         row["share_of_matrix_product"] = flops / row["seconds"] / product
         for base in (name for name in BASES if name in timings):
