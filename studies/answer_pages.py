@@ -1,6 +1,5 @@
-"""The tables, verdicts, figure and page of systems on tasks: results/tasks.md.
-
-`entries` are the systems of a task, as `runner.train` returns them, with the "decoders" of each run.
+"""Tables, verdicts, figure and page of systems on tasks: results/tasks.md. `entries` are the
+systems of a task, as `runner.train` returns them, with the "decoders" of each run.
 """
 
 from __future__ import annotations
@@ -8,15 +7,18 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from dataclasses import dataclass
+
+from scipy.stats import binom
 
 from data.tasks import TASKS
 from evaluation.text_measures import mean_and_reach
 from runtime.reports import markdown_table, new_figure, png
+from studies.experiment import Experiment
 from studies.pages import tuned_cell
-from studies.runs import ROOT, commits_of
+from studies.runner import commits_of
+from studies.runs import ROOT
 
-RESULTS = ROOT / "results" / "tasks"
+CONFIGS, RESULTS = ROOT / "studies" / "configs" / "tasks", ROOT / "results" / "tasks"
 RECIPE = "fast"
 ANY_ORDER, LEFT_TO_RIGHT = "confidence", "l2r"  # the decoders compared, chosen beforehand
 IN_SUMMARY = {"aogpt": (LEFT_TO_RIGHT, ANY_ORDER), "gpt": (LEFT_TO_RIGHT,)}  # others: any order
@@ -32,29 +34,23 @@ def values_of(entry: dict, decoder: str, key: str) -> list[float]:
     return [run["decoders"][decoder][key] for run in entry["runs"]]
 
 
-def decoders_of(entry: dict) -> list[str]:
-    return list(entry["runs"][0]["decoders"])
-
-
 def mean_of(entry: dict, decoder: str, key: str) -> float:
     return statistics.mean(values_of(entry, decoder, key))
 
 
-def share_cell(values: list[float]) -> str:
-    """A share over seeds, with the half-width of its 95% CI."""
+def decoders_of(entry: dict) -> list[str]:
+    return list(entry["runs"][0]["decoders"])
+
+
+def exact_cell(entry: dict, decoder: str) -> str:
+    """The share of right answers over seeds, with the half-width of its 95% CI."""
+    values = values_of(entry, decoder, "exact_match")
     mean, half_width = mean_and_reach(values)
     return f"{mean:.1%}" if len(values) == 1 else f"{mean:.1%} ± {half_width:.1%}"
 
 
-# ---- verdicts ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Share:
-    """Of right answers, and its standard error."""
-
-    value: float
-    error: float
+Share = tuple[float, float]
+"""Of right answers, and its standard error."""
 
 
 def share_of(entry: dict, decoder: str) -> Share:
@@ -63,19 +59,17 @@ def share_of(entry: dict, decoder: str) -> Share:
     values, answers = values_of(entry, decoder, "exact_match"), answers_of(entry, decoder)
     share = statistics.mean(values)
     over_seeds = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    over_answers = math.sqrt(max(share * (1 - share), 1 / answers) / answers)
-    return Share(share, max(over_answers, over_seeds))
+    return share, max(math.sqrt(max(share * (1 - share), 1 / answers) / answers), over_seeds)
 
 
 def answers_of(entry: dict, decoder: str) -> int:
-    return sum(run["decoders"][decoder]["records"] for run in entry["runs"])
+    return sum(values_of(entry, decoder, "records"))
 
 
 def compared(ours: Share, other: Share) -> str:
     """wins or loses: they differ by two standard errors and by DIFFERENT. tie: including two
     standard errors they are within SAME. Otherwise unresolved."""
-    difference = ours.value - other.value
-    half_width = 2 * math.hypot(ours.error, other.error)
+    difference, half_width = ours[0] - other[0], 2 * math.hypot(ours[1], other[1])
     if abs(difference) > max(DIFFERENT, half_width):
         return "wins" if difference > 0 else "loses"
     return "tie" if abs(difference) + half_width <= SAME else "unresolved"
@@ -100,30 +94,9 @@ def meets_limit(entry: dict, decoder: str) -> bool:
     chance some of dozens of cells are two away)."""
     limit, answers = limit_of(entry, decoder), answers_of(entry, decoder)
     share = mean_of(entry, decoder, "exact_match")
-    if abs(share - limit) <= 0.01 * limit:
-        return True
     right = round(share * answers)
-    if share < limit:
-        return chance_of_at_most(right, answers, limit) > RARE
-    return chance_of_at_most(answers - right, answers, 1 - limit) > RARE
-
-
-def chance_of_at_most(count: int, of: int, share: float) -> float:
-    """Cumulative probability of a binomial distribution."""
-    if share in (0, 1):
-        return float(share == 0 or count == of)
-    terms = (
-        math.lgamma(of + 1)
-        - math.lgamma(k + 1)
-        - math.lgamma(of - k + 1)
-        + k * math.log(share)
-        + (of - k) * math.log1p(-share)
-        for k in range(count + 1)
-    )
-    return math.fsum(map(math.exp, terms))
-
-
-# ---- tables --------------------------------------------------------------------------------------
+    count, probability = (right, limit) if share < limit else (answers - right, 1 - limit)
+    return abs(share - limit) <= 0.01 * limit or binom.cdf(count, answers, probability) > RARE
 
 
 def task_table(entries: Entries) -> list[str]:
@@ -131,11 +104,12 @@ def task_table(entries: Entries) -> list[str]:
     lines = []
     for name, entry in entries.items():
         for decoder in decoders_of(entry):
-            records = entry["runs"][0]["decoders"][decoder]["records"]
-            exact, limit = values_of(entry, decoder, "exact_match"), limit_cell(entry, decoder)
-            nfe, inputs = (mean_of(entry, decoder, key) for key in ("nfe", "token_forwards"))
-            time = f"{1000 * mean_of(entry, decoder, 'seconds') / records:.1f}"
-            cells = [share_cell(exact), limit, f"{nfe:.1f}", f"{inputs:.0f}", time]
+            nfe, inputs, seconds, records = (
+                mean_of(entry, decoder, key)
+                for key in ("nfe", "token_forwards", "seconds", "records")
+            )
+            cells = [exact_cell(entry, decoder), limit_cell(entry, decoder), f"{nfe:.1f}"]
+            cells += [f"{inputs:.0f}", f"{1000 * seconds / records:.1f}"]
             lines.append([name, decoder, *cells])
     head = ["system", "decoded", "exact match", "possible", "NFE", "inputs", "ms a record"]
     return markdown_table(head, lines, left=2)
@@ -153,74 +127,56 @@ def summary_table(results: dict[str, Entries]) -> list[str]:
     systems = next(iter(results.values()))
     shown = [(name, by) for name in systems for by in IN_SUMMARY.get(name, (ANY_ORDER,))]
     lines = [
-        [
-            task,
-            *(share_cell(values_of(entries[name], by, "exact_match")) for name, by in shown),
-            against_l2r(entries),
-        ]
+        [task, *(exact_cell(entries[name], by) for name, by in shown), against_l2r(entries)]
         for task, entries in results.items()
     ]
     return markdown_table(["task", *(f"{name}, {by}" for name, by in shown), "any order"], lines)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What an encoder takes relative to AO-GPT with one decoder: ratios, one for each seed."""
-
-    task: str
-    decoder: str
-    nfe: float
-    shares: list[Share]  # of right answers: AO-GPT's, the encoder's
-    inputs: list[float]
-    seconds: list[float]
-
-
-def costs_of(results: dict[str, Entries]) -> list[Cost]:
-    """Where both are right equally often by the same decoder in as many steps, and not almost
-    never."""
+def costs_of(results: dict[str, Entries]) -> list[dict]:
+    """What an encoder takes relative to AO-GPT, a ratio for each seed, where both are right equally
+    often by the same decoder in as many steps, and not almost never."""
     costs = []
     for task, entries in results.items():
-        if not {"aogpt", "encoder"} <= entries.keys():
-            continue
-        both = ours, encoder = entries["aogpt"], entries["encoder"]
-        for decoder in (name for name in decoders_of(ours) if name in decoders_of(encoder)):
+        both = [entries[name] for name in ("aogpt", "encoder") if name in entries]
+        shared = [name for name in decoders_of(both[0]) if name in decoders_of(both[-1])]
+        for decoder in shared if len(both) == 2 else ():
             shares = [share_of(entry, decoder) for entry in both]
             steps = [mean_of(entry, decoder, "nfe") for entry in both]
-            few = min(share.value for share in shares) < TOO_FEW
+            few = min(share for share, _ in shares) < TOO_FEW
             if few or steps[0] != steps[1] or compared(*shares) != "tie":
                 continue
-            ratios = []
+            cost = {"task": task, "decoder": decoder, "nfe": steps[0], "shares": shares}
             for key in ("token_forwards", "seconds"):
                 pairs = zip(*(values_of(entry, decoder, key) for entry in both), strict=True)
-                ratios.append([theirs / own for own, theirs in pairs])
-            costs.append(Cost(task, decoder, steps[0], shares, *ratios))
+                cost[key] = [theirs / ours for ours, theirs in pairs]
+            costs.append(cost)
     return costs
 
 
-def cost_table(costs: list[Cost]) -> list[str]:
+def cost_table(costs: list[dict]) -> list[str]:
     """Means over seeds with the half-widths of their 95% CIs."""
     lines = []
     for cost in costs:
-        cells = [f"{share.value:.1%}" for share in cost.shares]
-        for ratios in (cost.inputs, cost.seconds):
+        cells = [f"{share:.1%}" for share, _ in cost["shares"]]
+        for ratios in (cost["token_forwards"], cost["seconds"]):
             mean, half_width = mean_and_reach(ratios)
             cells.append(f"{mean:.1f}" + f" ± {half_width:.1f}" * (len(ratios) > 1))
-        lines.append([cost.task, cost.decoder, f"{cost.nfe:.1f}", *cells])
+        lines.append([cost["task"], cost["decoder"], f"{cost['nfe']:.1f}", *cells])
     head = ["task", "decoded", "NFE", "aogpt", "encoder", "inputs, times", "seconds, times"]
     return markdown_table(head, lines, left=2) if lines else ["Nowhere."]
 
 
-def cost_summary(costs: list[Cost]) -> str:
+def cost_summary(costs: list[dict]) -> str:
     """The range of the table, in a sentence."""
     if not costs:
         return "- Nowhere does an encoder tie with AO-GPT in as many steps."
-    ordered = sorted(costs, key=lambda cost: statistics.mean(cost.seconds))
-    times = [statistics.mean(cost.seconds) for cost in ordered]
-    least, most = (f"({cost.task}, {cost.decoder})" for cost in (ordered[0], ordered[-1]))
+    times = {f"({c['task']}, {c['decoder']})": statistics.mean(c["seconds"]) for c in costs}
+    least, most = min(times, key=times.get), max(times, key=times.get)
     return (
-        f"- Where an encoder ties with AO-GPT in as many steps, it takes {times[0]:.1f} {least} to "
-        f"{times[-1]:.1f} times {most} the seconds, with half of the decoders more than "
-        f"{statistics.median(times):.1f} times."
+        f"- Where an encoder ties with AO-GPT in as many steps, it takes {times[least]:.1f} {least} "
+        f"to {times[most]:.1f} times {most} the seconds, with half of the decoders more than "
+        f"{statistics.median(times.values()):.1f} times."
     )
 
 
@@ -235,8 +191,8 @@ def conclusions(results: dict[str, Entries]) -> list[str]:
     for task in (task for task, verdict in verdicts.items() if verdict == "wins"):
         ours = share_of(results[task]["aogpt"], ANY_ORDER)
         other = share_of(results[task]["gpt"], LEFT_TO_RIGHT)
-        if ours.value > 0.95 and other.value < 0.5:
-            cells = [f"{share.value:.1%} ± {2 * share.error:.1%}" for share in (ours, other)]
+        if ours[0] > 0.95 and other[0] < 0.5:
+            cells = [f"{share:.1%} ± {2 * error:.1%}" for share, error in (ours, other)]
             far.append(f"{task} ({cells[0]} against {cells[1]})")
     cells = [
         (meets_limit(entry, decoder), limit_of(entry, decoder), f"{task}, {name}, {decoder}")
@@ -253,13 +209,11 @@ def conclusions(results: dict[str, Entries]) -> list[str]:
         f"- AO-GPT is right in more than 95%, and the plain GPT in less than half: "
         f"{', '.join(far) or 'nowhere'} (with two standard errors).",
         f"- The possible share is met in {sum(met for met, *_ in cells)} of {len(cells)} ways to "
-        f"decode, and in {sum(together)} of the {len(together)} in which positions sampled together "
-        f"make it less than 100%. Not met: {not_met}.",
+        f"decode, and in {sum(together)} of the {len(together)} in which it is less than 1, since "
+        f"positions are sampled together. Not met: {not_met}.",
         cost_summary(costs_of(results)),
     ]
 
-
-# ---- the figure and the page ---------------------------------------------------------------------
 
 MARKERS = {  # by the first word of a decoder's name
     "l2r": ">",
@@ -308,47 +262,25 @@ def figure(results: dict[str, Entries]) -> bytes:
     return png(drawing, dpi=120)
 
 
-HEAD = """# Systems on tasks
-
-    python -m studies.tasks --jobs 2        # train what is missing of all tasks, decode, write this page
-    python -m studies.tasks star sudoku6    # of these
-    python -m studies.tasks page            # this page, of what there is
-
-Systems of equal size under one recipe, trained over seeds, answer a thousand records (reversal: a
-hundred) whose keys are in none of the training records ([data](../docs/data.md)). Exact match: all
-of an answer is right, mean over seeds with the half-width of its 95% CI. Decoding is greedy, except
-for copy, replace and shuffle at temperature 1; there the share that is *possible* with perfect
-conditionals is known in closed form, and *met* if the result is within three standard errors, or a
-hundredth, of it. NFE: passes that a record took part in. Inputs: tokens that the model computed for
-a record. Time: one thread of a CPU, a hundred records together, the systems one after the other.
-Decoders: *l2r* left to right, *random* in random order, *mdm* and *even* as masked diffusion in so
-many steps, the others in the order of the model's confidence, and *speculative* in random order,
-which an encoder cannot do; a plain GPT decodes left to right. *Any order* compares AO-GPT by
-confidence, one position a step, with the plain GPT: it *wins* or *loses* if they differ by two
-standard errors and a hundredth, *ties* if including two standard errors they are within five
-hundredths, and is otherwise *unresolved*. That a flexible order can also do harm is known ("The
-Flexibility Trap", arXiv 2601.15165). A sentence in the middle of a book's page is filled in by
-[E10](findings.md) of the findings."""
-
-
-def page(says: dict[str, str], setting: str, results: dict[str, Entries]) -> str:
-    """says: what has to be answered, by task; results: the systems of each task."""
+def page(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
+    """results: the systems of each task."""
     sizes = ", ".join(f"{n} {e['parameters']:,}" for n, e in next(iter(results.values())).items())
-    lines = [HEAD, "", f"{setting} Parameters: {sizes}.", "", *summary_table(results), ""]
-    lines += [*conclusions(results), "", "![exact match over NFE](tasks/tasks.png)", ""]
+    setting = next(iter(tasks.values())).setting
+    lines = [(CONFIGS / "page.md").read_text(), f"{setting} Parameters: {sizes}.", ""]
+    lines += [*summary_table(results), "", *conclusions(results), ""]
+    lines += ["![exact match over NFE](tasks/tasks.png)", ""]
     lines += ["## What an encoder costs beside AO-GPT, where they tie", ""]
     lines += [*cost_table(costs_of(results)), ""]
     for task, entries in results.items():
         tuned = ", ".join(f"{n} {tuned_cell(e)}" for n, e in entries.items() if e["tuned"])
         runs = [run for entry in entries.values() for run in entry["runs"]]
-        tokens = sorted({run["tokens"][-1] for run in runs})
-        lines += [f"## {task}: {says[task]}", "", *task_table(entries), ""]
+        counts = ", ".join(f"{n / 1e6:.1f}M" for n in sorted({run["tokens"][-1] for run in runs}))
+        lines += [f"## {task}: {tasks[task].title}", "", *task_table(entries), ""]
         chosen = f" Tuned: {tuned}." if tuned else ""
-        counts = ", ".join(f"{n / 1e6:.1f}M" for n in tokens)
         lines += [f"{counts} tokens.{chosen} Commit {commits_of(runs)}.", ""]
         if TASKS[task].board:
             file = f"tasks/{task}.html"
             lines += [f"[A page]({file}) on which some of them fill in, in AO-GPT's own order.", ""]
-    if missing := [task for task in says if task not in results]:
+    if missing := [task for task in tasks if task not in results]:
         lines.append(f"Not run yet: {', '.join(missing)}.")
     return "\n".join(lines).rstrip() + "\n"

@@ -1,21 +1,33 @@
 """An experiment: run configs under recipes, what is measured of their runs, and claims about it.
 
-A file of studies/configs/findings says it all: a `base` configuration, `recipes`, each a set of
-changes with a value to tune, `run_configs`, all trained under each recipe, and `claims`. Runs with
-the same seed see the same batches and are validated under the same orders, so that differences
-between run configs are paired.
+A run config is a base configuration with a few keys changed:
+
+    [base]                                  # a configuration, as train.py takes it
+    [run_configs.fast]
+    from = "slow"                           # optional: a run config above, whose changes it inherits
+    description = "the rate decays linearly"
+    tune = { "optim.lr" = [1e-3, 2e-3, 4e-3] }
+    "optim.schedule" = "linear"
+
+A recipe is a set of changes with a value to tune; all run configs are trained under each recipe.
+Runs with the same seed see the same batches and are validated under the same orders, so that
+differences between run configs are paired.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
 from runtime.errors import UserError
-from runtime.validation import damaged, from_values, read_toml
+from runtime.validation import FileError, damaged, from_values, read_toml, schema
 from studies.measures import Measure
-from studies.runs import ROOT, RunConfig, Values, config_of, read_run_configs
+from studies.runs import ROOT
 from studies.verdicts import Claim, Ratio
+from training import config as configuration
 from training.config import Config
 
 CONFIGS = ROOT / "studies" / "configs" / "findings"
@@ -28,6 +40,69 @@ QUICK = {
     "eval.interval": 50,
     "eval.sequences": 64,
 }
+
+Values = dict[str, float]
+"""A dotted key of the configuration and its value, or nothing where no key is tuned."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str
+    changes: dict
+    """Dotted keys of the configuration whose values differ from the base."""
+    tune: dict[str, list]
+    """A dotted key and the values to try; at most one key."""
+    description: str = ""
+
+    @property
+    def choices(self) -> list[Values]:
+        """What can be tried, in the order of the values under `tune`."""
+        if len(self.tune) > 1:
+            raise UserError(f"{self.name} tunes {', '.join(self.tune)}: choose one of them")
+        return [{key: v} for key, values in self.tune.items() for v in values] or [{}]
+
+    @property
+    def untuned(self) -> Values:
+        """The middle choice."""
+        return self.choices[len(self.choices) // 2]
+
+
+# Other keys of the table are dotted keys of a configuration.
+RunConfigTable = schema(
+    TypedDict(
+        "RunConfigTable", {"from": str, "description": str, "tune": dict[str, list]}, total=False
+    )
+)
+
+
+def read_run_configs(tables: dict[str, dict], source: str) -> dict[str, RunConfig]:
+    """Run configs from the tables of a TOML file, which `source` names in errors."""
+    found: dict[str, RunConfig] = {}
+    for name, table in from_values(tables, dict[str, RunConfigTable], source).items():
+        parent = table.pop("from", None)
+        if parent is not None and parent not in found:
+            raise FileError(f"{source}: {name} is from {parent!r}, which is no run config above it")
+        inherited = found[parent] if parent else RunConfig("", {}, {})
+        description, tune = table.pop("description", ""), table.pop("tune", inherited.tune)
+        tune = {key: values for key, values in tune.items() if key not in table}
+        changes = {k: v for k, v in (inherited.changes | table).items() if k not in tune}
+        found[name] = RunConfig(name, changes, tune, description)
+    return found
+
+
+def config_of(base: dict, run_config: RunConfig, seed: int, tuned: Values, out: Path) -> Config:
+    """The configuration of one run; its folder is OUT/NAME."""
+    values = copy.deepcopy(base)
+    words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
+    name = "_".join([run_config.name, *words, f"s{seed}"])
+    changes = run_config.changes | tuned | {"name": name, "seed": seed, "out": str(out)}
+    for key, value in changes.items():
+        table = values
+        *path, last = key.split(".")
+        for part in path:
+            table = table.setdefault(part, {})  # an unknown key is refused below, by its name
+        table[last] = value
+    return configuration.from_dict(values, f"run config {run_config.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +119,8 @@ class Experiment:
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
+    goal: float | None = None
+    """A loss: how many tokens until a run reaches it?"""
 
     base: dict = field(default_factory=dict)
     recipes: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
@@ -56,7 +133,7 @@ class Experiment:
     """By recipe: runs from which others start, or with which they are measured; not tuned."""
     measures: list[Measure] = field(default_factory=list)
     models: str = ""
-    """Another experiment, whose base, recipes, run configs and therefore runs this one uses."""
+    """Another experiment, whose base, recipes and run configs, and so whose runs, are used."""
     bench: Measure | None = None
     """In place of run configs: a benchmark, whose systems are compared."""
     scale: dict[str, dict | str] = field(default_factory=dict)
@@ -73,15 +150,12 @@ class Experiment:
     """The x coordinate of each run config (sweep) or figure (lines); the figures drawn (points)."""
     x_label: str = ""
     y_label: str = "nats per token"
-    goal: float | None = None
-    """A loss: how many tokens until a run reaches it?"""
 
     def trained(self, recipe: str) -> list[RunConfig]:
-        """Those of a recipe that are trained; of another experiment's models those measured."""
-        run_configs = self.recipes[recipe].values()
+        """The run configs to train; of another experiment's models those that are measured."""
         return [
             one
-            for one in run_configs
+            for one in self.recipes[recipe].values()
             if not self.models or any(measure.applies_to(one.name) for measure in self.measures)
         ]
 
@@ -89,16 +163,15 @@ class Experiment:
         self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False
     ) -> Config:
         """The configuration of one run. A fixed order differs from seed to seed."""
-        changes = dict(run_config.changes) | (QUICK if quick else {})
+        changes = run_config.changes | (QUICK if quick else {})
         if self.out is None:
             changes["order.seed"] = seed
         start = changes.get("train.init_from")
         if start in self.helpers.get(recipe, {}):
             changes["train.init_from"] = str(self.helper(recipe, start, quick).run_folder)
         out = self.out or OUT / ("quick" if quick else "") / (self.models or self.name)
-        return config_of(
-            self.base, replace(run_config, changes=changes), seed, tuned, out / recipe
-        )
+        changed = replace(run_config, changes=changes)
+        return config_of(self.base, changed, seed, tuned, out / recipe)
 
     def helper(self, recipe: str, name: str, quick: bool = False) -> Config:
         run_config = self.helpers[recipe][name]
@@ -120,9 +193,9 @@ class Experiment:
             file = scaled.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
             path = ROOT / "configs" / f"{file}.toml"
             if path.is_file():
-                run_config = RunConfig(name, changes | scaled, {})
                 folder = "fast" if recipe == "fast" else "paper"  # the recipe of that file
                 out = OUT / "at_scale" / self.name / folder
+                run_config = RunConfig(name, changes | scaled, {})
                 found[name] = config_of(read_toml(path), run_config, 0, {}, out)
         return found
 
@@ -178,12 +251,5 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
         values[key] = from_values(values.get(key, []), list[kind], source)
     if "bench" in values:
         values["bench"] = from_values(values["bench"], Measure, source)
-    return Experiment(
-        name=name,
-        recipes=recipes,
-        helpers=helpers,
-        descriptions=descriptions,
-        alone=read_run_configs(tables, source),
-        x=x,
-        **values,
-    )
+    parts = {"recipes": recipes, "helpers": helpers, "descriptions": descriptions, "x": x}
+    return Experiment(name=name, alone=read_run_configs(tables, source), **parts, **values)

@@ -58,6 +58,24 @@ def draw_range(axes, x: list, values: list[tuple], *style, label: str, alpha=0.2
     axes.fill_between(x, low, high, color=line.get_color(), alpha=alpha, linewidth=0)
 
 
+def draw_means(axes, points: list[tuple[float, dict, str]], **style) -> tuple:
+    """Means and 95% CIs over seeds of (x, entry, kind), where there are any; returns the means."""
+    found = [(x, *means) for x, entry, kind in points if (means := mean_over_seeds(entry, kind))]
+    x, y, bars = zip(*found, strict=True) if found else ((), (), ())
+    if found:
+        axes.errorbar(x, y, yerr=bars, capsize=2, **style)
+    return y
+
+
+def mean_over_seeds(entry: dict, kind: str) -> tuple[float, float] | None:
+    """Mean and half-width of the 95% CI of a figure; None if a run lacks it."""
+    values = [value_of(row, kind) for row in entry["runs"]]
+    if not values or None in values:
+        return None
+    mean, half_width = mean_and_reach(values)
+    return mean, half_width if len(values) > 1 else 0.0
+
+
 def draw_curves(axes, experiment: Experiment, entries: Entries) -> None:
     """The loss over tokens, mean and range over seeds; dashed, the least possible one, if known."""
     for name, entry in entries.items():
@@ -71,15 +89,11 @@ def draw_curves(axes, experiment: Experiment, entries: Entries) -> None:
 
 
 def draw_sweep(axes, experiment: Experiment, entries: Entries) -> None:
-    """Final losses over the x of the run configs: means and 95% CIs over seeds."""
+    """Final losses over the x of the run configs."""
+    x = {name: experiment.x[name] for name in entries if name in experiment.x}
     for kind in experiment.shown:
-        found = [
-            (experiment.x[name], *means)
-            for name, entry in entries.items()
-            if name in experiment.x and (means := mean_over_seeds(entry, kind)) is not None
-        ]
-        x, y, bars = zip(*sorted(found), strict=True)
-        axes.errorbar(x, y, yerr=bars, marker="o", markersize=3, capsize=2, label=title_of(kind))
+        points = [(x[name], entries[name], kind) for name in sorted(x, key=x.get)]
+        draw_means(axes, points, marker="o", markersize=3, label=title_of(kind))
     axes.set(xlabel=experiment.x_label, ylabel="nats per token")
 
 
@@ -104,30 +118,22 @@ def draw_averages(axes, experiment: Experiment, entries: Entries) -> None:
 def draw_lines(axes, experiment: Experiment, entries: Entries) -> None:
     """Figures over their x, a line for each run config; dashed, figures of a second name
     (planned_1024 beside peak_1024)."""
-    first, *second = dict.fromkeys(kind.rpartition("_")[0] for kind in experiment.x)
+    prefixes = list(dict.fromkeys(kind.rpartition("_")[0] for kind in experiment.x))
     least = math.inf
     for number, (name, entry) in enumerate(entries.items()):
-        for prefix in (first, *second):
-            found = [
-                (x, *means)
-                for kind, x in experiment.x.items()
-                if kind.rpartition("_")[0] == prefix
-                and (means := mean_over_seeds(entry, kind)) is not None
-            ]
-            if not found:
-                continue
-            x, y, bars = zip(*found, strict=True)
+        for prefix in prefixes:
+            x = {k: x for k, x in experiment.x.items() if k.rpartition("_")[0] == prefix}
             style = {"linestyle": "--"}
-            if prefix == first:  # hollow markers of different forms: lines may coincide
+            if prefix == prefixes[0]:  # hollow markers of different forms: lines may coincide
                 style = {"marker": "osD^v<>"[number % 7], "fillstyle": "none", "label": name}
-                least = min(least, *y)
-            axes.errorbar(x, y, yerr=bars, color=f"C{number}", capsize=2, **style)
+            points = [(place, entry, kind) for kind, place in x.items()]
+            means = draw_means(axes, points, color=f"C{number}", **style)
+            least = min(least, *means, math.inf) if prefix == prefixes[0] else least
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
     log_x(axes, experiment.x.values())
     if experiment.bench:
         axes.set_yscale("log")
-        if least < math.inf:
-            axes.set_ylim(bottom=0.6 * least)
+        axes.set_ylim(bottom=0.6 * least if least < math.inf else None)
 
 
 def draw_points(axes, experiment: Experiment, entries: Entries) -> None:
@@ -135,13 +141,8 @@ def draw_points(axes, experiment: Experiment, entries: Entries) -> None:
     kinds = list(experiment.x) or experiment.shown
     for number, (name, entry) in enumerate(entries.items()):
         shift = 0.6 * (number / max(1, len(entries) - 1) - 0.5)
-        found = [
-            (place + shift, *means)
-            for place, kind in enumerate(kinds)
-            if (means := mean_over_seeds(entry, kind)) is not None
-        ]
-        x, y, bars = zip(*found, strict=True) if found else ((), (), ())
-        axes.errorbar(x, y, yerr=bars, fmt="o", markersize=4, capsize=2, label=name)
+        points = [(place + shift, entry, kind) for place, kind in enumerate(kinds)]
+        draw_means(axes, points, fmt="o", markersize=4, label=name)
     labels = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")
     axes.set(ylabel=experiment.y_label)
@@ -152,10 +153,10 @@ def draw_frontier(axes, experiment: Experiment, entries: Entries) -> None:
     number of steps, the last one larger; a line at the entropy of the text."""
     for number, (name, entry) in enumerate(entries.items()):
         curves: dict[str, list] = {}
-        for kind in entry["runs"][0]["measured"]:
-            setting = kind.removeprefix("judge_")
+        kinds = [kind for kind in entry["runs"][0]["measured"] if kind.startswith("judge_")]
+        for setting in (kind.removeprefix("judge_") for kind in kinds):
             point = [mean_over_seeds(entry, f"{what}_{setting}") for what in ("entropy", "judge")]
-            if setting != kind and None not in point:
+            if None not in point:
                 curve = curves.setdefault(setting.rpartition("_")[0], [])
                 curve.append([mean for mean, _ in point])
         for place, (setting, points) in enumerate(curves.items()):
@@ -163,20 +164,10 @@ def draw_frontier(axes, experiment: Experiment, entries: Entries) -> None:
             style = {"color": f"C{number}", "marker": "osD^"[place % 4]}
             axes.plot(x, y, markersize=3, label=f"{name}, {title_of(setting)}", **style)
             axes.plot(x[-1], y[-1], markersize=7, **style)
-    of_text = (mean_over_seeds(entry, "entropy_of_text") for entry in entries.values())
-    entropy, _ = next(filter(None, of_text))  # run configs that are not measured have none
+        entropy, _ = mean_over_seeds(entry, "entropy_of_text")
     axes.axvline(entropy, linestyle="--", color="black", linewidth=0.8, label="the text")
     axes.margins(y=0.3)  # room for the legend
     axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token; large: most steps")
-
-
-def mean_over_seeds(entry: dict, kind: str) -> tuple[float, float] | None:
-    """Mean and half-width of the 95% CI of a figure; None if a run lacks it."""
-    values = [value_of(row, kind) for row in entry["runs"]]
-    if not values or None in values:
-        return None
-    mean, half_width = mean_and_reach(values)
-    return mean, half_width if len(values) > 1 else 0.0
 
 
 DRAWINGS = {

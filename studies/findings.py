@@ -1,10 +1,10 @@
 """Test claims about any-order models by experiments: run configs, seeds, verdicts.
 
-    python -m studies.findings E1 --seeds 1 --quick     # does it run? Three minutes, nine small books
-    python -m studies.findings E1 --jobs 2              # train what is missing, write results/findings/E1.*
-    python -m studies.findings E1 --configs             # write the configs of the runs, to launch by hand
-    python -m studies.findings E1 --scale               # the same at the paper's scale, with its cost
-    python -m studies.findings page                     # collect everything in results/findings.md
+    python -m studies.findings E1 --seeds 1 --quick   # does it run? Three minutes
+    python -m studies.findings E1 --jobs 2            # train what is missing: results/findings/E1.*
+    python -m studies.findings E1 --configs           # write the configs of the runs, to launch by hand
+    python -m studies.findings E1 --scale             # those at the paper's scale, with their cost
+    python -m studies.findings page                   # collect everything in results/findings.md
 
 An experiment is a file of studies/configs/findings. An interrupted one is resumed: finished runs in
 out/findings are not trained again, nor those with a row in results/findings/E1.runs.jsonl (remove
@@ -14,7 +14,6 @@ the file to repeat them).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -24,13 +23,13 @@ from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import to_json, write_atomically, write_text
 from runtime.reports import markdown_table, versions
-from runtime.validation import Count, check_values
+from runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
 from studies.experiment import Experiment, load_experiment
 from studies.figures import figure
-from studies.runner import Found, Results, Runner, benchmark, train
-from studies.runs import ROOT, commits_of, write_config
+from studies.runner import Found, Results, Runner, RunOptions, benchmark, commits_of, train
+from studies.runs import ROOT, write_config
 from studies.verdicts import judged, ratio_of
 from training.memory_plan import RunPlan, find_gpu, plan_run
 
@@ -39,18 +38,11 @@ PAGE = ROOT / "results" / "findings.md"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(RunOptions):
     experiment: Annotated[str, tyro.conf.Positional]
     """A file of studies/configs/findings without its suffix, or: page."""
-    seeds: Count | None = None
-    """By default as many as the experiment says."""
     recipes: tuple[str, ...] = ()
-    """By default all. Results of fewer recipes or seeds go to out/findings/part."""
-    jobs: Count = 1
-    """Runs in parallel on a CPU, each with one thread."""
-    quick: bool = False
-    """A few steps of every run config, untuned, on the books that come with the repository, to see
-    that everything runs. Results go to out/findings/quick."""
+    """By default all. Results of fewer go to out/findings/part."""
     configs: bool = False
     """Train nothing: write the configs of the runs with seed 0, with every value to try."""
     scale: bool = False
@@ -76,7 +68,7 @@ def main() -> None:
             "--scale and --configs train nothing: leave out --seeds, --jobs and --quick"
         )
     if a.scale:
-        print(*write_scaled(experiment, recipes), sep="\n")
+        write_scaled(experiment, recipes)
     elif a.configs:
         write_configs(experiment, recipes)
     else:
@@ -106,7 +98,13 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
     complete = recipes == list(experiment.recipes) and seeds >= experiment.seeds
     partial = experiments.OUT / ("quick" if a.quick else "part")
     folder = pages.RESULTS if complete and not a.quick else partial
-    write_results(experiment, found, folder / f"{experiment.name}.json")
+    file = folder / f"{experiment.name}.json"
+    write_text(file, to_json(found) + "\n")  # first, so that an error below loses nothing
+    lines = pages.tables(experiment, found)
+    write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
+    image = figure(experiment, found)
+    write_atomically(file.with_suffix(".png"), lambda f: f.write(image))
+    print(*lines, f"wrote {file}, its table (.md) and its figure (.png)", sep="\n")
 
 
 def judgements(experiment: Experiment, trained: Found) -> dict:
@@ -121,34 +119,15 @@ def judgements(experiment: Experiment, trained: Found) -> dict:
     }
 
 
-def write_results(experiment: Experiment, found: dict, file: Path) -> None:
-    """NAME.json first, so that an error below loses nothing; then NAME.md and NAME.png."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, to_json(found) + "\n")
-    lines = pages.tables(experiment, found)
-    write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
-    image = figure(experiment, found)
-    write_atomically(file.with_suffix(".png"), lambda f: f.write(image))
-    print(*lines, f"wrote {file}, its table (.md) and its figure (.png)", sep="\n")
-
-
 def prepare_quick_text(experiment: Experiment) -> None:
-    """Replace all texts by the repository's stories, in bytes, preparing them if necessary;
-    generated data are made."""
-    stories, generated = ROOT / "data" / "stories_bytes", {"polya", "latin5"}
+    """Replace all data by the repository's stories, in bytes, preparing them if necessary."""
+    stories = ROOT / "data" / "stories_bytes"
     if not (stories / "meta.json").exists():
         prepare(Prepare("stories", tokenizer="bytes", out=stories))
     experiment.base["data"] = {"folder": str(stories)}
-    for one in (one for entries in experiment.recipes.values() for one in entries.values()):
-        folder = Path(one.changes.get("data.folder", ""))
-        if folder.name in generated:
-            if not (ROOT / folder / "meta.json").exists():
-                prepare(Prepare(folder.name))
-        elif folder.name:
-            one.changes["data.folder"] = str(stories)
-
-
-# ---- configs to launch by hand -------------------------------------------------------------------
+    for run_configs in experiment.recipes.values():
+        for one in run_configs.values():
+            one.changes.pop("data.folder", None)
 
 
 def write_configs(experiment: Experiment, recipes: list[str]) -> None:
@@ -161,40 +140,41 @@ def write_configs(experiment: Experiment, recipes: list[str]) -> None:
     print(f"wrote {files[-1].parents[1]}/*/*.toml, for python train.py")
 
 
-def write_scaled(experiment: Experiment, recipes: list[str]) -> list[str]:
-    """Write the configs of runs at the paper's scale; lines with the cost of each."""
-    if experiment.bench:
-        return [f"    {experiment.scale['command']}"]
+def write_scaled(experiment: Experiment, recipes: list[str]) -> None:
+    """Write the configs of runs at the paper's scale, and print the cost of each."""
     rows, plans = [], plans_at_scale(experiment, recipes)
-    for name, plan in plans:
+    for plan in plans:
         tokens = plan.tokens_per_step * plan.config.train.steps / 1e9
         memory, days = f"{plan.memory_total / 2**30:.1f}", f"{days_of(plan):.1f}"
-        rows.append([str(write_config(plan.config)), name, f"{tokens:,.0f}e9", memory, days])
-    head = ["config", "run config", "tokens", "GiB of a GPU", "GPU days"]
-    return [*markdown_table(head, rows, left=2), "", cost_of(experiment, plans)]
+        rows.append([str(write_config(plan.config)), f"{tokens:,.0f}e9", memory, days])
+    if rows:
+        head = ["config", "tokens", "GiB of a GPU", "GPU days"]
+        print(*markdown_table(head, rows), "", sep="\n")
+    print(cost_of(experiment, plans))
 
 
-def plans_at_scale(experiment: Experiment, recipes: list[str]) -> list[tuple[str, RunPlan]]:
+def plans_at_scale(experiment: Experiment, recipes: list[str]) -> list[RunPlan]:
     """The run configs of these recipes at the paper's scale, planned for one GPU."""
-    runs = [run for recipe in recipes for run in experiment.at_scale(recipe).items()]
-    return [(name, plan_run(config, 1, find_gpu(GPU))) for name, config in runs]
+    configs = [config for r in recipes for config in experiment.at_scale(r).values()]
+    return [plan_run(config, 1, find_gpu(GPU)) for config in configs]
 
 
 def days_of(plan: RunPlan) -> float:
     return plan.seconds_per_step * plan.config.train.steps / 86400
 
 
-def cost_of(experiment: Experiment, plans: list[tuple[str, RunPlan]]) -> str:
+def cost_of(experiment: Experiment, plans: list[RunPlan]) -> str:
     """A sentence: the command, the number of runs, their cost, and what measures them."""
     measured_by = f"`{experiment.scale['command']}`" if "command" in experiment.scale else ""
     if experiment.bench:
         return measured_by
     command = f"`python -m studies.findings {experiment.name} --scale`"
-    days = sum(days_of(plan) for _, plan in plans)
     whose = f", those of {experiment.models}" if experiment.models else ""
     return (
-        f"{command} writes {len(plans)} configs a seed{whose}, {days:.1f} days of an {GPU} at 40% "
-        "of its peak." + f" Each RUN is measured by {measured_by}." * bool(measured_by)
+        f"{command} writes {len(plans)} configs a seed{whose}, {sum(map(days_of, plans)):.1f} days "
+        f"of an {GPU} at 40% of its peak."
+        + f" Each RUN is measured by {measured_by}."
+        * bool(measured_by)
     )
 
 

@@ -9,7 +9,8 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,6 @@ from data.loader import TokenDataset, read_tokens
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.text_measures import mean_and_reach, unigram_entropy
 from runtime.errors import UserError
-from runtime.files import write_json
-from runtime.reports import commit
-from runtime.validation import damaged, read_results
 from studies.runs import run_alone
 
 Measured = dict[str, list[float | None]]
@@ -43,33 +41,22 @@ class Measure:
     def applies_to(self, name: str) -> bool:
         return not self.run_configs or name in self.run_configs
 
+    def words(self, quick: bool) -> tuple[str, ...]:
+        return self.arguments + (self.quick if quick else ())
 
-def figures_of(script: str, arguments: Sequence[str], file: Path) -> Measured:
-    """What a script measures. The figures are saved in `file`, and measured again only if the
-    arguments have changed. Raises UserError with the script's last words if it fails."""
-    command = [script, *arguments]
-    advice = "remove it, to have it measured again"
-    if file.exists():
-        with damaged(file, advice):
-            saved = read_results(file, advice)
-            if saved["command"] == command:
-                return saved["figures"]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    report = file.with_suffix(".report.json")
-    # An interrupted measurement may have left a report behind.
-    done = run_alone(*command, "--json", str(report), "--overwrite")
-    if done.returncode:
-        raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-    figures = READERS[script](json.loads(report.read_text()))
-    write_json(file, {"command": command, "commit": commit(), "figures": figures})
-    return figures
+
+def measured_by(command: list[str]) -> Measured:
+    """The figures of a script. Raises UserError with its last words if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        done = run_alone(*command, "--json", str(file))
+        if done.returncode:
+            raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+        return READERS[command[0]](json.loads(file.read_text()))
 
 
 def finite(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
-
-
-# ---- readers of the scripts' JSON ----------------------------------------------------------------
 
 
 def of_perplexity(result: dict) -> Measured:
@@ -148,16 +135,15 @@ def of_bench(result: dict) -> dict[str, dict]:
     KIND_LENGTH and KIND, its exponent in the length. KIND is seconds, forwards, peak or planned."""
     systems = {}
     for name, exponents in result["exponents"].items():
+        repeats = [{} for _ in range(result["settings"]["repeats"])]
         rows = [row for row in result["rows"] if row["name"] == name]
-        columns = exponents | {
-            f"{kind}_{row['length']}": values
-            for row in rows
-            for kind, values in row["by_repeat"].items()
-        }
-        repeats = [
-            {kind: [values[repeat], None] for kind, values in columns.items()}
-            for repeat in range(result["settings"]["repeats"])
-        ]
+        for ending, columns in [
+            ("", exponents),
+            *((f"_{r['length']}", r["by_repeat"]) for r in rows),
+        ]:
+            for kind, values in columns.items():
+                for figures, value in zip(repeats, values, strict=True):
+                    figures[kind + ending] = [value, None]
         systems[name] = {"description": rows[0]["description"], "repeats": repeats}
     return systems
 
@@ -168,8 +154,6 @@ READERS: dict[str, Callable[[dict], dict]] = {
     "eval_gen.py": of_generation,
     "eval_infill.py": of_infilling,
 }
-
-# ---- of the validation text ----------------------------------------------------------------------
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from collections import Counter
 from evaluation.text_measures import mean_and_reach
 from runtime.reports import markdown_table
 from runtime.validation import damaged, read_results
-from studies.experiment import Experiment, experiment_names, load_experiment
+from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
 from studies.verdicts import figure_of
 
@@ -55,9 +55,6 @@ def title_of(kind: str) -> str:
     parts = kind.split("_")
     words = [title_of_part(part) for part in parts]
     return TITLES.get(kind, kind if words == parts else ", ".join(filter(None, words)))
-
-
-# ---- tables --------------------------------------------------------------------------------------
 
 
 def tables(experiment: Experiment, found: dict) -> list[str]:
@@ -158,36 +155,6 @@ def claims_table(claims: list[dict]) -> list[str]:
     return markdown_table(head, lines, left=2)
 
 
-# ---- the page ------------------------------------------------------------------------------------
-
-HEAD = """# Findings
-
-Claims about any-order models, each tested by runs of minutes on a CPU core.
-
-    python -m studies.findings E1 --jobs 2     # train an experiment or resume it; write its part
-    python -m studies.findings page            # this page
-
-**Rules.** A claim says that one figure is lower than another: a loss, unless it says otherwise. It
-is the paper's or our own. Runs with the same seed share batches and the orders under which they are
-validated; in a benchmark, repeats take the place of seeds. *Mean difference*: the higher side minus
-the lower one, above 0 if the claim holds. *Reproduced*: it holds with every seed, and the mean is
-more than two standard errors (of seeds and of the Monte Carlo estimates together) from 0.
-*Reversed*: the mirror image. Otherwise *unresolved*; also where neither loss has come a tenth of a
-nat below the unigram entropy, *(plateau)*. Two standard errors of three seeds are less than a 95%
-CI, which takes 4.3: check the error where a difference is only just beyond. *As good, within* a
-margin means: worse by less than the margin. The table shows the difference; the verdict is of the
-difference and the margin together. Every run config has its rate tuned by its runs with seed 0,
-over the same values as the others of its recipe: the middle one and its two neighbours, then on as
-long as the loss falls. *(boundary)*: the best value is at the boundary of the grid, and the loss
-might fall further beyond it. The run with the chosen rate is one of the seeds. Verdicts are
-computed, never written by hand. Losses are in nats per token, unless stated otherwise, of the
-averaged weights on held-out text: the same 256 blocks for all seeds, or as many as a setting says;
-no interval covers what other text would change. `±` is the half-width of the 95% CI over seeds.
-*Monte Carlo error* is the part of the standard error that comes from sampled orders and masks, as
-if those of two run configs were independent; it is 0 where nothing was sampled or the error was not
-estimated (of the last weights and of averages other than the first).
-"""
-
 AFTER = "(asked after the runs)"  # at the end of such a claim
 
 
@@ -204,7 +171,8 @@ def page() -> str:
             missing.append(name)
     if missing:
         lines.append(f"Not run yet: {', '.join(missing)}.")
-    return "\n".join([HEAD, *overview(read), *lines]).rstrip() + "\n"
+    head = (CONFIGS / "page.md").read_text()
+    return "\n".join([head, *overview(read), *lines]).rstrip() + "\n"
 
 
 def overview(read: list[tuple[Experiment, dict]]) -> list[str]:

@@ -12,8 +12,9 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,10 +22,11 @@ from tqdm import tqdm
 from data.loader import find_dataset
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines, write_jsonl
-from runtime.validation import damaged, read_results
-from studies.experiment import OUT, Experiment
-from studies.measures import at_entropy, entropy_of_blocks, figures_of, least_loss, unigram
-from studies.runs import Run, RunConfig, Values, main_loss, run_of
+from runtime.reports import commit
+from runtime.validation import Count, damaged
+from studies.experiment import Experiment, RunConfig, Values
+from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
+from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
 from training import config as configuration
 from training import memory_plan
 from training.config import Config
@@ -32,6 +34,17 @@ from training.config import Config
 Found = dict[str, dict[str, dict]]
 """By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
 "parameters", "runs": [the result of each seed]}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    seeds: Count | None = None
+    """By default as many as the experiment says. Fewer give results in out/findings/part."""
+    jobs: Count = 1
+    """Runs in parallel on a CPU, each with one thread."""
+    quick: bool = False
+    """A few steps of every run config, untuned, to see that everything runs. Results go to
+    out/findings/quick."""
 
 
 class Results:
@@ -44,12 +57,12 @@ class Results:
         if file and file.exists():
             with damaged(file, "remove it, and its runs are trained again"):
                 rows = [json_object(text, place) for place, text in read_lines(file, "results")]
-                self.rows = {row["key"]: row for row in rows if "result" in row}
+                self.rows = {row["key"]: row for row in rows}
 
-    def of(self, config: Config, measured_by: list[list[str]], make: Callable[[], dict]) -> dict:
-        """The result of a run that these commands measure: the saved one, or else that of `make`,
-        which is saved."""
-        key = key_of(config, measured_by)
+    def of(self, config: Config, commands: list[list[str]], make: Callable[[], dict]) -> dict:
+        """The result of a run that is measured by these commands: the saved one, or else that of
+        `make`, which is saved."""
+        key = key_of(config, commands)
         if key not in self.rows:
             row = {"run": str(config.run_folder), "key": key, "result": make()}
             with self.lock:
@@ -59,21 +72,22 @@ class Results:
         return self.rows[key]["result"]
 
 
-def key_of(config: Config, measured_by: list[list[str]]) -> str:
+def key_of(config: Config, commands: list[list[str]]) -> str:
     """Identifies a run and its measures. Keys with their default values do not count, so that a new
     option invalidates no results."""
     changed = configuration.differences(Config(), config)
-    values = {key: new for key, (_, new) in changed.items()}
-    text = json.dumps([values, measured_by], sort_keys=True, default=str)
+    text = json.dumps(
+        [{key: new for key, (_, new) in changed.items()}, commands], sort_keys=True, default=str
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---- tuning --------------------------------------------------------------------------------------
+def commits_of(results: Iterable[dict]) -> str:
+    """All commits of some results, each once; a run that was resumed has several."""
+    return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
 
 
-def search(
-    choices: list[Values], loss_of: Callable[[Values], float]
-) -> list[tuple[Values, float]]:
+def search(choices: list, loss_of: Callable[[Values], float]) -> list[tuple[Values, float]]:
     """Try the middle choice and both neighbours, then neighbours of the best one, until both of its
     own have been tried: where the loss is flat, chance would lead away from better values. Returns
     those tried, in their order, with their losses; nothing if there is only one choice."""
@@ -83,7 +97,7 @@ def search(
     tried = {middle: loss_of(choices[middle])}
     while True:
         best = min(tried, key=tried.get)
-        wanted = (middle, middle + 1, middle - 1, best + 1, best - 1)
+        wanted = (middle + 1, middle - 1, best + 1, best - 1)
         left = [n for n in wanted if 0 <= n < len(choices) and n not in tried]
         if not left:
             return [(choices[place], tried[place]) for place in sorted(tried)]
@@ -91,22 +105,14 @@ def search(
 
 
 def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
-    """The choice whose run ended lowest; the middle one if none was tried. A run that diverged has
-    an infinite loss. Raises UserError if all did."""
+    """The choice whose run ended lowest; the middle one if none was tried. Raises UserError if all
+    runs diverged, which have infinite losses."""
     if not tried:
         return run_config.untuned
     values, loss = min(tried, key=lambda of_one: of_one[1])
     if loss == math.inf:
         raise UserError(f"no run of {run_config.name} ended: lower the values that it tunes")
     return values
-
-
-def at_boundary(choices: list[Values], tuned: Values) -> bool:
-    """Whether the best choice is the first or the last: a value beyond it might be better."""
-    return len(choices) > 1 and tuned in (choices[0], choices[-1])
-
-
-# ---- training ------------------------------------------------------------------------------------
 
 
 def train(
@@ -125,27 +131,27 @@ def train(
     Runs are tuned at full length: in short runs, still on the unigram plateau, rates cannot be told
     apart, and the best one there is not the best one later."""
     chosen = [(recipe, one) for recipe in recipes for one in experiment.trained(recipe)]
-    open_choices = [] if quick else [one for _, one in chosen if len(one.choices) > 1]
-    total = sum(min(3, len(one.choices)) for one in open_choices) + seeds * len(chosen)
-    pool = ThreadPoolExecutor(jobs)
+    tries = [0 if quick or len(one.choices) == 1 else 3 for _, one in chosen]  # usually
+    total = sum(tries) + seeds * len(chosen)
     bar = tqdm(desc=experiment.name, total=total, unit="run", smoothing=1, disable=None)
-    runner = Runner(experiment, results, processes, quick, bar)
+    runner, pool = Runner(experiment, results, processes, quick, bar), ThreadPoolExecutor(jobs)
     found: Found = {recipe: {} for recipe in recipes}
     try:
         tuning = [pool.submit(runner.tune, recipe, one) for recipe, one in chosen]
         tried = [future.result() for future in tuning]
-        best = [best_of(one, of_one) for (_, one), of_one in zip(chosen, tried, strict=True)]
+        best = [best_of(one, pairs) for (_, one), pairs in zip(chosen, tried, strict=True)]
         runs = [
             [pool.submit(runner.run, recipe, one, seed, tuned) for seed in range(seeds)]
             for (recipe, one), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, one), pairs, tuned, of_one in zip(chosen, tried, best, runs, strict=True):
             model = memory_plan.meta_model(experiment.config(recipe, one, 0, tuned))
+            grid = one.choices
             found[recipe][one.name] = {
                 "description": one.description,
                 "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
                 "tuned": tuned,
-                "at_boundary": not quick and at_boundary(one.choices, tuned),
+                "at_boundary": bool(pairs) and tuned in (grid[0], grid[-1]),
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "runs": [future.result() for future in of_one],
             }
@@ -156,8 +162,7 @@ def train(
 
 
 class Runner:
-    """Makes the runs of an experiment when they are needed; its methods may be called by
-    threads."""
+    """Makes the runs of an experiment; its methods may be called by threads."""
 
     def __init__(
         self,
@@ -183,116 +188,85 @@ class Runner:
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
-        helpers = self.experiment.helpers.get(recipe, {})
-        folders = {n: self.experiment.helper(recipe, n, self.quick).run_folder for n in helpers}
+        folders = {name: c.run_folder for name, c in self.helpers(recipe).items()}
         places = {"run": config.run_folder, "data": config.data.folder} | folders
-        commands = []
-        for number, measure in enumerate(self.experiment.measures):
-            if measure.applies_to(run_config.name):
-                words = [*measure.arguments, *(measure.quick if self.quick else ())]
-                commands.append((number, [word.format(**places) for word in words]))
+        commands = [
+            [measure.script, *(word.format(**places) for word in measure.words(self.quick))]
+            for measure in self.experiment.measures
+            if measure.applies_to(run_config.name)
+        ]
         return self.result(recipe, config, commands)
 
-    def result(self, recipe: str, config: Config, commands: list[tuple[int, list[str]]]) -> dict:
-        """The result of a run, trained first if necessary; commands: the number and the arguments
-        of each measure."""
+    def result(self, recipe: str, config: Config, commands: list[list[str]]) -> dict:
+        """The result of a run, which is trained and measured if it is not there."""
 
         def make() -> dict:
-            if not self.quick:
-                self.check_data()
+            for word in (word for command in commands for word in command):
+                if word.startswith("data/"):  # missing data should not stop us after hours of runs
+                    find_dataset(word)
             with self.lock:  # the first run trains the helpers, the others wait
-                for name in self.experiment.helpers.get(recipe, {}):
-                    run_of(self.experiment.helper(recipe, name, self.quick))
-            done = run_of(config, self.processes)
-            tqdm.write(f"{config.name}: {main_loss(config)} {done.loss}")
-            result = result_of(done)
-            if done.lines:
-                result["measured"] |= self.measured(commands, config)
+                for helper in self.helpers(recipe).values():
+                    finished_run(helper)
+            result = result_of(config, finished_run(config, self.processes))
+            tqdm.write(f"{config.name}: {result['losses'].get('training', ['diverged'])[-1]}")
+            for command in commands if result["tokens"] else ():
+                result["measured"] |= measured_by(command)
+            if any(name.startswith("judge_") for name in result["measured"]):
+                entropy = entropy_of_blocks(config.data.folder, config.model.block_size)
+                result["measured"] |= at_entropy(result["measured"], entropy)
+                result["measured"]["entropy_of_text"] = [entropy, None]
             return result
 
-        found = self.results.of(config, [words for _, words in commands], make)
+        found = self.results.of(config, [words for _, *words in commands], make)
         if self.bar is not None:
             self.bar.update()
         return found
 
-    def helper_results(self, recipes: list[str]) -> dict[str, dict[str, dict]]:
-        """By recipe and name."""
-        configs = {
+    def helpers(self, recipe: str) -> dict[str, Config]:
+        names = self.experiment.helpers.get(recipe, {})
+        return {name: self.experiment.helper(recipe, name, self.quick) for name in names}
+
+    def helper_results(self, recipes: list[str]) -> Found:
+        return {
             recipe: {
-                n: self.experiment.helper(recipe, n, self.quick)
-                for n in self.experiment.helpers.get(recipe, {})
+                name: self.results.of(config, [], lambda c=config: result_of(c, finished_run(c)))
+                for name, config in self.helpers(recipe).items()
             }
             for recipe in recipes
         }
-        return {
-            recipe: {
-                name: self.results.of(config, [], lambda config=config: result_of(run_of(config)))
-                for name, config in of_recipe.items()
-            }
-            for recipe, of_recipe in configs.items()
-        }
-
-    def measured(self, commands: list[tuple[int, list[str]]], config: Config) -> dict:
-        figures: dict = {}
-        for number, words in commands:
-            file = config.run_folder.with_name(f"{config.name}.{self.experiment.name}.{number}.json")
-            figures |= figures_of(self.experiment.measures[number].script, words, file)
-        if any(name.startswith("judge_") for name in figures):
-            entropy = entropy_of_blocks(config.data.folder, config.model.block_size)
-            figures |= at_entropy(figures, entropy) | {"entropy_of_text": [entropy, None]}
-        return figures
-
-    def check_data(self) -> None:
-        """Raise FileNotFoundError if a dataset of a measure is missing, before hours of runs."""
-        for measure in self.experiment.measures:
-            for word in measure.arguments:
-                if word.startswith("data/"):
-                    find_dataset(word)
 
 
 def benchmark(experiment: Experiment, quick: bool) -> Found:
     """The systems of a benchmark in place of run configs; its repeats stand in for seeds."""
     bench = experiment.bench
-    file = OUT / ("quick" if quick else "") / experiment.name / "bench.json"
-    words = [*bench.arguments, *(bench.quick if quick else ())]
-    systems = figures_of(bench.script, words, file)
-    commit = read_results(file, "remove it, to have it measured again")["commit"]
-    return {
-        "side by side": {
-            name: {
-                "description": system["description"],
-                "tuning": [],
-                "tuned": {},
-                "runs": [
-                    {"commit": commit, "tokens": [], "losses": {}, "measured": figures}
-                    for figures in system["repeats"]
-                ],
-            }
-            for name, system in systems.items()
-        }
-    }
+    found = {}
+    for name, system in measured_by([bench.script, *bench.words(quick)]).items():
+        row = {"commit": commit(), "tokens": [], "losses": {}}
+        runs = [row | {"measured": figures} for figures in system["repeats"]]
+        description = {"description": system["description"], "tuning": [], "tuned": {}}
+        found[name] = description | {"runs": runs}
+    return {"side by side": found}
 
 
-def result_of(run: Run) -> dict:
+def result_of(config: Config, lines: list[dict] | None) -> dict:
     """What is saved of a run. losses: `training`, those under its training orders, and others by
     kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the distance
     of the last loss from the least possible one, where that is known."""
-    config, losses = run.config, {}
-    result = {"seed": config.seed, "commit": run.commit, "tokens": [], "losses": losses}
-    result["measured"] = {"unigram": [unigram(config.data.folder), None]}
-    least = least_loss(config.data.folder, config.eval.sequences, config.model.block_size)
-    if least is not None and run.loss is not None:
-        result["measured"]["excess"] = [round(run.loss - least, 6), None]
-    main = main_loss(config)
-    for line in run.validations:
-        result["tokens"].append(line["tokens"])
+    main, losses, tokens = main_loss(config), {}, []
+    measured = {"unigram": [unigram(config.data.folder), None]}
+    for line in validations_of(config, lines):
+        tokens.append(line["tokens"])
         values = {"training": line[main], "training_error": line.get(main.replace("loss", "error"))}
         for key, value in line.items():
-            if key.startswith("val_loss_"):
-                values[key.removeprefix("val_loss_")] = value
-            elif key.startswith("val_error_"):
-                values[key.removeprefix("val_error_") + "_error"] = value
+            for prefix, ending in (("val_loss_", ""), ("val_error_", "_error")):
+                if key.startswith(prefix):
+                    values[key.removeprefix(prefix) + ending] = value
         for key, value in values.items():
             # Six digits are beyond the accuracy of everything here, and halve the file.
             losses.setdefault(key, []).append(None if value is None else round(value, 6))
-    return result | {"tokens_per_second": run.tokens_per_second}
+    least = least_loss(config.data.folder, config.eval.sequences, config.model.block_size)
+    if least is not None and tokens:
+        measured["excess"] = [round(line[main] - least, 6), None]
+    result = {"seed": config.seed, "commit": trained_by(config), "tokens": tokens}
+    result |= {"losses": losses, "measured": measured}
+    return result | {"tokens_per_second": speed_of(lines)}

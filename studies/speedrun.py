@@ -1,14 +1,13 @@
-"""How few tokens does an any-order model need? Train run configs of a benchmark, print their lines.
+"""How few tokens does an any-order model need? Train run configs of a benchmark.
 
-    python -m studies.speedrun bytes                              # the leaderboard, and what has not been run
+    python -m studies.speedrun bytes                              # the leaderboard
     python -m studies.speedrun bytes paper fast --jobs 2          # train, resumed if interrupted
     python -m studies.speedrun bytes paper fast --repetitions 3   # measure their speed, in turn
-    python -m studies.speedrun bytes --markdown FILE              # write the leaderboard
 
-A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order validation loss; it
-fixes data, block size and evaluation. All run configs are tuned alike: seed 0 is trained with values
-under `tune`, the lowest final loss decides, and the other seeds are trained with that value. Results
-are in results/speedrun/BENCHMARK.json, those of single runs in BENCHMARK.runs.jsonl.
+A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order validation loss;
+it fixes data, block size and evaluation. Run configs are tuned alike: seed 0 is trained with values
+under `tune`, the lowest final loss decides, and the other seeds are trained with that value.
+Results are in results/speedrun/BENCHMARK.json, those of single runs in BENCHMARK.runs.jsonl.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from evaluation.text_measures import mean_and_reach
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_json
-from runtime.outputs import OutputOptions, Outputs
 from runtime.reports import command, commit, markdown_table, versions
 from runtime.validation import (
     Count,
@@ -39,11 +37,11 @@ from runtime.validation import (
     read_toml,
     schema,
 )
-from studies.experiment import Experiment
-from studies.machine import cpu_name, with_range
+from studies.bench_common import cpu_name, spread_of
+from studies.experiment import Experiment, read_run_configs
 from studies.pages import mean_cell, tokens_to, tuned_cell, value_of
-from studies.runner import Results, train
-from studies.runs import ROOT, commits_of, read_run_configs, run_of
+from studies.runner import Results, commits_of, train
+from studies.runs import ROOT, finished_run, speed_of
 from training.config import Config
 
 CONFIGS, RESULTS = ROOT / "studies" / "configs" / "speedrun", ROOT / "results" / "speedrun"
@@ -55,7 +53,7 @@ WORTH = math.log(1.02) / math.log(4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(OutputOptions):
+class Arguments:
     benchmark: Annotated[str, tyro.conf.Positional]
     """A file of studies/configs/speedrun without its suffix."""
     run_configs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -67,48 +65,36 @@ class Arguments(OutputOptions):
     """Of each run, one for each GPU of this machine, started by torchrun."""
     repetitions: NonNegative = 0
     """Instead of training, measure speed: so many times, a short run of each run config in turn."""
-    markdown: Path | None = None
-    """Write the leaderboard to this file."""
 
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     benchmark = load_benchmark(a.benchmark)
-    outputs = Outputs({"--markdown": a.markdown}, (), a.overwrite)
-    known = benchmark.recipes[RECIPE]
+    known, entries = benchmark.recipes[RECIPE], read_entries(benchmark)
     for name in a.run_configs:
         if name not in known:
             raise UserError(
                 f"there is no run config {name!r}; {a.benchmark} has {', '.join(known)}"
             )
+        if a.repetitions and name not in entries:
+            raise UserError(f"{name} has no results: run it first, without --repetitions")
     if a.repetitions and a.run_configs:
-        write_json(speeds_file(benchmark), measure_speeds(benchmark, a))
+        write_json(file_of(benchmark, ".speeds.json"), measure_speeds(benchmark, a))
         print(*time_table(benchmark), sep="\n")
     elif a.run_configs:
-        train_run_configs(benchmark, a)
+        chosen = {name: known[name] for name in a.run_configs}
+        experiment = replace(benchmark, recipes={RECIPE: chosen})
+        results = Results(file_of(benchmark, ".runs.jsonl"))
+        workers = {"jobs": a.jobs, "processes": a.processes}
+        for name, entry in train(experiment, [RECIPE], a.seeds, results, **workers)[RECIPE].items():
+            entries[name] = entry | {"commit": commits_of(entry["runs"])}
+        made = {"experiment": benchmark.name, "recipes": {RECIPE: entries}}
+        write_json(file_of(benchmark, ".json"), made | {"torch": versions()["torch"]})
+        lines = [line(name, entries[name], benchmark.goal) for name in chosen]
+        print(*markdown_table(HEAD, lines), sep="\n")
     else:
         print(*table(benchmark), sep="\n")
-    if a.markdown:
-        with outputs:
-            outputs.write(a.markdown, "\n".join(table(benchmark)) + "\n")
-
-
-def train_run_configs(benchmark: Experiment, a: Arguments) -> None:
-    """Tune and train, write the results, and print a line for each run config."""
-    chosen = {name: benchmark.recipes[RECIPE][name] for name in dict.fromkeys(a.run_configs)}
-    experiment, results = replace(benchmark, recipes={RECIPE: chosen}), results_file(benchmark)
-    rows = Results(results.with_suffix(".runs.jsonl"))
-    options = {"jobs": a.jobs, "processes": a.processes}
-    found = train(experiment, [RECIPE], a.seeds, rows, **options)[RECIPE]
-    entries = {n: e | {"commit": commits_of(e["runs"])} for n, e in found.items()}
-    known = read_entries(benchmark) | entries
-    made = {"experiment": benchmark.name, "recipes": {RECIPE: known}, "torch": versions()["torch"]}
-    write_json(results, made)
-    print(*markdown_table(HEAD, [line(*of, benchmark.goal) for of in entries.items()]), sep="\n")
-
-
-# ---- benchmarks ----------------------------------------------------------------------------------
 
 
 @schema
@@ -124,13 +110,9 @@ def load_benchmark(name: str) -> Experiment:
     numbers of steps of that one."""
     source = f"benchmark {name}"
     values = from_values(read_values(name), BenchmarkFile, source)
-    return Experiment(
-        name=name,
-        goal=values["goal"],
-        base=values["base"],
-        recipes={RECIPE: read_run_configs(values["run_configs"], source)},
-        out=OUT / name,
-    )
+    run_configs = read_run_configs(values["run_configs"], source)
+    parts = {"goal": values["goal"], "base": values["base"], "recipes": {RECIPE: run_configs}}
+    return Experiment(name=name, out=OUT / name, **parts)
 
 
 def read_values(name: str) -> dict:
@@ -143,44 +125,33 @@ def read_values(name: str) -> dict:
         return values
     source, length = read_values(values.pop("from")), values.pop("length", 1)
     with damaged(path, "compare it with studies/configs/speedrun/gpt2.toml"):
-        steps = [(source["base"]["train"], "steps"), (source["base"]["eval"], "interval")]
-        for table in source["run_configs"].values():
-            steps += [(table, key) for key in ("train.steps", "eval.interval") if key in table]
-        for table, key in steps:
-            table[key] = round(length * table[key])
+        tables = [source["base"]["train"], source["base"]["eval"], *source["run_configs"].values()]
+        for table in tables:
+            for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
+                table[key] = round(length * table[key])
         for part in ("base", "run_configs"):
             for key, table in values.pop(part, {}).items():
                 source[part][key] = source[part].get(key, {}) | table
         return source | values
 
 
-def results_file(benchmark: Experiment) -> Path:
-    return RESULTS / f"{benchmark.name}.json"
-
-
-def speeds_file(benchmark: Experiment) -> Path:
-    return RESULTS / f"{benchmark.name}.speeds.json"
+def file_of(benchmark: Experiment, suffix: str) -> Path:
+    return RESULTS / f"{benchmark.name}{suffix}"
 
 
 def read_entries(benchmark: Experiment) -> dict[str, dict]:
     """The results by run config; also of some that the benchmark no longer has."""
-    file = results_file(benchmark)
-    advice = "remove it, and run its run configs again"
-    return read_results(file, advice)["recipes"][RECIPE] if file.exists() else {}
-
-
-# ---- time ----------------------------------------------------------------------------------------
+    file, advice = file_of(benchmark, ".json"), "remove it, and run its run configs again"
+    with damaged(file, advice):
+        return read_results(file, advice)["recipes"][RECIPE] if file.exists() else {}
 
 
 def measure_speeds(benchmark: Experiment, a: Arguments) -> dict:
     """Tokens per second of run configs with results, in turn, so that other work of the machine
     affects all of them alike."""
-    entries, configs = read_entries(benchmark), {}
-    for name in dict.fromkeys(a.run_configs):
-        if name not in entries:
-            raise UserError(f"{name} has no results: run it first, without --repetitions")
-        run_config = benchmark.recipes[RECIPE][name]
-        configs[name] = benchmark.config(RECIPE, run_config, 0, entries[name]["tuned"])
+    entries, known, configs = read_entries(benchmark), benchmark.recipes[RECIPE], {}
+    for name in a.run_configs:
+        configs[name] = benchmark.config(RECIPE, known[name], 0, entries[name]["tuned"])
     speeds: dict[str, list[float]] = {name: [] for name in configs}
     for _ in range(a.repetitions):
         for name, config in configs.items():
@@ -202,68 +173,62 @@ def speed_of_short_run(config: Config, processes: int) -> float:
             optim=replace(config.optim, warmup_steps=min(config.optim.warmup_steps, steps)),
             eval=replace(config.eval, interval=steps, sequences=1),
         )
-        done = run_of(short, processes)
-        if done.lines is None:
-            raise UserError(f"{config.name}: its loss became infinite within {steps} steps")
-        return done.tokens_per_second
+        lines = finished_run(short, processes)
+    if lines is None:
+        raise UserError(f"{config.name}: its loss became infinite within {steps} steps")
+    return speed_of(lines)
 
 
 def time_table(benchmark: Experiment) -> list[str]:
     """The duration of runs at their measured speeds, and until they reach the goal, as shares of
     the first run config's, repetition by repetition: the median, and the least and largest."""
-    speeds = read_results(speeds_file(benchmark), "remove it, and measure again")
+    speeds = read_results(file_of(benchmark, ".speeds.json"), "remove it, and measure again")
     speeds, entries = speeds["tokens_per_second"], read_entries(benchmark)
     first = next(iter(speeds))
     durations = [tokens_of(entries[first]) / speed for speed in speeds[first]]
-
-    def share_cell(tokens: float | None, name: str) -> str:
-        if tokens is None:
-            return "-"
-        pairs = zip(speeds[name], durations, strict=True)
-        return spread_of([tokens / speed / seconds for speed, seconds in pairs])
-
     lines = []
-    for name in speeds:
-        entry, tokens = entries[name], tokens_of(entries[name])
-        lines.append(
-            [
-                name,
-                mean_cell([value_of(row, "random") for row in ended(entry)]),
-                spread_of([speed / 1000 for speed in speeds[name]]),
-                f"{tokens / statistics.median(speeds[name]):.0f}",
-                share_cell(tokens, name),
-                share_cell(mean_tokens_to_goal(entry, benchmark.goal), name),
-            ]
-        )
+    for name, of in speeds.items():
+        entry, shares = entries[name], []
+        for tokens in (tokens_of(entry), mean_tokens_to_goal(entry, benchmark.goal)):
+            pairs = zip(of, durations, strict=True)
+            ratios = [tokens / speed / seconds for speed, seconds in pairs] if tokens else []
+            shares.append(spread_of(ratios) if ratios else "-")
+        loss = mean_cell([value_of(row, "random") for row in ended(entry)])
+        seconds = f"{tokens_of(entry) / statistics.median(of):.0f}"
+        lines.append([name, loss, spread_of([speed / 1000 for speed in of]), seconds, *shares])
     head = ["run config", "any order", "1,000 tokens per second", "seconds", f"of {first}'s"]
     return markdown_table([*head, "to the goal"], lines)
 
 
-def spread_of(values: list[float]) -> str:
-    return with_range(statistics.median(values), min(values), max(values))
-
-
-# ---- the leaderboard -----------------------------------------------------------------------------
-
 HEAD = ["run config", "any order", "left to right", "seeds", "tokens", "to the goal", "minutes"]
 HEAD += ["tuned", "commit", "description"]
+
+
+def table(benchmark: Experiment) -> list[str]:
+    """The leaderboard: run configs with results, the fewest tokens and the lowest loss first.
+    Ingredients that did not pay stay there, though the benchmark no longer has them."""
+    with damaged(file_of(benchmark, ".json"), "remove it, and run its run configs again"):
+        known = read_entries(benchmark)
+        place = {
+            n: (tokens_of(e), statistics.mean(losses_of(e).values())) for n, e in known.items()
+        }
+        ranked = sorted(known, key=place.get)
+        lines = markdown_table(HEAD, [line(name, known[name], benchmark.goal) for name in ranked])
+        lines += ingredients(known)
+        if file_of(benchmark, ".speeds.json").exists():
+            lines += ["", *time_table(benchmark)]
+    missing = [name for name in benchmark.recipes[RECIPE] if name not in known]
+    return [*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])]
 
 
 def line(name: str, entry: dict, goal: float) -> list[str]:
     """Means over seeds, of losses with the half-width of their 95% CI."""
     rows, reached = ended(entry), mean_tokens_to_goal(entry, goal)
     minutes = statistics.mean(r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows)
-    return [
-        name,
-        *(mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")),
-        str(len(rows)),
-        f"{tokens_of(entry) / 1e6:.2f}M",
-        "-" if reached is None else f"{reached / 1e6:.2f}M",
-        f"{minutes:.1f}",
-        tuned_cell(entry),
-        entry["commit"],
-        entry["description"],
-    ]
+    losses = [mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")]
+    tokens = ["-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)]
+    told = [tuned_cell(entry), entry["commit"], entry["description"]]
+    return [name, *losses, str(len(rows)), *tokens, f"{minutes:.1f}", *told]
 
 
 def mean_tokens_to_goal(entry: dict, goal: float) -> float | None:
@@ -286,41 +251,23 @@ def losses_of(entry: dict) -> dict[int, float]:
     return {row["seed"]: row["losses"]["training"][-1] for row in ended(entry)}
 
 
-def table(benchmark: Experiment) -> list[str]:
-    """The leaderboard: run configs with results, the fewest tokens and the lowest loss first.
-    Ingredients that did not pay stay there, though the benchmark no longer has them."""
-    with damaged(results_file(benchmark), "remove it, and run its run configs again"):
-        known = sorted(
-            read_entries(benchmark).items(),
-            key=lambda of: (tokens_of(of[1]), statistics.mean(losses_of(of[1]).values())),
-        )
-        lines = markdown_table(HEAD, [line(*of, benchmark.goal) for of in known])
-        lines += ingredients(dict(known))
-        if speeds_file(benchmark).exists():
-            lines += ["", *time_table(benchmark)]
-    missing = [name for name in benchmark.recipes[RECIPE] if name not in dict(known)]
-    return [*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])]
-
-
 def ingredients(known: dict[str, dict]) -> list[str]:
-    """What one change to "fast" gives, seed by seed: the run configs "fast-..." with as many
-    tokens."""
+    """What one change to "fast" gives, seed by seed: run configs "fast-..." with equal tokens."""
     if not {"fast", "fast-x4"} <= known.keys():
         return []
     fast, longer = losses_of(known["fast"]), losses_of(known["fast-x4"])
     worth = WORTH * (statistics.mean(fast.values()) - statistics.mean(longer.values()))
     lines = []
-    for name, entry in known.items():
-        if not name.startswith("fast-") or tokens_of(entry) != tokens_of(known["fast"]):
-            continue
-        losses = losses_of(entry)
-        differences = [losses[seed] - fast[seed] for seed in fast.keys() & losses.keys()]
-        mean, half_width = mean_and_reach(differences)
-        word = "no difference" if abs(mean) < half_width else "costs" if mean > 0 else "pays"
-        if word == "pays" and -mean < worth:
-            word = "too little"
-        lines.append([name, f"{mean:+.4f} ± {half_width:.4f}", word, entry["description"]])
-    return ["", *markdown_table(["one change", "any order", "it", "description"], sorted(lines))]
+    for name, entry in sorted(known.items()):
+        if name.startswith("fast-") and tokens_of(entry) == tokens_of(known["fast"]):
+            losses = losses_of(entry)
+            differences = [losses[seed] - fast[seed] for seed in fast.keys() & losses.keys()]
+            mean, half_width = mean_and_reach(differences)
+            word = "no difference" if abs(mean) < half_width else "costs" if mean > 0 else "pays"
+            if word == "pays" and -mean < worth:
+                word = "too little"
+            lines.append([name, f"{mean:+.4f} ± {half_width:.4f}", word, entry["description"]])
+    return ["", *markdown_table(["one change", "any order", "it", "description"], lines)]
 
 
 if __name__ == "__main__":

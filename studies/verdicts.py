@@ -12,7 +12,7 @@ UNMEASURED = "not measured"
 NOTHING = 0.1  # nats per token: a loss this close to the unigram entropy is on its plateau
 
 Entries = dict[str, dict]
-"""By run config: {"runs": [a row for each seed]}, as `runner.train` returns them."""
+"""By run config: {"runs": [the result of each seed]}, as `runner.train` returns them."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,8 @@ def verdict(differences: list[float], monte_carlo: float) -> dict:
     over_seeds = statistics.stdev(differences) / math.sqrt(len(differences))
     error = math.sqrt(over_seeds**2 + monte_carlo**2)
     word = "unresolved"
-    if abs(mean) > 2 * error:
-        if all(d > 0 for d in differences):
-            word = "reproduced"
-        elif all(d < 0 for d in differences):
-            word = "reversed"
+    if abs(mean) > 2 * error and all(d * mean > 0 for d in differences):
+        word = "reproduced" if mean > 0 else "reversed"
     return {"mean": mean, "error": error, "verdict": word}
 
 
