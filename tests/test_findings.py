@@ -226,7 +226,9 @@ def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
 
 def test_two_losses_that_are_still_frequencies_of_tokens_tell_nothing():
     def of(*losses, **figures):
-        return {"runs": [row(n, x, 0.0, unigram=[3.0, None], **figures) for n, x in enumerate(losses)]}
+        return {
+            "runs": [row(n, x, 0.0, unigram=[3.0, None], **figures) for n, x in enumerate(losses)]
+        }
 
     # measured of the same text; or of another
     of_a = {"eval_random": [2.95, 0.01], "ptb_random": [2.95, 0.01]}
