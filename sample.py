@@ -8,13 +8,6 @@ Examples:
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import itertools
 import json
 import re
@@ -30,12 +23,14 @@ from checkpoints.load import Loaded, load
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
+from runtime.errors import UserError
 from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.reports import provenance
 from sampling.modes import (
     Context,
+    DecodingOptions,
     SamplingOptions,
     check_mode,
     generate_distributed,
@@ -53,6 +48,7 @@ MAX_PROMPTS, PROMPT_CHARACTERS = 100_000, 64 << 20  # of a file, all together
 class Arguments(SamplingOptions, ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
+    decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
     prompt: str | None = None
     """Text that every sample begins with."""
     infill: str | None = None
@@ -93,7 +89,7 @@ def main() -> None:
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate what is asked for; the main process writes and prints it."""
     # Everything that can be wrong is told before the model is loaded, or else before it runs.
-    a = with_mode_defaults(a)
+    options = with_mode_defaults(a.decoding)
     outputs = check_files(a)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size)
@@ -101,26 +97,26 @@ def sample(a: Arguments, procs: Processes) -> None:
     tokenizer = get_tokenizer(loaded.tokenizer)
     block_size = loaded.model.config.block_size
     contexts = [encode(request, tokenizer, a.length, block_size) for request in requests]
-    check_mode(a, loaded.model.config)
+    check_mode(options, loaded.model.config)
     check_contexts(loaded, requests, contexts)
-    a = with_default_steps(a, contexts)
+    options = with_default_steps(options, contexts)
 
     started = time.perf_counter()
     samples = generate_distributed(
         loaded.model.to(dtype),
-        plan_samples(a, contexts, a.seed),
-        a.choice,
+        plan_samples(options, contexts, a.seed, a.num_samples),
+        options,
         loaded.vocab_size,
         procs,
-        batch_size=a.batch_size,
-        compile=a.compile,
     )
     if not procs.main:
         return
 
     cost = generation_cost(samples, time.perf_counter() - started)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = origin.pop("settings") | origin
+    settings = origin.pop("settings")
+    del settings["decoding"]  # of which the defaults are known now
+    settings |= vars(options) | origin
     prompts = [(request.kind, request.text) for request in requests]
     records = sample_records(samples, tokenizer, prompts, a.until_end)
     with outputs:

@@ -35,8 +35,8 @@ class StepRunner:
     work of a step than a CPU at asking for it.
     """
 
-    def __init__(self, device: torch.device):
-        self.records = device.type == "cuda"
+    def __init__(self, device: torch.device, graphs: bool):
+        self.records = graphs and device.type == "cuda"
         self.run_once: set = set()
         self.graphs: dict = {}
         self.step: Tensor | None = None  # where recorded graphs read their step

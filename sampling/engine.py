@@ -126,6 +126,7 @@ def generate(
     halve: bool | None = None,
     progress: Callable[[int], None] | None = None,
     compile: bool = False,
+    kernels: bool = False,
 ) -> Generation:
     """Generate the samples of a plan.
 
@@ -150,8 +151,8 @@ def generate(
             batch_size is given.
         progress: called after every step with the number of positions it unmasked; and with less
             than 0 where a smaller batch begins again.
-        compile: torch.compile the step, with CUDA graphs on a GPU; worth its minutes for many
-            samples.
+        compile: torch.compile the blocks; worth its minutes for many samples.
+        kernels: on a GPU, Triton kernels and, compiled, CUDA graphs.
 
     Raises ValueError for what does not fit together; where memory does not suffice and the batch
     may not be halved; and after the last step if the model's output was not finite. Whoever
@@ -179,7 +180,7 @@ def generate(
 
     while True:
         try:
-            engine = Engine(model, size, T, choice, vocab_size, compile)
+            engine = Engine(model, size, T, choice, vocab_size, compile, kernels)
             return engine.run(plan, tokens, uniforms, count, forced)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
@@ -311,15 +312,17 @@ class Engine(nn.Module):
         choice: TokenChoice,
         vocab_size: int | None = None,
         compile: bool = False,
+        kernels: bool = False,
     ):
         super().__init__()
         self.B, self.T = batch_size, length
         self.choice, self.vocab_size = choice, vocab_size
         self.model = with_compiled_blocks(model) if compile else packed(model)
         passes = EncoderPasses if model.config.is_encoder else DecoderPasses
-        self.passes = passes(self.model, batch_size, length)
-        # Positions whose logits are alive at once.
         device = model.wte.weight.device
+        self.kernels = triton_kernels(device) if kernels else None
+        self.passes = passes(self.model, batch_size, length, self.kernels)
+        # Positions whose logits are alive at once.
         self.head_rows = head_chunk(model.config.vocab_size, device.type)
         for name, dtype in BUFFERS.items():
             zeros = torch.zeros(batch_size, length + 1, dtype=dtype, device=device)
@@ -330,8 +333,7 @@ class Engine(nn.Module):
         self.forced: Tensor | None = None  # (B, T + 1), by position: tokens that are not drawn
         self.eval()
         self.shapes = CompiledShapes() if compile else None
-        self.runner = StepRunner(device) if compile else None
-        self.kernels = triton_kernels(device)
+        self.runner = StepRunner(device, kernels) if compile else None
 
     @torch.no_grad()
     def generate(

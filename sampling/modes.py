@@ -16,10 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from model import AOGPT, ModelConfig
+from orders import parse_order
 from runtime.devices import available_memory
 from runtime.errors import UserError
 from runtime.processes import Processes
-from runtime.validation import LARGEST, Count, Probability, check_values, flag
+from runtime.validation import LARGEST, Count, Probability, check_value, check_values, flag
 from sampling.engine import Generation, generate
 from sampling.plans import (
     Plan,
@@ -29,12 +30,13 @@ from sampling.plans import (
     check_threshold,
     l2r_plan,
     mdm_plan,
+    order_plan,
     random_plan,
     speculative_plan,
 )
 from sampling.token_choice import Crossing, Noise, Temperature, TokenChoice
 
-Mode = Literal["mdm", "even", "l2r", "random", "adaptive", Score, "speculative"]
+Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
 UnmaskFirst = Literal[Score, "random"]
 Context = list[int | None]  # the tokens of a sample, None where they are to be generated
 
@@ -43,14 +45,14 @@ Context = list[int | None]  # the tokens of a sample, None where they are to be 
 MODE_OPTIONS = {
     "steps": (None, ("mdm", "even")),
     "schedule": ("linear", ("mdm", "even")),
-    "group_size": (1, ("l2r", "random", "adaptive")),  # with --threshold or --entropy-bound: none
+    "group_size": (1, ("l2r", "random", "order", "adaptive")),
     "unmask_by": ("confidence", ("adaptive",)),
     "threshold": (None, ("adaptive",)),
     "entropy_bound": (None, ("adaptive",)),
     "block": (None, ("adaptive",)),
+    "order": ("random", ("order", "speculative")),
     "draft": (8, ("speculative",)),
     "draft_by": ("model", ("speculative",)),
-    "order": ("random", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
 PLAN_BYTES = 40  # of a token of a sample: its id, its place in the plan, its random number
@@ -59,23 +61,25 @@ BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """How positions are filled in: options of scripts that generate."""
+    """How positions are filled in. Scripts nest it without a prefix:
+    `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
 
-    mode: Mode = "mdm"
-    """mdm: masked diffusion, exact: every position unmasks at its own random time.
+    mode: Mode | None = None
+    """mdm (default): masked diffusion, exact: every position unmasks at its own random time.
     even: a random order in groups of equal size.
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
-    adaptive: the positions that the model is surest of first.
+    order: the same in orders drawn from --order; the default where that is given.
+    adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
-    speculative: guessed in parallel, verified in one causal pass; exact as one token a step."""
+    speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
     steps: Count | None = None
     """Steps of mdm and even; by default one per token to generate."""
     schedule: Schedule | None = None
-    """Of mdm and even. linear (default): about as many tokens in every step.
+    """Of mdm and even. linear (default): about equally many tokens in every step.
     cosine: few at first, many at the end."""
     group_size: Count | None = None
-    """Tokens a step of l2r, random and adaptive; by default 1.
+    """Tokens a step of l2r, random, order and adaptive; by default 1.
     With --threshold or --entropy-bound the most of a step; by default any number."""
     unmask_by: UnmaskFirst | None = None
     """adaptive: first where the likeliest token is most probable (default), or the entropy least,
@@ -84,18 +88,19 @@ class DecodingOptions:
     """adaptive: in a step all tokens whose confidence or margin is at least this, or entropy (nats)
     at most; one at least."""
     entropy_bound: Bound | None = None
-    """adaptive: in a step so many that their entropies (nats), without the largest, add up to at
-    most this (EB-sampler); one at least."""
+    """adaptive: in a step tokens whose entropies (nats), without the largest, add up to at most
+    this (EB-sampler); one at least."""
     block: Count | None = None
     """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive);
     counted from the beginning of a sample, prompt and all."""
+    order: str | None = None
+    """A distribution over orders, KIND or KIND:setting=value, such as slots:block=8: the kinds of
+    order.kind in a training config. speculative: random (default) or l2r."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
-    """speculative: tokens guessed at once; by default 8."""
+    """speculative: tokens drafted at once; by default 8."""
     draft_by: Literal["model", "ngram"] | None = None
-    """speculative: guessed by the model in parallel (default), or without it, as what most often
+    """speculative: drafted by the model in parallel (default), or without it, as what most often
     follows the token on the left in the sample so far."""
-    order: Literal["random", "l2r"] | None = None
-    """speculative: in a random order (default) or left to right."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
     In float32 it does not change the samples, in bfloat16 rounding depends on it."""
@@ -104,7 +109,7 @@ class DecodingOptions:
     top_p: Probability = 1.0
     """Draw from the most probable tokens that together have this probability."""
     top_k: Count | None = None
-    """Draw from so many most probable tokens."""
+    """Draw from this number of most probable tokens."""
     crossing: Crossing = "keep"
     """drop: of the tokens of --top-p without the last, which takes them above it, as some published
     samplers do."""
@@ -113,6 +118,8 @@ class DecodingOptions:
     temperature."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
+    kernels: bool = False
+    """On a GPU: Triton kernels for attention and the draw, and with --compile CUDA graphs."""
 
     def __post_init__(self):
         check_values(self)
@@ -125,64 +132,80 @@ class DecodingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(DecodingOptions):
-    """How samples are made."""
+class SamplingOptions:
+    """How many samples are made, and how long they are."""
 
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
     num_samples: Count = 4
     """Samples of each prompt."""
 
+    def __post_init__(self):
+        check_values(self)
 
-Options = TypeVar("Options", bound=DecodingOptions)  # a script's own, which inherit from these
+
+Options = TypeVar("Options", bound=DecodingOptions)
 
 
 def with_mode_defaults(options: Options) -> Options:
-    """The options with the defaults of their mode. ValueError for what has no meaning in it."""
-    defaults = {}
+    """The options with the defaults of their mode. Raises UserError for options without meaning in
+    it."""
+    if options.mode is None:
+        options = dataclasses.replace(options, mode="mdm" if options.order is None else "order")
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
             raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
         options = dataclasses.replace(options, mode="adaptive", unmask_by=options.mode)
+    defaults = {}
     for name, (default, modes) in MODE_OPTIONS.items():
         value = getattr(options, name)
         if options.mode in modes:
             defaults[name] = default if value is None else value
-            if name == "group_size" and (options.threshold, options.entropy_bound) != (None, None):
-                defaults[name] = value  # the model chooses how many
         elif value is not None:
             also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
             raise UserError(
                 f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
                 f"--mode {' or '.join((*modes, *also))}"
             )
-    if options.mode == "speculative" and options.noise != "float64":
-        raise UserError(
-            f"--noise {options.noise} has no meaning with --mode speculative, which draws exactly; "
-            "leave it out"
-        )
+    if (options.threshold, options.entropy_bound) != (None, None):
+        defaults["group_size"] = options.group_size  # the model chooses how many
     options = dataclasses.replace(options, **defaults)
-    of_choice = options.threshold, options.entropy_bound, options.block
+    _check_together(options)
+    return options
+
+
+def _check_together(options: DecodingOptions) -> None:
+    if options.mode == "speculative":
+        if options.noise != "float64":
+            raise UserError(
+                f"--noise {options.noise} has no meaning with --mode speculative, which draws "
+                "exactly; leave it out"
+            )
+        check_value(options.order, Literal["random", "l2r"], "--order of --mode speculative")
+    elif options.mode == "order":
+        parse_order(options.order, "--order")
     if options.threshold is not None and options.unmask_by != "random":
         check_threshold(options.unmask_by, options.threshold)
-    if options.unmask_by == "random" and of_choice != (None, None, None):
+    if options.unmask_by == "random" and (
+        (options.threshold, options.entropy_bound, options.block) != (None, None, None)
+    ):
         raise UserError(
             "--threshold, --entropy-bound and --block are for positions that the model chooses: "
             "give another --unmask-by"
         )
-    return options
 
 
 def with_default_steps(options: Options, contexts: list[Context]) -> Options:
     """The options with the steps that mdm and even take by default: one per token of the longest
-    request."""
+    context."""
     if options.steps or options.mode not in ("mdm", "even"):
         return options
     return dataclasses.replace(options, steps=max(context.count(None) for context in contexts))
 
 
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
-    """ValueError if a model of this shape cannot generate so. options: with the mode's defaults."""
+    """Raise UserError if a model of this shape cannot generate so. options: with the mode's
+    defaults."""
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
         if options.mode == "adaptive":
@@ -190,8 +213,8 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         elif options.mode == "l2r":
             what = f"--group-size {options.group_size}"
         raise UserError(
-            f"{what} needs a model that is told its target position; this one takes --mode l2r, "
-            "group size 1"
+            f"{what} needs a model that is conditioned on the target position; this one takes "
+            "--mode l2r, group size 1"
         )
     if options.mode == "speculative" and config.is_encoder:
         raise UserError(
@@ -208,67 +231,55 @@ class PlannedSamples(NamedTuple):
     processes, the samples are the same."""
 
     plan: Plan
-    tokens: Tensor
-    """LongTensor (B, T): the given tokens, in their places."""
-    uniforms: Tensor
-    """Float64 (B, T) in [0, 1), by position: what tokens are drawn with."""
+    tokens: Tensor  # LongTensor (B, T), by position: the given tokens
+    uniforms: Tensor  # float64 (B, T) in [0, 1), by position: what tokens are drawn with
 
 
 def mode_plan(
     options: DecodingOptions, length: Tensor, given: Tensor, generator: torch.Generator
 ) -> Plan:
-    """The plan of a mode.
-
-    Rows that each have a generator of their own, as in evaluation/harness.py, are planned one by
-    one and put together: ``stack_plans([mode_plan(options, length[b : b + 1], ...), ...])``.
-
-    Args:
-        options: with the mode's defaults. Without steps, mdm and even take one per token of the row
-            that has the most to generate.
-        length: LongTensor (B,). given: BoolTensor (B, T).
-    """
-    B, longest = len(length), int((length - given.sum(dim=1)).max())
+    """The plan of a mode. options: with the mode's defaults; without steps, mdm and even take one
+    per token of the row with most to generate. length (B,), given BoolTensor (B, T). Rows that each
+    have a generator of their own are planned one by one and joined by `stack_plans`."""
+    B, group = len(length), options.group_size
     match options.mode:
         case "mdm" | "even":
-            steps, even = options.steps or max(1, longest), options.mode == "even"
+            steps = options.steps or max(1, int((length - given.sum(dim=1)).max()))
+            even = options.mode == "even"
             return mdm_plan(B, length, steps, generator, given, even, options.schedule)
         case "l2r":
-            return l2r_plan(B, length, given, options.group_size)
+            return l2r_plan(B, length, given, group)
         case "random":
-            return random_plan(B, length, generator, given, options.group_size)
+            return random_plan(B, length, generator, given, group)
+        case "order":
+            orders = parse_order(options.order, "--order")
+            return order_plan(B, length, orders, generator.initial_seed(), given, group)
         case "adaptive":
-            by, group = options.unmask_by, options.group_size
-            pace = options.threshold, options.entropy_bound, options.block
-            return adaptive_plan(B, length, by, generator, given, group, *pace)
+            limits = options.threshold, options.entropy_bound, options.block
+            return adaptive_plan(B, length, options.unmask_by, generator, given, group, *limits)
         case "speculative":
             shuffled = generator if options.order == "random" else None
             return speculative_plan(B, length, options.draft, shuffled, given, options.draft_by)
 
 
-def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -> PlannedSamples:
+def plan_samples(
+    options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int
+) -> PlannedSamples:
     """The plan of all samples, `num_samples` in a row for each context, a function of the seed.
-
-    options: with the mode's defaults.
-    """
-    numbers = options.num_samples * len(contexts) * max(map(len, contexts))
+    options: with the mode's defaults."""
+    numbers = num_samples * len(contexts) * max(map(len, contexts))
     memory = available_memory(torch.device("cpu"))
     if memory is not None and numbers * PLAN_BYTES > memory:
         raise UserError(
-            f"{options.num_samples:,} samples for each of {len(contexts):,} prompts need "
+            f"{num_samples:,} samples for each of {len(contexts):,} prompts need "
             f"{numbers * PLAN_BYTES / 2**30:,.0f} GiB of memory; ask for fewer at once"
         )
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.tensor([token or 0 for token in context]) for context in contexts]
     given = [torch.tensor([token is not None for token in context]) for context in contexts]
     length = torch.tensor([len(context) for context in contexts])
-    length, tokens, given = (
-        rows.repeat_interleave(options.num_samples, dim=0)
-        for rows in (
-            length,
-            pad_sequence(tokens, batch_first=True),
-            pad_sequence(given, batch_first=True),
-        )
-    )
+    padded = length, pad_sequence(tokens, batch_first=True), pad_sequence(given, batch_first=True)
+    length, tokens, given = (rows.repeat_interleave(num_samples, dim=0) for rows in padded)
     plan = mode_plan(options, length, given, generator)
     uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
     return PlannedSamples(plan, tokens, uniforms)
@@ -280,40 +291,33 @@ def plan_samples(options: SamplingOptions, contexts: list[Context], seed: int) -
 def generate_distributed(
     model: AOGPT,
     planned: PlannedSamples,
-    choice: TokenChoice,
+    options: DecodingOptions,
     vocab_size: int,
     procs: Processes,
     *,
-    batch_size: int | None = None,
-    compile: bool = False,
     label: str | None = None,
 ) -> Generation:
-    """Generate what is planned, every process its share; all samples on every process.
-
-    Args:
-        batch_size: samples in flight at once; None: 16, or fewer where memory runs out.
-        label: before the progress bar.
-
-    Raises ValueError as `generate` does.
-    """
+    """Generate what is planned, every process its share; all samples on every process. label:
+    before the progress bar. Raises UserError as `generate` does."""
     plan, tokens, uniforms = planned
-    own = procs.share(len(plan))
-    rows = slice(own.start, own.stop)
+    share = procs.share(len(plan))
+    rows = slice(share.start, share.stop)
     total = int(plan[rows].generated().sum())
     quiet = None if procs.main else True
     part = None
     with tqdm(total=total, unit="token", desc=label, disable=quiet, leave=False) as bar:
-        if own:  # with more processes than samples, some have none
+        if share:  # with more processes than samples, some have none
             part = generate(
                 model,
                 plan[rows],
                 tokens[rows],
                 uniforms=uniforms[rows],
-                choice=choice,
+                choice=options.choice,
                 vocab_size=vocab_size,
-                batch_size=batch_size or BATCH_SIZE,
-                halve=batch_size is None,
-                compile=compile,
+                batch_size=options.batch_size or BATCH_SIZE,
+                halve=options.batch_size is None,
+                compile=options.compile,
+                kernels=options.kernels,
                 progress=bar.update,
             )
     return Generation.joined([part for part in procs.gather(part) if part is not None])

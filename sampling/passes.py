@@ -72,13 +72,12 @@ class DecoderPasses(nn.Module):
     """Passes of a decoder: a step feeds the tokens that are new since the last step, and a copy of
     the last known one for every position that it predicts (see `AOGPT.parallel_hidden`)."""
 
-    def __init__(self, model: AOGPT, batch_size: int, length: int):
+    def __init__(self, model: AOGPT, batch_size: int, length: int, kernels=None):
         super().__init__()
         weight = model.wte.weight
         self.model = model
         self.cache = KVCache(model.config, batch_size, length, weight.device, weight.dtype)
         self.two_stream = model.config.target == "two_stream"
-        kernels = triton_kernels(weight.device)
         # Its sums are float32, and it knows neither groups nor queries without a key of their own.
         if kernels is not None and weight.dtype != torch.float64 and not self.two_stream:
             self.cache.kernel = kernels.attend_cached
@@ -158,7 +157,7 @@ class EncoderPasses(nn.Module):
 
     cache = None
 
-    def __init__(self, model: Encoder, batch_size: int, length: int):
+    def __init__(self, model: Encoder, batch_size: int, length: int, kernels=None):
         super().__init__()
         self.model = model
 

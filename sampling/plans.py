@@ -19,6 +19,7 @@ Shapes: B samples, T positions of the longest, G groups (a row's own steps that 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from orders import OrderConfig, inverse_permutation, orders_at
 from runtime.errors import UserError
 from runtime.validation import LARGEST, check_value
 
@@ -194,6 +196,27 @@ def random_plan(
     """
     samples = _Samples(batch_size, length, given)
     return samples.in_groups(samples.uniforms(generator), group)
+
+
+def order_plan(
+    batch_size: int,
+    length: int | Tensor,
+    orders: OrderConfig,
+    seed: int,
+    given: Tensor | None = None,
+    group: int = 1,
+) -> Plan:
+    """Orders drawn from a distribution, `group` positions a step, given positions first. The order
+    of row b is `orders_at(orders, seed, 0, [b], its length)`."""
+    samples = _Samples(batch_size, length, given)
+    step_of, start = samples.position.clone(), 0  # by position; where a row has none, the identity
+    for n, run in itertools.groupby(samples.length.tolist()):  # rows of equal length at once
+        rows = range(start, start + len(list(run)))
+        if n:
+            drawn = orders_at(orders, seed, 0, rows, n)
+            step_of[rows.start : rows.stop, :n] = inverse_permutation(drawn)
+        start = rows.stop
+    return samples.in_groups(step_of, group)
 
 
 def mdm_plan(

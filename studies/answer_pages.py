@@ -10,7 +10,7 @@ import statistics
 
 from scipy.stats import binom
 
-from data.tasks import TASKS
+from data.puzzles import TASKS
 from evaluation.text_measures import mean_and_reach
 from runtime.reports import markdown_table, new_figure, png
 from studies.experiment import Experiment
@@ -138,9 +138,10 @@ def costs_of(results: dict[str, Entries]) -> list[dict]:
     often by the same decoder in as many steps, and not almost never."""
     costs = []
     for task, entries in results.items():
-        both = [entries[name] for name in ("aogpt", "encoder") if name in entries]
-        shared = [name for name in decoders_of(both[0]) if name in decoders_of(both[-1])]
-        for decoder in shared if len(both) == 2 else ():
+        if not {"aogpt", "encoder"} <= entries.keys():
+            continue
+        both = entries["aogpt"], entries["encoder"]
+        for decoder in (name for name in decoders_of(both[0]) if name in decoders_of(both[1])):
             shares = [share_of(entry, decoder) for entry in both]
             steps = [mean_of(entry, decoder, "nfe") for entry in both]
             few = min(share for share, _ in shares) < TOO_FEW

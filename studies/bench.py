@@ -29,7 +29,7 @@ from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.runs import run_alone
 from studies.step_speed import TrainOptions, bench_train
 from training.config import Config
-from training.memory_plan import find_gpu, plan_run
+from training.plan import find_gpu, plan_run
 
 MFU_GOALS = {"small": 0.45, "medium": 0.50}
 HEAD = ["check", "target", "measured", "verdict"]
@@ -133,7 +133,7 @@ def training(out: Path, size: str, batch_size: int, planned: int) -> Iterator[li
 
 
 def planned_bytes(size: str, batch_size: int) -> int:
-    """What `train.py --plan` says of the same step."""
+    """What `python -m training.plan` says of the same step."""
     config = Config(model=SIZES[size][0])
     settings = {"batch_size": batch_size, "micro_batch_size": batch_size, "dtype": "bfloat16"}
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))

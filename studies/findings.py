@@ -31,7 +31,7 @@ from studies.figures import figure
 from studies.runner import Found, Results, Runner, RunOptions, benchmark, commits_of, train
 from studies.runs import ROOT, write_config
 from studies.verdicts import judged, ratio_of
-from training.memory_plan import RunPlan, find_gpu, plan_run
+from training.plan import RunPlan, find_gpu, plan_run
 
 GPU = "NVIDIA H100 80GB HBM3"
 PAGE = ROOT / "results" / "findings.md"

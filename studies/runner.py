@@ -28,8 +28,8 @@ from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
 from training import config as configuration
-from training import memory_plan
 from training.config import Config
+from training.plan import meta_model
 
 Found = dict[str, dict[str, dict]]
 """By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
@@ -145,7 +145,7 @@ def train(
             for (recipe, one), tuned in zip(chosen, best, strict=True)
         ]
         for (recipe, one), pairs, tuned, of_one in zip(chosen, tried, best, runs, strict=True):
-            model = memory_plan.meta_model(experiment.config(recipe, one, 0, tuned))
+            model = meta_model(experiment.config(recipe, one, 0, tuned))
             grid = one.choices
             found[recipe][one.name] = {
                 "description": one.description,

@@ -21,7 +21,7 @@ from torch import Tensor
 from model import ModelConfig
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
-from runtime.devices import autocast, has_compiler, peak_flops, pick_device, pick_dtype, synchronize
+from runtime.devices import autocast, has_compiler, pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
 from runtime.reports import markdown_table
 from runtime.validation import Count
@@ -30,6 +30,7 @@ from studies.baselines import PerToken
 from studies.bench_common import SIZES, BenchOptions
 from training.averages import EMA
 from training.config import Config, OptimConfig
+from training.gpus import peak_flops
 from training.optimizers import make_optimizer
 from variants import flops_per_token
 

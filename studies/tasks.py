@@ -22,8 +22,8 @@ import tyro
 
 from checkpoints import Loaded, load
 from data.prepare import Prepare, prepare
-from data.tasks import TASKS
-from evaluation.tasks import ON_PAGE, Answers, Questions, answer, open_questions, page_of
+from data.puzzles import TASKS
+from evaluation.answers import ON_PAGE, Answers, Questions, answer, open_questions, page_of
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text

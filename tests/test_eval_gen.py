@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from helpers import LENGTH, MODES, column, read_lines, torchrun
 
+import checkpoints as checkpoint
 import eval_gen
 import sample
-from checkpoints import load as checkpoint
 from checkpoints import store
 from data.tokenizers import BytesTokenizer, get_tokenizer
 from evaluation import judges, sample_sets, scoring

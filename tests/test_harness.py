@@ -14,8 +14,8 @@ import torch
 from helpers import assert_user_error, read_lines, run_script, torchrun
 from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
 
+import checkpoints as checkpoint
 import eval_tasks
-from checkpoints import load as checkpoint
 from data.tokenizers import get_tokenizer
 from evaluation import harness
 from runtime.processes import Processes

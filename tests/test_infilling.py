@@ -18,7 +18,7 @@ from evaluation.infilling import (
     middle_nll,
     rouge,
 )
-from studies.experiments.measures import of_infilling
+from studies.measures import of_infilling
 
 T, TOKENS = 9, 11
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import LENGTH, MODES, column, data_of, read_lines, run_script, torchrun
 
+import checkpoints as checkpoint
 import sample
-from checkpoints import load as checkpoint
 from checkpoints import store
 from data.tokenizers import get_tokenizer
 from sampling import engine, modes
@@ -442,11 +442,11 @@ ONE_KIND = "one of --prompt, --infill and --prompts"
         ("--mode | even | --steps | -3", "--steps is -3"),
         ("--mode | l2r | --steps | 4", "--steps has no meaning with --mode l2r | mdm or even"),
         ("--mode | random | --schedule | cosine", "--schedule | random | mdm or even"),
-        ("--group-size | 1", "--group-size | mdm | l2r or random or adaptive"),
+        ("--group-size | 1", "--group-size | mdm | l2r or random or order or adaptive"),
         ("--mode | speculative | --group-size | 2", "--group-size | speculative"),
         ("--mode | random | --unmask-by | entropy", "--unmask-by | random | --mode adaptive"),
         ("--mode | even | --draft | 4", "--draft | even | --mode speculative"),
-        ("--mode | l2r | --order | l2r", "--order | l2r | --mode speculative"),
+        ("--mode | l2r | --order | l2r", "--order | l2r | --mode order or speculative"),
         ("--mode | l2r | --group-size | 0", "--group-size is 0"),
         ("--mode | l2r | --group-size | 9999999999", "--group-size is 9999999999 | 2**31"),
         ("--mode | speculative | --draft | 1", "--draft is 1 | at least 2"),
@@ -545,7 +545,7 @@ def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(
 ):
     said = refused("--mode", mode, path=plain)
     told = f"{mode} (by confidence)" if mode == "adaptive" else mode
-    assert f"--mode {told} needs a model that is told its target position" in said
+    assert f"--mode {told} needs a model that is conditioned on the target position" in said
     assert "--mode l2r" in said
 
 
@@ -553,7 +553,7 @@ def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_ma
     refused, plain, prompts
 ):
     said = refused("--mode", "l2r", "--group-size", 2, path=plain)
-    assert "--group-size 2 needs a model that is told its target position" in said
+    assert "--group-size 2 needs a model that is conditioned on the target position" in said
     said = refused("--mode", "l2r", "--infill", "[MASK:1]a", path=plain)
     assert "--infill: this model is not told its target position and can only continue" in said
     rows = prompts([{"prompt": "a"}, {"infill": "a[MASK:1]b[MASK:1]"}])

@@ -1,4 +1,4 @@
-"""Records: what is given comes first and bears no loss, and what is absent is not there."""
+"""Prompts come first and bear no loss, and padding is not there."""
 
 import collections
 import dataclasses
@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import ALONE, encoder_config, metrics, prepared, tiny_config
-from hypothesis import given as with_examples
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import LEVEL, TOKENS, chi_square_p, make_system, random_orders, random_tokens
 
 import train
 from data.loader import TokenDataset
-from data.prepare import Prepare, prepare
-from data.records import ABSENT, GIVEN, PREDICTED, encode_record, given, spans
+from data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
 from data.tokenizers import get_tokenizer
 from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
 from orders import OrderConfig, Roles, orders_at
+from runtime.errors import UserError
 from training.batches import make_batch, roles_of
 from training.config import Config, TrainConfig
 from variants import group_starts
@@ -47,37 +46,34 @@ def config_of(system, batch=4):
     return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
 
 
-# ---- the text of records -------------------------------------------------------------------------
+# ---- examples and their prompt masks -------------------------------------------------------------
 
 words = st.text(st.characters(exclude_characters="[]", codec="utf-8"), min_size=1, max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
-@with_examples(
-    st.lists(st.tuples(words, st.booleans()), min_size=1, max_size=6), words, st.booleans()
-)
-def test_a_record_has_the_bytes_and_roles_of_its_spans(parts, last, end):
-    record = "".join(given(text) if is_given else text for text, is_given in parts) + last
-    ids, roles = encode_record(record, get_tokenizer("bytes"), 200, end)
-    expected = [(b, GIVEN if g else PREDICTED) for text, g in parts for b in text.encode()]
+@given(st.lists(st.tuples(words, st.booleans()), min_size=1, max_size=6), words, st.booleans())
+def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
+    example = "".join(as_prompt(text) if prompt else text for text, prompt in parts) + last
+    ids, roles = encode_example(example, get_tokenizer("bytes"), 200, end)
+    expected = [(b, PROMPT if p else PREDICTED) for text, p in parts for b in text.encode()]
     expected += [(b, PREDICTED) for b in last.encode()] + [(256, PREDICTED)] * end
-    expected += [(256, ABSENT)] * (200 - len(expected))
+    expected += [(256, PADDING)] * (200 - len(expected))
     assert list(zip(ids, roles, strict=True)) == expected
 
 
 @pytest.mark.parametrize(
-    "record, says",
+    "example, says",
     [
-        ("[GIVEN]a", "without \\[/GIVEN\\]"),
+        ("[GIVEN]a", "without its other mark"),
         ("a[/GIVEN]b", "without its other mark"),
         ("[GIVEN]a[GIVEN]b[/GIVEN]", "without its other mark"),
         ("[GIVEN]a[/GIVEN]", "nothing left to predict"),
         ("", "nothing left to predict"),
     ],
 )
-def test_marks_that_do_not_fit_are_refused(record, says):
-    with pytest.raises(ValueError, match=f"here: .*{says}"):
-        spans(record, "here")
+def test_marks_that_do_not_fit_are_refused(example, says):
+    with pytest.raises(UserError, match=f"here: .*{says}"):
+        spans(example, "here")
 
 
 def write_rows(path, rows):
@@ -85,12 +81,15 @@ def write_rows(path, rows):
     return path
 
 
-def test_own_records_are_prepared_one_a_block(tmp_path):
+def test_examples_are_prepared_one_a_block(tmp_path, capsys):
     rows = [{"prompt": f"{i}+1=", "text": str(i + 1)} for i in range(30)]
     rows.append({"text": "a[GIVEN]b[/GIVEN]c"})
     rows.append({"text": "abc\u00e9d", "given": "01011"})
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    folder = prepared("records", tmp_path / "data", source, block_size=8, split="test")
+    for again in ({}, {}, {"overwrite": True}):
+        options = {"block_size": 8, "split": "test"} | again
+        folder = prepared("records", tmp_path / "data", source, **options)
+    assert capsys.readouterr().out.count("nothing to do") == 1
     data = TokenDataset(folder, "test", 8, verify=True)
     assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
     blocks, roles = data.blocks([12, 30, 31]), data.roles([12, 30, 31])
@@ -101,43 +100,32 @@ def test_own_records_are_prepared_one_a_block(tmp_path):
         [*"abc\u00e9d".encode(), eot, eot],
     ]
     assert roles.tolist() == [[1] * 5 + [0] * 3, [0, 1, 0, 0, 2, 2, 2, 2], [0, 1, 0, 1, 1, 1, 0, 2]]
+    (folder / "test.roles.bin").write_bytes(bytes(256))
+    with pytest.raises(UserError, match="test.roles.bin does not match its checksum"):
+        TokenDataset(folder, "test", 8, verify=True)
     (folder / "test.roles.bin").write_bytes(b"\0")
-    with pytest.raises(ValueError, match="has not one byte for each of 256 tokens"):
+    with pytest.raises(UserError, match="has 1 bytes, but 256 tokens need 256"):
         TokenDataset(folder, "test", 8)
 
 
-@pytest.mark.parametrize("key", ["block_size", "roles"])
-def test_records_without_what_makes_them_records_are_refused(tmp_path, key):
-    rows = [{"prompt": f"{i}+1=", "text": str(i + 1)} for i in range(4)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    folder = prepared("records", tmp_path / "data", source, block_size=8, split="test")
-    meta = json.loads((folder / "meta.json").read_text())
-    del (meta["splits"]["test"] if key == "roles" else meta)[key]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=f"lacks {key}"):
-        TokenDataset(folder, "test", 8)
+EIGHT = {"block_size": 8}
 
 
 @pytest.mark.parametrize(
     "name, rows, options, says",
     [
         ("records", [{"prompt": "a", "text": "b"}], {}, "needs --block-size N"),
-        ("records", [{"prompt": "a", "text": "b" * 9}] * 2, {"block_size": 8}, "has 11 tokens"),
-        ("records", [{"prompt": "a", "text": "b"}], {"block_size": 8}, "a single record makes no"),
-        ("records", [{"prompt": "[GIVEN]a", "text": "b"}], {"block_size": 8}, "line 1: .*one of"),
-        ("records", [{"prompt": "a", "text": "b", "given": "0"}], {"block_size": 8}, "one of them"),
-        ("records", [{"text": "abc", "given": "01"}], {"block_size": 8}, "line 1: .*it has 2"),
-        ("records", [{"text": "abc", "given": "0 1"}], {"block_size": 8}, "each of the 3"),
-        ("records", [{"text": "abc", "given": "111"}], {"block_size": 8}, "nothing left"),
-        (
-            "records",
-            [{"prompt": 1, "text": "b"}],
-            {"block_size": 8},
-            "line 1: .*'prompt' holds int",
-        ),
-        ("records", [{"text": ""}], {"block_size": 8}, "line 1: .*nothing left to predict"),
-        ("records", [{"text": "b"}], {"block_size": 8, "protocol": "full"}, "no --protocol"),
-        ("copy", None, {"block_size": 8}, "records of copy have 17 tokens"),
+        ("records", [{"prompt": "a", "text": "b" * 9}] * 2, EIGHT, "has 11 tokens"),
+        ("records", [{"prompt": "a", "text": "b"}], EIGHT, "a single record makes no"),
+        ("records", [{"prompt": "[GIVEN]a", "text": "b"}], EIGHT, "line 1: .*one of"),
+        ("records", [{"prompt": "a", "text": "b", "given": "0"}], EIGHT, "one of them"),
+        ("records", [{"text": "abc", "given": "01"}], EIGHT, "line 1: .*it has 2"),
+        ("records", [{"text": "abc", "given": "0 1"}], EIGHT, "each of the 3"),
+        ("records", [{"text": "abc", "given": "111"}], EIGHT, "nothing left"),
+        ("records", [{"prompt": 1, "text": "b"}], EIGHT, "line 1: .*'prompt' holds int"),
+        ("records", [{"text": ""}], EIGHT, "line 1: .*nothing left to predict"),
+        ("records", [{"text": "b"}], EIGHT | {"protocol": "full"}, "leave out --protocol"),
+        ("copy", None, EIGHT, "records of copy have 17 tokens"),
         ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
         ("copy", None, {"split": "train"}, "splits of its own"),
         ("copy", None, {"seed": 1}, "splits of its own"),
@@ -145,10 +133,8 @@ def test_records_without_what_makes_them_records_are_refused(tmp_path, key):
 )
 def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):
     source = () if rows is None else (write_rows(tmp_path / "rows.jsonl", rows),)
-    with pytest.raises(ValueError, match=says):
-        prepare(
-            Prepare(name, source=source, out=tmp_path / "out", **{"tokenizer": "bytes"} | options)
-        )
+    with pytest.raises(UserError, match=says):
+        prepared(name, tmp_path / "out", *source, **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -162,7 +148,7 @@ def test_what_is_given_comes_first_and_what_is_absent_last(seed):
     assert roles.lengths.tolist() == LENGTHS
     for row, mine, drawn in zip(ROLES.tolist(), roles.first_given(order), order, strict=True):
         of_role = [[p for p in drawn.tolist() if row[p] == role] for role in range(3)]
-        assert mine.tolist() == sorted(of_role[GIVEN]) + of_role[PREDICTED] + of_role[ABSENT]
+        assert mine.tolist() == sorted(of_role[PROMPT]) + of_role[PREDICTED] + of_role[PADDING]
 
 
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]

@@ -1,24 +1,21 @@
-"""Records filled in by a model, and how many are right: exact match.
+"""Prompts of a prepared data set answered by a model, and how many answers are right: exact match.
 
-N records of T tokens.
+N rows of T tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from checkpoints.load import Loaded
-from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta
-from data.tasks import TASKS, Task
+from checkpoints import Loaded
+from data.puzzles import TASKS, Task
 from data.tokenizers import get_tokenizer
+from evaluation.eval_sets import open_eval_set
 from evaluation.text_measures import mean_and_error
 from orders import Roles
 from runtime.errors import UserError
@@ -28,78 +25,57 @@ from sampling.modes import DecodingOptions, PlannedSamples, generate_distributed
 from sampling.page import PageSample, render
 from sampling.plans import Plan, group_sizes
 
-ON_PAGE = 16  # records
+ON_PAGE = 16  # rows
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Records of which a part is to be filled in, as a model reads them."""
+    """Rows of which a part is a prompt, as a model reads them."""
 
     name: str
-    tokens: Tensor
-    """LongTensor (N, T)."""
+    tokens: Tensor  # LongTensor (N, T)
     roles: Roles
-    task: Task | None
-    """What says which answers are right; None: only the record's own is."""
-
-    @property
-    def is_right(self) -> Callable[[str, str], bool]:
-        return self.task.is_right if self.task else str.__eq__
+    task: Task | None  # says which answers are right; None: only the row's own is
 
     def first(self, count: int) -> Questions:
-        """The first of them."""
         roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
-        return Questions(self.name, self.tokens[:count], roles, self.task)
+        return replace(self, tokens=self.tokens[:count], roles=roles)
 
     def given_first(self) -> Questions:
-        """With what is given at the beginning of every record, as a model is asked that can only
-        continue a text."""
+        """With the prompt at the beginning, for a model that can only continue a text."""
         order = self.roles.first_given(torch.arange(self.tokens.shape[1]).expand_as(self.tokens))
-        predicted, given = (r.gather(1, order) for r in (self.roles.predicted, self.roles.given))
-        return Questions(
-            self.name, self.tokens.gather(1, order), Roles(predicted, given), self.task
-        )
+        rows = self.tokens, self.roles.predicted, self.roles.given
+        tokens, *roles = (values.gather(1, order) for values in rows)
+        return replace(self, tokens=tokens, roles=Roles(*roles))
 
 
 def open_questions(
     name: str, split: str | None, loaded: Loaded, limit: int | None = None
 ) -> Questions:
-    """The records of a prepared data set, or the first of them.
-
-    split: by default test, where there is one. Raises ValueError for a set that holds other text
-    than records, or is not for this model."""
-    folder = find_dataset(name)
-    meta = load_meta(folder)
-    if meta["tokenizer"] != loaded.tokenizer:
+    """The rows of a prepared data set, or the first of them. split: by default test, where there is
+    one. Raises UserError for a set without prompts."""
+    eval_set = open_eval_set(name, split, loaded, limit, preferred_split="test", verify=False)
+    rows = range(eval_set.count)
+    roles = eval_set.roles(rows)
+    if roles is None:
         raise UserError(
-            f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens"
-        )
-    split = split or ("test" if "test" in meta["splits"] else evaluation_split(meta))
-    data = TokenDataset(folder, split, loaded.model.config.block_size)
-    if not data.of_records:
-        raise UserError(
-            f"{folder} holds text of which nothing is given; make records with: python "
+            f"{eval_set.folder} holds text without prompts; make some with: python "
             "data/prepare.py records --source FILE.jsonl --block-size N"
         )
-    rows = range(min(limit or data.num_blocks, data.num_blocks))
-    task = TASKS.get(meta.get("settings", {}).get("dataset"))
-    return Questions(Path(name).name, data.blocks(rows), Roles.of(data.roles(rows)), task)
+    task = TASKS.get(eval_set.dataset.meta.get("settings", {}).get("dataset"))
+    return Questions(eval_set.name, eval_set.tokens(rows), roles, task)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model has filled in."""
+    """What a model has answered."""
 
-    records: list[dict]
-    """Of each record: text, answer (the text as filled in), right."""
+    records: list[dict]  # of each row: text, answer (the text as filled in), right
     samples: Generation
     seconds: float
-    limit: float | None
-    """Share of right answers that is possible with these groups; see `Task.limit`."""
+    limit: float | None  # share of right answers that is possible with these groups: `Task.limit`
 
     def summary(self) -> dict:
-        """What a table tells of all of them."""
         share, error = mean_and_error([float(record["right"]) for record in self.records])
         return {
             "records": len(self.records),
@@ -115,7 +91,7 @@ class Answers:
 def answer(
     loaded: Loaded, questions: Questions, options: DecodingOptions, seed: int, procs: Processes
 ) -> Answers:
-    """Fill in all records. options: with the mode's defaults; seed: of all that is random."""
+    """Answer all questions. options: with the mode's defaults; seed: of all that is random."""
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
     generator = torch.Generator().manual_seed(seed)
@@ -126,34 +102,25 @@ def answer(
     planned = PlannedSamples(plan, questions.tokens[:, :longest], uniforms)
     started = time.perf_counter()
     samples = generate_distributed(
-        loaded.model,
-        planned,
-        options.choice,
-        loaded.vocab_size,
-        procs,
-        batch_size=options.batch_size,
-        compile=options.compile,
-        label=questions.name,
+        loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
     )
     seconds = time.perf_counter() - started
     limit = limit_of(questions.task, plan, options)
-    return Answers(compared(loaded, questions, samples), samples, seconds, limit)
+    return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
 
 
-def compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
-    """Every record as it was made and as it was filled in, up to its end-of-text."""
+def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
+    """Every row as it is and as it was filled in, up to its end-of-text."""
     tokenizer, records = get_tokenizer(loaded.tokenizer), []
+    is_right = questions.task.is_right if questions.task else str.__eq__
 
     def text(tokens: list[int]) -> str:
         end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)
         return tokenizer.decode(tokens[:end])
 
-    lengths = questions.roles.lengths.tolist()
-    rows = zip(questions.tokens.tolist(), samples.tokens.tolist(), lengths, strict=True)
-    for made, filled, length in rows:
-        made, filled = text(made[:length]), text(filled[:length])
-        right = questions.is_right(filled, made)
-        records.append({"text": made, "answer": filled, "right": right})
+    for true, (filled, _, _) in zip(questions.tokens.tolist(), samples.rows(), strict=True):
+        pair = {"text": text(true[: len(filled)]), "answer": text(filled)}
+        records.append(pair | {"right": is_right(pair["answer"], pair["text"])})
     return records
 
 
@@ -163,21 +130,20 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
     exact = options.temperature == options.top_p == 1 and options.top_k is None
     if task is None or task.limit is None or plan.pace or not exact:
         return None
+    sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
     if plan.draft:  # as one position a step
         sizes = [[1] * int(n) for n in plan.generated().sum(dim=1)]
-    else:
-        sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
     return math.fsum(map(task.limit, sizes)) / len(sizes)
 
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
-    """HTML on which the first records fill in, step by step. told: settings, shown as they are."""
+    """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
     pieces = get_tokenizer(loaded.tokenizer).pieces
     board = questions.task.board if questions.task else None
     shown = [
         PageSample(pieces(tokens), step, log_probs, board, "right" if record["right"] else "wrong")
         for (tokens, step, log_probs), record in zip(
-            itertools.islice(answers.samples.rows(), ON_PAGE), answers.records, strict=False
+            answers.samples.rows(), answers.records[:ON_PAGE], strict=False
         )
     ]
     return render(shown, told)
