@@ -5,7 +5,7 @@
 #                  AOGPT_DATA names.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
-# make fuzz:       malformed files and options, crashes, full disks and signals, an hour: tests/fuzz.py --help.
+# make fuzz:       malformed files and options, full disks and signals, an hour: tests/fuzz.py --help.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3
@@ -63,7 +63,7 @@ soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py
 
 fuzz: $(VENV)/.requirements-dev
-	PYTHONPATH=. $(PY) tests/fuzz.py --series --out out/fuzz.md
+	PYTHONPATH=. $(PY) tests/fuzz.py --cases 4000
 
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }

@@ -1,15 +1,10 @@
-"""Write any supported weights in this project's own format: model.safetensors and config.json.
+"""Convert any supported weights to this project's format: model.safetensors and config.json.
 
-Examples:
+Example:
     python convert.py SRC DST
 """
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
 
 import os
 import shutil
@@ -21,8 +16,8 @@ import safetensors.torch
 import torch
 import tyro
 
-from checkpoints.errors import CheckpointError
-from checkpoints.load import EXPORT_FORMAT, EXPORTED, load
+from checkpoints import CheckpointError, load
+from checkpoints.load import EXPORT_FORMAT, EXPORTED
 from checkpoints.on_disk import digest, is_finite
 from runtime.command_line import run_script
 from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
@@ -35,30 +30,26 @@ def convert(
     weights: Literal["ema", "raw"] = "ema",
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> None:
-    """Write any supported weights in this project's own format: DST/model.safetensors and
+    """Convert any supported weights to this project's format: DST/model.safetensors and
     DST/config.json.
 
     Args:
         source: Run folder, checkpoint, released weights (file or folder), or Hugging Face repo id.
-        destination: New folder; written completely, or not at all.
+        destination: New folder; written completely or not at all.
         weights: The averaged weights, where the source has them, or the last ones.
         dtype: Of the file. bfloat16 is half as large and rounds weights to 8 bits; models that are
             loaded from it are float32 all the same.
     """
     if os.path.lexists(destination):
-        raise CheckpointError(
-            f"{destination} exists already; give a folder that does not, or remove it"
-        )
+        raise CheckpointError(f"{destination} exists already; give a new folder, or remove it")
     loaded = load(source, weights)
     settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
-    settings |= {name: getattr(loaded, name) for name in EXPORTED}
-    settings |= {"system": loaded.system, "source": source}
-    kept = getattr(torch, dtype)
-    tensors = {name: p.detach().to(kept) for name, p in loaded.model.named_parameters()}
-    if wrong := next((n for n, tensor in tensors.items() if not is_finite(tensor)), None):
-        raise CheckpointError(f"{wrong} is not finite as {dtype}: keep it in another --dtype")
+    settings |= {name: getattr(loaded, name) for name in EXPORTED} | {"source": source}
+    parameters = loaded.model.named_parameters()
+    tensors = {name: p.detach().to(getattr(torch, dtype)) for name, p in parameters}
+    if wrong := next((name for name, tensor in tensors.items() if not is_finite(tensor)), None):
+        raise CheckpointError(f"{wrong} is not finite as {dtype}: choose another --dtype")
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
-
     temporary = temporary_beside(destination)
     try:
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
@@ -70,8 +61,8 @@ def convert(
         raise CheckpointError(f"could not write {destination}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    count = sum(parameter_counts(loaded.model).values())
     print(f"read {loaded.describe()}")
+    count = sum(parameter_counts(loaded.model).values())
     print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
 
 

@@ -1,6 +1,5 @@
-"""Quality of generated text: perplexity under a judge, always beside entropy.
-
-A text that repeats itself is easy to predict: perplexity alone would reward it.
+"""Quality of generated text: perplexity under a judge, always beside entropy, since a text that
+repeats itself is easy to predict.
 
     python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95 --plot gen.png
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
@@ -9,13 +8,6 @@ A text that repeats itself is easy to predict: perplexity alone would reward it.
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import dataclasses
 import itertools
 import math
@@ -23,12 +15,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
+import numpy as np
 import tyro
 from annotated_types import Interval
 
-from checkpoints.load import Loaded, load
+from checkpoints import Loaded, load
 from data.loader import find_dataset, load_meta, read_tokens
 from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge
@@ -37,62 +30,96 @@ from evaluation.scoring import score_samples
 from evaluation.text_measures import words_of
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
+from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
-from runtime.reports import markdown_table, new_figure, png, provenance, table_line, versions
-from runtime.validation import LARGEST, Count, Seed, check_values, flag
+from runtime.reports import markdown_table, new_figure, png, provenance, versions
+from runtime.validation import LARGEST, Count, check_values, flag
 from sampling import modes
 from sampling.engine import Generation
-from sampling.modes import BATCH_SIZE, Bound, DecodingOptions, Mode, SamplingOptions, UnmaskFirst
-from sampling.plans import Schedule
+from sampling.modes import BATCH_SIZE, DecodingOptions
 from sampling.records import generation_cost, sample_records
-from sampling.token_choice import Crossing, Noise, TokenChoice
 
-# Columns of the table: title, key in a row of the results or among the settings of its sampler,
-# width, and how numbers are written. evaluation/scoring.py makes the rows and says where a new
-# measure goes; "repeated" is its repetition of 4-grams. Rows are printed one by one, each as soon
-# as it is known, so that widths cannot wait for the longest cell.
+# Columns of the table: title, key in a row of the results or among the settings of its sampler, and
+# how numbers are written. evaluation/scoring.py makes the rows.
 COLUMNS = (
-    ("T", "temperature", 4, "g"),
-    ("top-p", "top_p", 5, "g"),
-    ("perplexity", "perplexity", 10, ".2f"),
-    ("95% from", "perplexity_low", 10, ".2f"),
-    ("to", "perplexity_high", 10, ".2f"),
-    ("of a sample", "mean_sample_perplexity", 11, ".2f"),
-    ("scored", "scored_tokens", 8, "d"),
-    ("entropy", "entropy", 7, ".3f"),
-    ("distinct-1", "distinct_1", 10, ".3f"),
-    ("distinct-2", "distinct_2", 10, ".3f"),
-    ("distinct-3", "distinct_3", 10, ".3f"),
-    ("repeated", "repetition_4", 8, ".3f"),
-    ("words", "known_words", 6, ".3f"),
-    ("NFE", "nfe", 6, ".1f"),
-    ("seconds", "seconds", 7, ".1f"),
-    ("tokens/s", "tokens_per_second", 8, ".0f"),
+    ("T", "temperature", "g"),
+    ("top-p", "top_p", "g"),
+    ("perplexity", "perplexity", ".2f"),
+    ("95% from", "perplexity_low", ".2f"),
+    ("to", "perplexity_high", ".2f"),
+    ("of a sample", "mean_sample_perplexity", ".2f"),
+    ("scored", "scored_tokens", "d"),
+    ("entropy", "entropy", ".3f"),
+    ("distinct-1", "distinct_1", ".3f"),
+    ("distinct-2", "distinct_2", ".3f"),
+    ("distinct-3", "distinct_3", ".3f"),
+    ("repeated", "repetition_4", ".3f"),
+    ("words", "known_words", ".3f"),
+    ("NFE", "nfe", ".1f"),
+    ("seconds", "seconds", ".1f"),
+    ("tokens/s", "tokens_per_second", ".0f"),
 )
-HEAD = ["run", "sampler", *(title for title, *_ in COLUMNS)]
-NAMES = 2  # columns of names, before those of numbers
 LEGEND = (
-    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, adaptive) or "
-    "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a "
-    "95% interval over samples; of a sample: the mean of the samples' own, not less where all "
-    "are of one length, which some published tables have. Scored: the tokens. Of a sample's own "
-    "tokens, means over samples: entropy of their histogram in nats; distinct-n, the share of "
-    "n-grams that differ from one another; repeated, the share of 4-grams that occurred before. "
-    "Words: the share of words (letters only, three or more) that occur in the training text of "
-    "--words-of. NFE: model calls that a sample took part in, mean. Seconds: generation, all "
-    "samples of a row."
+    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, adaptive) or "
+    "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
+    "interval over samples; of a sample: the mean of the samples' own perplexities, as in some "
+    "published tables. Of a sample's own tokens, means over samples: entropy of their histogram in "
+    "nats; distinct-n, different n-grams / n-grams; repeated, the share of 4-grams that occurred "
+    "before. Words: the share of words (letters only, three or more) that occur in the training "
+    "text of --words-of. NFE: model calls that a sample took part in, mean. Seconds: generation of "
+    "all samples of a row."
 )
-SAMPLER_WIDTH = len("speculative 128")
+SIZES = "steps", "group_size", "draft"
+TOLD = {"checkpoint": "from", "dtype": "model in", "noise": "noise of", "top_k": "top-k"}
+TOLD |= {"seed": "seed"}
+JUDGED = {
+    "ids": "",
+    "retokenised": "; they reached the judge, which has another tokenizer, as text",
+    "text": "; they came as text: entropy, distinct-n and repeated are of the judge's tokens",
+}
 WARM_UP_TOKENS = 8
 WORDS_CHUNK = 1_000_000  # tokens of a training text that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sweep(DecodingOptions):
+    """A row of the table for each value of --steps, --group-size or --draft, and of --settings."""
+
+    steps: tuple[Count, ...] | None = None
+    """Steps of mdm and even; by default one per token."""
+    group_size: tuple[Count, ...] | None = None
+    """Tokens a step of l2r, random, order and adaptive; by default 1."""
+    draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
+    """speculative: tokens drafted in parallel; by default 8."""
+    settings: tuple[str, ...] = ()
+    """Pairs of temperature and top-p, as in 0.9,0.95; a curve of the plot for each."""
+
+    def rows(self) -> list[DecodingOptions]:
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(DecodingOptions)}
+        if self.settings and (self.temperature, self.top_p) != (1, 1):
+            raise UserError("--settings holds temperature and top-p: leave out the options")
+        # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
+        sizes = itertools.product(*(shared[key] or [None] for key in SIZES))
+        pairs = self.settings or [f"{self.temperature},{self.top_p}"]
+        found = []
+        for pair, size in itertools.product(pairs, list(sizes)):
+            try:
+                choice = dict(
+                    zip(("temperature", "top_p"), map(float, pair.split(",")), strict=True)
+                )
+                one = DecodingOptions(**shared | dict(zip(SIZES, size, strict=True)) | choice)
+            except ValueError as error:
+                example = "temperature and top-p, a comma between, as in 0.9,0.95"
+                raise UserError(f"--settings {pair}: {error}; give {example}") from None
+            found.append(modes.with_mode_defaults(one))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
-    """Run folders (out/NAME) or checkpoints to sample from; all stand in one table and one
-    plot."""
+    """Run folders (out/NAME) or checkpoints to sample from; all stand in one table and plot."""
     judge: str = "gpt2-large"
     """Hugging Face id or folder of a causal language model (it needs transformers), or a run,
     checkpoint or released weights of a decoder of this project; in float32."""
@@ -100,47 +127,12 @@ class Arguments(ModelOptions, OutputOptions):
     """Score the samples of these files too, or alone: those of sample.py --jsonl or of
     --save-samples, or rows of {"text": TEXT}."""
     words_of: str | None = None
-    """Prepared dataset: tell which share of the samples' words occurs in its training text."""
-    mode: Mode = "mdm"
-    """As in sample.py."""
-    steps: tuple[Count, ...] | None = None
-    """Steps of mdm and even, a row of the table for each; by default one per token."""
-    schedule: Schedule | None = None
-    """Of mdm and even, as in sample.py."""
-    group_size: tuple[Count, ...] | None = None
-    """Tokens a step of l2r, random and adaptive, a row of the table for each; by default 1."""
-    unmask_by: UnmaskFirst | None = None
-    """Of adaptive, as in sample.py."""
-    threshold: Bound | None = None
-    """Of adaptive, as in sample.py."""
-    entropy_bound: Bound | None = None
-    """Of adaptive, as in sample.py."""
-    block: Count | None = None
-    """Of adaptive, as in sample.py."""
-    draft_by: Literal["model", "ngram"] | None = None
-    """Of speculative, as in sample.py."""
-    draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
-    """speculative: tokens guessed in parallel, a row of the table for each; by default 8."""
-    order: Literal["random", "l2r"] | None = None
-    """Of speculative, as in sample.py."""
-    settings: tuple[str, ...] = ("1,1",)
-    """Temperature and top-p, as in 0.9,0.95; a curve of the plot for each."""
-    top_k: Count | None = None
-    """Draw from so many most probable tokens."""
-    crossing: Crossing = "keep"
-    """As in sample.py."""
-    noise: Noise = "float64"
-    """Precision of the draw, as in sample.py."""
+    """Prepared dataset: report which share of the samples' words occurs in its training text."""
+    decoding: Annotated[Sweep, tyro.conf.arg(name="")]
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, of which a judge can score all but one; by default the block size."""
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
-    batch_size: Count | None = None
-    """Samples in flight at once; by default 16, or fewer where memory runs out. In float32 it
-    changes no figure but the costs, in bfloat16 rounding depends on it."""
-    compile: bool = False
-    """torch.compile the model, worth it for many samples: seconds and tokens/s of the table then
-    include the compilation of shapes that a row is the first to need."""
     json: Path | None = None
     """Write all results, also those of every sample, with settings, judge and versions."""
     markdown: Path | None = None
@@ -151,14 +143,6 @@ class Arguments(ModelOptions, OutputOptions):
     """Write a JSON object per sample: what sample.py --jsonl writes, and its scores."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampler(DecodingOptions, SamplingOptions):
-    """One way to sample from one run: a row of the table."""
-
-    run: str
-    seed: Seed
-
-
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
     with processes(arguments.device) as procs:
@@ -167,49 +151,45 @@ def main() -> None:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
-    outputs = check(a)
-    samplers = samplers_of(a)
+    outputs, sweep = check(a), a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     vocabulary = training_words(a.words_of) if a.words_of else None
     judge = load_judge(a.judge, procs.device)
     models = {run: load(run, a.weights, block_size=a.block_size) for run in a.runs}
-    samplers = [fit_to_model(sampler, models[sampler.run]) for sampler in samplers]
-
+    samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])
+    result["settings"] |= result["settings"].pop("decoding")
     result["versions"] |= judge.libraries
-    longest = max(len(name) for name in [*a.runs, *(samples.name for samples in read)])
-    widths = [max(3, longest), SAMPLER_WIDTH, *(width for _, _, width, _ in COLUMNS)]
-    if procs.main:
-        print(describe_judge(result["judge"]), "", sep="\n")
-        print(*markdown_table(HEAD, [], NAMES, widths), sep="\n", flush=True)
-    judged = []
-    for samples in itertools.chain(make_samples(samplers, models, dtype, procs), read):
-        row = score_samples(samples, judge, a.batch_size or BATCH_SIZE, procs, vocabulary)
-        result["rows"].append(row)
-        judged.append(samples)
-        if procs.main:
-            print(table_line(cells_of(row), widths, NAMES), flush=True)
-            write(a, outputs, result, judged, widths)
+    rows, saved = result["rows"], []
+    for samples in itertools.chain(make_samples(samplers, models, a, dtype, procs), read):
+        row = score_samples(samples, judge, a.decoding.batch_size or BATCH_SIZE, procs, vocabulary)
+        rows.append(row)
+        more = samples.cost | {"settings": samples.settings}
+        for sample, scores in zip(samples.samples, row["per_sample"], strict=True):
+            saved.append(sample | {"scores": scores} | more)
+        if not procs.main:
+            continue
+        print(f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}", flush=True)
+        # After every row, so that a long sweep that is cut short leaves its rows.
+        outputs.write_json(a.json, result)
+        lines = ["# Generation quality", "", f"    {result['command']}", "", *lines_of(result)]
+        outputs.write(a.markdown, "\n".join(lines) + "\n")
+        outputs.write(a.plot, a.plot and plot(rows, judge.name))
+        outputs.write_jsonl(a.save_samples, saved)
     with outputs:
-        procs.print0("", LEGEND, *notes(result["rows"]), sep="\n")
+        procs.print0("", *lines_of(result), sep="\n")
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
 
 
 def check(a: Arguments) -> Outputs:
-    """The files to write. ValueError for what has no meaning or cannot be written."""
     check_values(a)
     if not a.runs and not a.samples:
         raise UserError(
             "nothing to evaluate: name a run to sample from (out/NAME), or --samples FILE.jsonl"
         )
-    if not a.settings:
-        raise UserError("--settings is empty; give at least one, or leave it out")
-    for named in (a.runs, a.samples):
-        if len(set(named)) < len(named):
-            raise UserError("a run or a file of samples is named twice; name each once")
     files = {flag(name): getattr(a, name) for name in ("json", "markdown", "plot", "save_samples")}
     return Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
 
@@ -226,211 +206,110 @@ def training_words(name: str) -> frozenset[str]:
     return frozenset(words | words_of(rest))
 
 
-def samplers_of(a: Arguments) -> list[Sampler]:
-    """A sampler for every run, setting and size of steps."""
-    names = {field.name for field in dataclasses.fields(Sampler)}
-    shared = {f.name: getattr(a, f.name) for f in dataclasses.fields(a) if f.name in names}
-    settings = [parse_setting(text) for text in a.settings]
-    # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
-    sizes = list(itertools.product(a.steps or [None], a.group_size or [None], a.draft or [None]))
-    samplers = []
-    for run, (temperature, top_p), size in itertools.product(a.runs, settings, sizes):
-        steps, group_size, draft = size
-        swept = {"run": run, "temperature": temperature, "top_p": top_p}
-        swept |= {"steps": steps, "group_size": group_size, "draft": draft}
-        samplers.append(modes.with_mode_defaults(Sampler(**shared | swept)))
-    return samplers
-
-
-def parse_setting(text: str) -> tuple[float, float]:
-    """Temperature and top-p."""
-    try:
-        temperature, top_p = map(float, text.split(","))
-    except ValueError:
-        raise UserError(
-            f"--settings {text}: give temperature and top-p, a comma between, as in 0.9,0.95"
-        ) from None
-    try:
-        TokenChoice(temperature, top_p)
-    except ValueError as error:
-        raise UserError(f"--settings {text}: {error}") from error
-    return temperature, top_p
-
-
-def fit_to_model(sampler: Sampler, loaded: Loaded) -> Sampler:
-    """The sampler with the length and steps that the model gives it. ValueError if the model cannot
-    sample so."""
+def fitted(run: str, loaded: Loaded, options: DecodingOptions, a: Arguments) -> dict:
+    """Options, length and the like of a row, with what the model gives them."""
     if loaded.scored_from:
         raise UserError(
-            f"{sampler.run} has no start token (GPT-2) and can only continue a text: make samples "
-            "with sample.py --prompt TEXT --jsonl FILE, and score them with --samples FILE"
+            f"{run} has no start token (GPT-2) and can only continue a text: make samples with "
+            "sample.py --prompt TEXT --jsonl FILE, and score them with --samples FILE"
         )
+    limit = loaded.model.config.block_size
     try:
-        modes.check_mode(sampler, loaded.model.config)
-    except ValueError as error:
-        raise UserError(f"{sampler.run}: {error}") from error
-    block_size = loaded.model.config.block_size
-    if sampler.length and sampler.length > block_size:
-        raise UserError(
-            f"--length is {sampler.length}, but {sampler.run} was built for up to {block_size} "
-            "tokens"
-        )
-    length = sampler.length or block_size
-    return modes.with_default_steps(dataclasses.replace(sampler, length=length), [[None] * length])
+        modes.check_mode(options, loaded.model.config)
+        if a.length and a.length > limit:
+            raise UserError(f"--length is {a.length}, but it was built for up to {limit} tokens")
+    except UserError as error:
+        raise UserError(f"{run}: {error}") from error
+    options = modes.with_default_steps(options, [[None] * (a.length or limit)])
+    own = {"run": run, "length": a.length or limit, "num_samples": a.num_samples, "seed": a.seed}
+    return vars(options) | own
 
 
-# ---- samples: made, or read ----------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 
 
 def make_samples(
-    samplers: list[Sampler], models: dict[str, Loaded], dtype, procs: Processes
+    samplers: list[tuple[str, dict]], models: dict[str, Loaded], a: Arguments, dtype, procs
 ) -> Iterator[SampleSet]:
-    """The samples of every sampler. A run warms up first: no row is to pay for what is done once,
-    such as loading kernels and taking memory."""
-    for run, samplers_of_run in itertools.groupby(samplers, key=lambda sampler: sampler.run):
+    """The samples of every row, all of them on every process."""
+    warm = None
+    for run, settings in samplers:
         loaded = models[run]
         loaded.model.to(procs.device, dtype)
-        for number, sampler in enumerate(samplers_of_run):
-            if number == 0:
-                warm_up(sampler, loaded, procs)
-            yield sample(sampler, loaded, dtype, procs)
+        if run != warm:  # no row is to pay for what is done once, such as loading kernels
+            warm, length = run, min(settings["length"], WARM_UP_TOKENS)
+            most = procs.world_size * (settings["batch_size"] or BATCH_SIZE)
+            short = {"length": length, "num_samples": min(settings["num_samples"], most)}
+            generate(loaded, settings | short | {"steps": settings["steps"] and length}, procs)
+        started = time.perf_counter()
+        samples = generate(loaded, settings, procs, label=f"{name_of(settings)} samples")
+        cost = generation_cost(samples, time.perf_counter() - started)
+        settings |= {"dtype": str(dtype).removeprefix("torch."), "weights": loaded.weights}
+        settings |= {"checkpoint": loaded.describe(), "versions": versions()}
+        records = sample_records(samples, get_tokenizer(loaded.tokenizer))
+        yield SampleSet(run, records, settings, cost, loaded.tokenizer)
 
 
-def warm_up(sampler: Sampler, loaded: Loaded, procs: Processes) -> None:
-    """Generate a batch of a few tokens on every process, and forget it."""
-    length = min(sampler.length, WARM_UP_TOKENS)
-    batch_size = sampler.batch_size or BATCH_SIZE
-    num_samples = min(sampler.num_samples, procs.world_size * batch_size)
-    short = dataclasses.replace(sampler, length=length, num_samples=num_samples)
-    if sampler.steps:
-        short = dataclasses.replace(short, steps=length)
-    generate(short, loaded, procs)
-
-
-def generate(sampler: Sampler, loaded: Loaded, procs: Processes, label=None) -> Generation:
+def generate(loaded: Loaded, s: dict, procs: Processes, label: str | None = None) -> Generation:
     """Every process generates its share; the samples of all on every process."""
-    return modes.generate_distributed(
-        loaded.model,
-        modes.plan_samples(sampler, [[None] * sampler.length], sampler.seed, sampler.num_samples),
-        sampler,
-        loaded.vocab_size,
-        procs,
-        label=label,
-    )
-
-
-def sample(sampler: Sampler, loaded: Loaded, dtype, procs: Processes) -> SampleSet:
-    """The samples of a sampler, all of them on every process."""
-    settings = dataclasses.asdict(sampler) | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "weights": loaded.weights,
-        "checkpoint": loaded.describe(),
-        "versions": versions(),
-    }
-    started = time.perf_counter()
-    generation = generate(sampler, loaded, procs, label=f"{sampler_name(settings)} samples")
-    cost = generation_cost(generation, time.perf_counter() - started)
-    samples = sample_records(generation, get_tokenizer(loaded.tokenizer))
-    return SampleSet(sampler.run, samples, settings, cost, loaded.tokenizer)
+    options = DecodingOptions(**{f.name: s[f.name] for f in dataclasses.fields(DecodingOptions)})
+    planned = modes.plan_samples(options, [[None] * s["length"]], s["seed"], s["num_samples"])
+    model, size = loaded.model, loaded.vocab_size
+    return modes.generate_distributed(model, planned, options, size, procs, label=label)
 
 
 # ---- reported ------------------------------------------------------------------------------------
 
 
-def cells_of(row: dict) -> list[str]:
-    """The cells of the table for a row of the results."""
-    values = row["sampler"] | row
-    numbers = [number(values.get(key), form) for _, key, _, form in COLUMNS]
-    return [row["run"], sampler_name(row["sampler"]), *numbers]
-
-
 def number(value, form: str) -> str:
-    """A number, or a dash for what is not known."""
     known = isinstance(value, int | float) and not math.isnan(value)
     return format(value, form) if known else "-"
 
 
-def sampler_name(settings: dict) -> str:
-    """Mode and size of its steps."""
-    return f"{settings['mode']} {step_size(settings)}" if "mode" in settings else "text"
+def name_of(settings: dict) -> str:
+    """Mode and size of its steps, which a sweep varies."""
+    return f"{settings['mode']} {size_of(settings)}" if "mode" in settings else "text"
 
 
-def step_size(settings: dict) -> str:
-    """The size of steps that a mode has: what a sweep varies."""
-    names = "steps", "group_size", "draft", "threshold", "entropy_bound"
-    sizes = [settings.get(name) for name in names]
-    return str(next(filter(None, sizes), ""))
+def size_of(settings: dict) -> str:
+    names = *SIZES, "threshold", "entropy_bound"
+    return str(next(filter(None, map(settings.get, names)), ""))
 
 
-def describe_judge(judge: dict) -> str:
-    windows = "one window a sample"
-    if judge["context"]:
-        windows = f"windows of up to {judge['context']} tokens that do not overlap"
-    return (
+def lines_of(result: dict) -> list[str]:
+    """The report: judge, table, legend and notes."""
+    judge, rows, cells = result["judge"], result["rows"], []
+    limit = judge["context"]
+    windows = f"windows of up to {limit} tokens that do not overlap" if limit else "one window each"
+    for row in rows:
+        values = row["sampler"] | row
+        numbers = [number(values.get(key), form) for _, key, form in COLUMNS]
+        cells.append([row["run"], name_of(row["sampler"]), *numbers])
+    return [
         f"Judge: {judge['source']}, {judge['parameters']:,} parameters, {judge['dtype']}; it "
-        f"scores {judge['scored']}, {windows}."
-    )
+        f"scores {judge['scored']}, {windows}.",
+        "",
+        *markdown_table(["run", "sampler", *(title for title, *_ in COLUMNS)], cells, left=2),
+        "",
+        LEGEND,
+        *(f"- {note}" for note in notes(rows)),
+    ]
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What a reader must know beside the table: what is behind the rows, and how some were
-    judged."""
+    """What a reader must know beside the table: how the samples were made and judged."""
     lines = []
     for row in rows:
-        parts = [f"{row['samples']} samples a row"]
-        for name, label in (
-            ("checkpoint", "from"),
-            ("dtype", "model in"),
-            ("noise", "noise of"),
-            ("top_k", "top-k"),
-            ("seed", "seed"),
-        ):
-            if row["sampler"].get(name) is not None:
-                parts.append(f"{label} {row['sampler'][name]}")
-        if row["sampler"].get("crossing") == "drop":
-            parts.append("without the token that crosses top-p")
-        lines.append(f"{row['run']}: {', '.join(parts)}.")
-        if row["tokens_judged"] == "retokenised":
-            lines.append(
-                f"The samples of {row['run']} reached the judge, whose tokenizer is another, "
-                "through their text."
-            )
-        if row["tokens_judged"] == "text":
-            lines.append(
-                f"The samples of {row['run']} came as text: entropy, distinct-n and repeated are "
-                "of the judge's tokens."
-            )
+        s, parts = row["sampler"], [f"{row['samples']} samples a row"]
+        parts += [f"{text} {s[key]}" for key, text in TOLD.items() if s.get(key) is not None]
+        parts += ["without the token that crosses top-p"] * (s.get("crossing") == "drop")
+        lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
     lines = list(dict.fromkeys(lines))  # the rows of a sweep share theirs
     if given := sum(row["given_tokens"] for row in rows):
         lines.append(f"{given} tokens were given, not generated; they are scored like the rest.")
     if unscored := sum(row["unscored_samples"] for row in rows):
         lines.append(f"{unscored} samples are a single token to the judge and are not scored.")
     return lines
-
-
-def write(
-    a: Arguments, outputs: Outputs, result: dict, judged: list[SampleSet], widths: list[int]
-) -> None:
-    """Write the files that are asked for; after every row, so that a long sweep that is cut short
-    leaves its rows."""
-    rows = result["rows"]
-    if a.json:
-        outputs.write_json(a.json, result)
-    if a.markdown:
-        table = markdown_table(HEAD, [cells_of(row) for row in rows], NAMES, widths)
-        lines = ["# Generation quality", "", f"    {result['command']}", ""]
-        lines += [describe_judge(result["judge"]), "", *table, "", LEGEND, ""]
-        lines += [f"- {note}" for note in notes(rows)]
-        outputs.write(a.markdown, "\n".join(lines) + "\n")
-    if a.plot:
-        outputs.write(a.plot, plot(rows, result["judge"]["name"]))
-    if a.save_samples:
-        records = []
-        for samples, row in zip(judged, rows, strict=True):
-            more = samples.cost | {"settings": samples.settings}
-            for sample, scores in zip(samples.samples, row["per_sample"], strict=True):
-                records.append(sample | {"scores": scores} | more)
-        outputs.write_jsonl(a.save_samples, records)
 
 
 def plot(rows: list[dict], judge: str) -> bytes:
@@ -440,46 +319,33 @@ def plot(rows: list[dict], judge: str) -> bytes:
 
     curves = {}
     for row in rows:
-        curves.setdefault(curve_name(row), []).append(row)
+        settings, name = row["sampler"], row["run"]
+        if "mode" in settings:
+            t, p, k = (number(settings.get(key), "g") for key in ("temperature", "top_p", "top_k"))
+            name += f", {settings['mode']}, T {t}, top-p {p}, top-k {k}".removesuffix(", top-k -")
+        curves.setdefault(name, []).append(row)
     runs = list(dict.fromkeys(row["run"] for row in rows))
     figure, axes = new_figure(size=(7.5, 5))
     for name, points in curves.items():
-        x = [row["entropy"] for row in points]
-        y = [row["perplexity"] for row in points]
-        below = [row["perplexity"] - row["perplexity_low"] for row in points]
-        above = [row["perplexity_high"] - row["perplexity"] for row in points]
+        keys = "entropy", "perplexity", "perplexity_low", "perplexity_high"
+        x, y, low, high = np.array([[row[key] for key in keys] for row in points]).T
         marker = "osD^vP*X"[runs.index(points[0]["run"]) % 8]
         style = {"marker": marker, "markersize": 5, "capsize": 2, "linewidth": 1.2}
-        axes.errorbar(x, y, yerr=(below, above), label=literal(name), **style)
+        # To matplotlib, dollars are mathematics.
+        axes.errorbar(x, y, yerr=(y - low, high - y), label=name.replace("$", r"\$"), **style)
         for row, *point in zip(points, x, y, strict=True):
-            label = step_size(row["sampler"])
-            axes.annotate(label, point, (5, 4), textcoords="offset points", fontsize=8)
+            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8}
+            axes.annotate(size_of(row["sampler"]), point, **place)
     counts = ", ".join(str(count) for count in sorted({row["samples"] for row in rows}))
     axes.set_title(f"{counts} samples a point, bars: 95%")
-    axes.set(
-        yscale="log", xlabel="unigram entropy, nats", ylabel=literal(f"perplexity under {judge}")
-    )
+    label = f"perplexity under {judge}".replace("$", r"\$")
+    axes.set(yscale="log", xlabel="unigram entropy, nats", ylabel=label)
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.margins(0.08)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     return png(figure)
-
-
-def curve_name(row: dict) -> str:
-    """Run, mode and settings."""
-    settings = row["sampler"]
-    if "mode" not in settings:
-        return row["run"]
-    temperature, top_p = (number(settings.get(name), "g") for name in ("temperature", "top_p"))
-    name = f"{row['run']}, {settings['mode']}, T {temperature}, top-p {top_p}"
-    return name if settings.get("top_k") is None else f"{name}, top-k {settings['top_k']}"
-
-
-def literal(text: str) -> str:
-    """The text for matplotlib, to which dollars are mathematics."""
-    return text.replace("$", r"\$")
 
 
 if __name__ == "__main__":

@@ -4,20 +4,14 @@
     python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json infill.json
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
-Its likelihood is measured given both sides and given what stands before alone; and samples of it
-are compared with the true sentence by ROUGE. A model that can only continue has no other side. Nor
-has the last word of a passage (--last-word), which is predicted given all that stands before it.
+The likelihood of the sentence is measured given both sides, and given only what is before it; and
+samples are compared with it by ROUGE. A plain GPT can only continue. The last word of a passage
+(--last-word) is predicted from all that is before it.
 """
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
+import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +19,23 @@ from typing import Annotated
 
 import torch
 import tyro
-from torch import Tensor
 
-from checkpoints.load import Loaded, load
-from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta
+from checkpoints import Loaded, load
 from data.tokenizers import get_tokenizer
+from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import autocast, pick_device, pick_dtype
+from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
+from runtime.processes import Processes
 from runtime.reports import markdown_table, provenance
 from runtime.validation import Count, check_values
-from sampling.engine import generate
-from sampling.plans import Plan, adaptive_plan, l2r_plan, random_plan
-from sampling.token_choice import Temperature, TokenChoice
+from sampling import modes
+from sampling.modes import DecodingOptions
 
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
-
-
 DATA = Path(__file__).parent / "data"
 WORD = "passage"  # what is given of a last word
 
@@ -59,14 +51,13 @@ class Arguments(ModelOptions, OutputOptions):
     num_passages: Count = 200
     """Blocks to search for a sentence; those without one are left out."""
     last_word: bool = False
-    """In place of sentences: the last word of each of so many documents, as LAMBADA asks for it."""
+    """Instead of sentences: the last word of each of --num-passages documents, as in LAMBADA."""
     shortest: Count = 6
     """Tokens of the sentence, at least."""
     longest: Count = 40
     """And at most."""
-    temperature: Temperature = 0.0
-    """Of the samples; 0 takes the most probable token."""
-    batch_size: Count = 16
+    decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(temperature=0)
+    """Without --mode: left to right and, given both sides, random and adaptive, too."""
     json: Path | None = None
     """Write every figure, of every passage, to this file, and the table beside it (.md)."""
 
@@ -86,108 +77,76 @@ def main() -> None:
         loaded = load(run, a.weights, device, a.block_size)
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
-    lines = [*markdown_table(HEAD, [cells(row) for row in rows], left=3), "", *notes(rows)]
+    cells = []
+    for row in rows:
+        mean, half = mean_and_reach(row["nll"])
+        scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
+        given = row["run"], row["given"], row["mode"]
+        cells.append([*given, f"{mean:.4f}", f"± {half:.4f}", *scores])
+    lines = [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
     with outputs:
-        if a.json:
-            outputs.write_json(a.json, provenance(a, dtype, device, rows=rows))
-            outputs.write(table, "\n".join(lines) + "\n")
+        origin = provenance(a, dtype, device, rows=rows)
+        origin["settings"] |= origin["settings"].pop("decoding")
+        outputs.write_json(a.json, origin)
+        outputs.write(table, "\n".join(lines) + "\n")
         print(*lines, sep="\n")
 
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     """The passages, in blocks of the model's size."""
-    folder = find_dataset(a.data)
-    split = a.split or evaluation_split(load_meta(folder))
-    dataset = TokenDataset(folder, split, loaded.model.config.block_size)
-    if dataset.meta["tokenizer"] != loaded.tokenizer:
-        raise UserError(
-            f"{a.data} holds {dataset.meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens: prepare the data with --tokenizer {loaded.tokenizer}"
-        )
-    tokenizer = get_tokenizer(loaded.tokenizer)
+    dataset = open_eval_set(a.data, a.split, loaded, verify=False).dataset
+    tokenizer, size = get_tokenizer(loaded.tokenizer), loaded.model.config.block_size
     if a.last_word:
-        size = loaded.model.config.block_size
         found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
-        if not len(found):
-            raise UserError(f"no document of two words or more ends in {a.data}")
-        return found
-    blocks = dataset.blocks(list(range(min(a.num_passages, dataset.num_blocks))))
-    found = find_passages(blocks, tokenizer, a.shortest, a.longest)
+        what = "document of two words or more ends"
+    else:
+        blocks = dataset.blocks(list(range(min(a.num_passages, dataset.num_blocks))))
+        found = find_passages(blocks, tokenizer, a.shortest, a.longest)
+        what = f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
     if not len(found):
-        raise UserError(
-            f"no sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks of {a.data}"
-        )
+        raise UserError(f"no {what} in {a.data}")
     return found
-
-
-# ---- one model -----------------------------------------------------------------------------------
 
 
 def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
     """A row for what is given and for every way to fill it in."""
-    model, rows = loaded.model, []
-    sides = ["left"] if model.config.l2r_only else ["left", "both"]
-    for side in [WORD] if a.last_word else sides:
-        nll = in_batches(
-            passages, a.batch_size, lambda part, both=side == "both": middle_nll(model, part, both)
-        )
-        for mode in ["l2r"] if side != "both" else ["l2r", "random", "adaptive"]:
-            texts = fill_in(loaded, passages, side == "both", mode, a)
-            scores = [rouge(*pair) for pair in texts]
-            row = {"run": run, "given": side, "mode": mode, "nll": nll.tolist()}
-            rows.append(row | {key: [s[key] for s in scores] for key in scores[0]})
+    model, rows, size = loaded.model, [], a.decoding.batch_size or modes.BATCH_SIZE
+    sides = [WORD] if a.last_word else ["left"] if model.config.l2r_only else ["left", "both"]
+    parts = [passages[start : start + size] for start in range(0, len(passages), size)]
+    for side in sides:
+        both = side == "both"
+        nll = torch.cat([middle_nll(model, part, both) for part in parts]).tolist()
+        ways = ["l2r", "random", "adaptive"] if both else ["l2r"]
+        for mode in [a.decoding.mode] if a.decoding.mode else ways:
+            row = {"run": run, "given": side, "mode": mode, "nll": nll}
+            options = modes.with_mode_defaults(dataclasses.replace(a.decoding, mode=mode))
+            modes.check_mode(options, model.config)
+            rows.append(row | rouge(fill_in(loaded, passages, both, options, a.seed)))
     return rows
 
 
-def in_batches(passages: Passages, size: int, work) -> Tensor:
-    parts = [work(passages[i : i + size]) for i in range(0, len(passages), size)]
-    return torch.cat(parts)
-
-
 def fill_in(
-    loaded: Loaded, passages: Passages, both_sides: bool, mode: str, a: Arguments
+    loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[tuple[str, str]]:
-    """(sample, true sentence) of every passage. Without the other side, rows end with it."""
-    tokenizer, plan = get_tokenizer(loaded.tokenizer), plan_of(passages, both_sides, mode, a.seed)
-    done = generate(
-        loaded.model,
-        plan,
-        passages.tokens[:, : plan.order.shape[1]],
-        generator=torch.Generator().manual_seed(a.seed),
-        choice=TokenChoice(a.temperature),
-        vocab_size=loaded.vocab_size,
-        batch_size=a.batch_size,
-    )
-    pairs = zip(passages.middle(done.tokens), passages.middle(passages.tokens), strict=True)
-    return [(tokenizer.decode(ours), tokenizer.decode(true)) for ours, true in pairs]
-
-
-def plan_of(passages: Passages, both_sides: bool, mode: str, seed: int) -> Plan:
-    """The steps that fill in the middle."""
+    """(sample, true middle) of every passage. Without the other side, rows end with the middle."""
     N, T = passages.tokens.shape
-    length = torch.full((N,), T) if both_sides else passages.end
-    known = passages.known(both_sides)[:, : int(length.max())]
+    length = torch.full((N,), T) if both else passages.end
+    tokens, known = (x[:, : int(length.max())] for x in (passages.tokens, passages.known(both)))
+    plan = modes.mode_plan(options, length, known, torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed)
-    match mode:
-        case "l2r":
-            return l2r_plan(N, length, known)
-        case "random":
-            return random_plan(N, length, generator, known)
-        case _:
-            return adaptive_plan(N, length, "confidence", generator, known)
-
-
-# ---- reported ------------------------------------------------------------------------------------
-
-
-def cells(row: dict) -> list[str]:
-    mean, reach = mean_and_reach(row["nll"])
-    scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
-    return [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"+- {reach:.4f}", *scores]
+    uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
+    planned, alone = (
+        modes.PlannedSamples(plan, tokens, uniforms),
+        Processes(0, 1, torch.device("cpu")),
+    )
+    done = modes.generate_distributed(loaded.model, planned, options, loaded.vocab_size, alone)
+    decode = get_tokenizer(loaded.tokenizer).decode
+    pairs = zip(passages.middle(done.tokens), passages.middle(passages.tokens), strict=True)
+    return [(decode(sample), decode(true)) for sample, true in pairs]
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What the other side is worth, passage by passage."""
+    """How much the other side is worth, passage by passage."""
     what = "last word" if rows[0]["given"] == WORD else "sentence"
     lines = [
         f"{len(rows[0]['nll'])} {what}s. nats/token: of the true {what}, token after token from "
@@ -196,12 +155,10 @@ def notes(rows: list[dict]) -> list[str]:
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
         if len(nll) == 2 and len(nll["left"]) > 1:
-            gains = [a - b for a, b in zip(nll["left"], nll["both"], strict=True)]
-            mean, reach = mean_and_reach(gains)
-            lines.append(
-                f"{run}: the other side is worth {mean:.4f} nats/token, 95% interval "
-                f"{mean - reach:.4f} to {mean + reach:.4f}"
-            )
+            gains = [left - both for left, both in zip(nll["left"], nll["both"], strict=True)]
+            mean, half = mean_and_reach(gains)
+            interval = f"95% interval {mean - half:.4f} to {mean + half:.4f}"
+            lines.append(f"{run}: the other side is worth {mean:.4f} nats/token, {interval}")
     return lines
 
 

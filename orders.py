@@ -46,28 +46,23 @@ FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
 class OrderConfig(Table):
     """A distribution over prediction orders."""
 
+    # l2r, r2l: left to right, right to left. random: uniform. mixture: l2r with probability
+    # l2r_prob, else random. fixed_random: one permutation for the whole run. fixed_blockwise:
+    # blocks left to right, one permutation inside all of them. random_blockwise: blocks left to
+    # right, each in a random order (block diffusion, arXiv 2503.09573). slots: blocks in random
+    # order, left to right inside (ReFusion, arXiv 2512.13586). context_l2r: a random set of
+    # positions first, in ascending order, then the others left to right (after AC-GPT,
+    # arXiv 2606.14943). random_l2r: the same with that set in random order (Eso-LM,
+    # arXiv 2506.01928).
+    # sliding: always one of the first "window" positions that are left (after Set Diffusion,
+    # arXiv 2607.01775). file: one of those in a file.
     kind: OrderKind = "mixture"
-    """l2r, r2l: left to right, right to left. random: uniform. mixture: l2r with probability
-    l2r_prob, else random. fixed_random: one permutation for the whole run. fixed_blockwise: blocks
-    left to right, one permutation inside all of them. random_blockwise: blocks left to right, each
-    in a random order (block diffusion, arXiv 2503.09573). slots: blocks in random order, left to
-    right inside (ReFusion, arXiv 2512.13586). context_l2r: a random set of positions first, in
-    ascending order, then the others left to right (after AC-GPT, arXiv 2606.14943). random_l2r:
-    the same with that set in random order (Eso-LM, arXiv 2506.01928). sliding: always one of the
-    first `window` positions that are left (after Set Diffusion, arXiv 2607.01775). file: one of
-    those in a file."""
-    l2r_prob: Probability = 0.1
-    """Share of left-to-right sequences (mixture)."""
-    block: Count = 32
-    """Positions in a block (fixed_blockwise, random_blockwise, slots)."""
-    seed: Seed = 0
-    """Seed of the fixed permutation (fixed_random, fixed_blockwise)."""
-    share: Probability = 0.5
-    """Probability of a position to be in the first set (context_l2r, random_l2r)."""
-    window: Count = 8
-    """Positions that the next one is among (sliding)."""
-    file: str = ""
-    """A .npy file of integers (M, T), an order in every row, all equally probable (file)."""
+    l2r_prob: Probability = 0.1  # share of left-to-right sequences (mixture)
+    block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
+    seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
+    share: Probability = 0.5  # probability to be in the first set (context_l2r, random_l2r)
+    window: Count = 8  # positions that the next one is among (sliding)
+    file: str = ""  # a .npy file of integers (M, T), an order per row, all equally probable (file)
 
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")

@@ -8,13 +8,6 @@ Examples:
 
 from __future__ import annotations
 
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    from runtime.startup import begin
-
-    begin()
-
 import itertools
 import json
 import re
@@ -30,6 +23,7 @@ from checkpoints.load import Loaded, load
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
+from runtime.errors import UserError
 from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes

@@ -1,8 +1,7 @@
-"""What all of this folder raises."""
+"""What this package raises."""
 
-from runtime.validation import FileError
+from runtime.errors import UserError
 
 
-class CheckpointError(FileError):
-    """A checkpoint that cannot be written, read or used; the message says which, why and what to
-    do."""
+class CheckpointError(UserError):
+    """A checkpoint or file of weights that cannot be written, read or used."""

@@ -1,32 +1,24 @@
 """Detokenisers: published test sets come as words with spaces between them; these undo that.
 
 The rules are the standard ones of Megatron-LM's lineage, as the zero-shot perplexities of the SEDD
-protocol use them, applied one after the other, in order. A rule is (pattern, replacement): a string
-is replaced literally, everywhere and without overlaps, a compiled pattern as a regular expression.
+protocol use them, applied in order. A rule is (pattern, replacement): a string is replaced
+literally, everywhere and without overlaps, a compiled pattern as a regular expression.
 """
 
 import re
-from collections.abc import Iterable
 
-Rule = tuple[str | re.Pattern, str]
-
-WIKITEXT: tuple[Rule, ...] = (
+# Spaces just inside a pair of brackets or quotes, shortest match.
+PAIRS = [
+    (re.compile(rf"\{a}\s*([^\{b}]*?)\s*\{b}"), rf"{a}\1{b}")
+    for a, b in ("()", "[]", "{}", '""', "''")
+]
+WIKITEXT = [
     ("s '", "s'"),
     (" @-@ ", "-"),
     (" @,@ ", ","),
     (" @.@ ", "."),
-    (" : ", ": "),
-    (" ; ", "; "),
-    (" . ", ". "),
-    (" ! ", "! "),
-    (" ? ", "? "),
-    (" , ", ", "),
-    # spaces just inside a pair, shortest match
-    (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
-    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
-    (re.compile(r"\{\s*([^\}]*?)\s*\}"), r"{\1}"),
-    (re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"'),
-    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+    *PAIRS,
     ("= = = =", "===="),
     ("= = =", "==="),
     ("= =", "=="),
@@ -35,22 +27,20 @@ WIKITEXT: tuple[Rule, ...] = (
     ("\n ", "\n"),
     (" N ", " 1 "),
     (" 's", "'s"),
-)
-
-PTB: tuple[Rule, ...] = (
+]
+PTB = [
     (" 's", "'s"),
     ("s ' ", "s' "),
     (" n't", "n't"),
     (" \n ", "\n"),
     (r"\/", "/"),
-    # one pass replaces every second N of "N N N N", whose spaces two matches would share
-    *((" N ", " 1 "),) * 10,
+    # One pass replaces every second N of "N N N N", whose spaces two matches would share.
+    *[(" N ", " 1 ")] * 10,
     ("$ 1", "$1"),
     ("# 1", "#1"),
     ("<unk>", "?"),
-)
-
-LM1B: tuple[Rule, ...] = (
+]
+LM1B = [
     ("http : / / ", "http://"),
     ("https : / / ", "https://"),
     (re.compile(r" '(\w+)"), r"'\1"),
@@ -60,9 +50,7 @@ LM1B: tuple[Rule, ...] = (
     (re.compile(r" \?$"), "?"),
     (" ! ", "! "),
     (re.compile(r" \!$"), "!"),
-    (" , ", ", "),
-    (" : ", ": "),
-    (" ; ", "; "),
+    *((f" {mark} ", f"{mark} ") for mark in ",:;"),
     (" / ", "/"),
     (re.compile(r'" ([^"]+) "'), r'"\1"'),
     (re.compile(r"' ([^']+) '"), r"'\1'"),
@@ -70,49 +58,23 @@ LM1B: tuple[Rule, ...] = (
     (re.compile(r"\[ ([^\[\]]+) \]"), r"[\1]"),
     ("$ ", "$"),
     ("£ ", "£"),
-)
+]
+# A passage has straight quotes, no white space around it and a newline before it.
+LAMBADA = [("“", '"'), ("”", '"'), (re.compile(r"\s+\Z"), ""), (re.compile(r"\A\s*"), "\n")]
+RULES = {
+    "wikitext": WIKITEXT,
+    "ptb": PTB,
+    "lm1b": LM1B,
+    "lambada": LAMBADA,
+    "scientific_papers": WIKITEXT + LM1B,
+}
 
 
-def apply(rules: Iterable[Rule], text: str) -> str:
-    """`text` after all rules, in order."""
-    for pattern, replacement in rules:
+def detokenise(name: str, text: str) -> str:
+    """`text` after the rules of this name, in order."""
+    for pattern, replacement in RULES[name]:
         if isinstance(pattern, str):
             text = text.replace(pattern, replacement)
         else:
             text = pattern.sub(replacement, text)
     return text
-
-
-def wikitext(text: str) -> str:
-    """A row of WikiText, as prose."""
-    return apply(WIKITEXT, text)
-
-
-def ptb(text: str) -> str:
-    """A sentence of the Penn Treebank, as prose."""
-    return apply(PTB, text)
-
-
-def lm1b(text: str) -> str:
-    """A sentence of the One Billion Word benchmark, as prose."""
-    return apply(LM1B, text)
-
-
-def lambada(text: str) -> str:
-    """A passage of LAMBADA with straight double quotes, no white space around it, a newline before
-    it."""
-    return "\n" + text.replace("“", '"').replace("”", '"').strip()
-
-
-def scientific_papers(text: str) -> str:
-    """Of arXiv and PubMed, as published: the rules of WikiText, then those of LM1B."""
-    return lm1b(wikitext(text))
-
-
-DETOKENISERS = {
-    "wikitext": wikitext,
-    "ptb": ptb,
-    "lm1b": lm1b,
-    "lambada": lambada,
-    "scientific_papers": scientific_papers,
-}

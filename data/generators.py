@@ -1,15 +1,10 @@
-"""Texts of which everything is known: their entropy, and which orders they prefer.
+"""Texts of which everything is known: their entropy, and which orders suit them. A document and its
+end-of-text fill a block if model.block_size is its length plus 1.
 
-Each document fills a block of its own together with the end-of-text that follows it, if
-model.block_size is its length plus 1.
-
-    polya       63 draws from an urn of 16 letters, each put back with another one like it: the
-                order of the draws does not matter to their probability, so no order is better
-    latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
-    shuffled    text in pieces of 63 characters, each in a random order of its own: what is left is
-                a bag of letters, which no order prefers either
-    infill      text in pieces of 128 characters, of which the words in the middle are predicted
-                given both sides: a record each, see data/records.py
+polya       63 draws from an urn of 16 letters, each put back with another one like it: the
+            probability does not depend on the order of the draws, so no order is better
+latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
+shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order
 """
 
 from __future__ import annotations
@@ -21,87 +16,42 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from data.records import given
 from data.sources import Corpus, Piece
 
 LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
-POLYA_WEIGHT, POLYA_LENGTH = 0.1, 63
-LATIN_SIZE = 5
-PIECE = 63  # characters of a shuffled document
-INFILL = 128  # of a record
+POLYA_WEIGHT, POLYA_LENGTH, LATIN_SIZE = 0.1, 63, 5
+SHUFFLED = 63  # characters of a chunk
 
 
-class Generated(Corpus):
-    """Documents that a function makes of random numbers."""
+def generated(make: Callable, split: str, seed: list[int], documents: int) -> Corpus:
+    """What `make` makes of random numbers."""
 
-    def __init__(self, name: str, make: Callable[[np.random.Generator], str], seed, documents: int):
-        self.name, self.make, self.seed, self.total = name, make, seed, documents
+    def pieces() -> Iterator[Piece]:
+        rng = np.random.default_rng(seed)
+        return ((make(rng), True) for _ in range(documents))
 
-    def describe(self) -> list[dict]:
-        return [{"generated": self.name, "seed": self.seed, "documents": self.total}]
-
-    def pieces(self) -> Iterator[Piece]:
-        generator = np.random.default_rng(self.seed)
-        for number in range(self.total):
-            self.position = number + 1
-            yield self.make(generator), True
+    return Corpus(pieces, [{"generated": make.__name__, "seed": seed, "documents": documents}])
 
 
-class Shuffled(Corpus):
-    """The documents of another corpus, cut into pieces of PIECE characters (ASCII alone, a byte
-    each), every piece a document with its characters in random order."""
+def shuffled(corpus: Corpus, seed: int) -> Corpus:
+    """The ASCII characters of each document, in chunks in random order; the rest is dropped."""
 
-    def __init__(self, inner: Corpus, seed: int):
-        self.inner, self.seed = inner, seed
-        self.unit, self.packages = inner.unit, inner.packages
-
-    def describe(self) -> list[dict]:
-        return [{"shuffled": PIECE, "seed": self.seed}, *self.inner.describe()]
-
-    def pieces(self) -> Iterator[Piece]:
-        generator, rest = np.random.default_rng(self.seed), ""
-        for text, end in self.inner.pieces():
-            self.total, self.position = self.inner.total, self.inner.position
+    def pieces() -> Iterator[Piece]:
+        rng, rest = np.random.default_rng(seed), ""
+        for text, end in corpus.pieces():
             rest += "".join(character for character in text if character.isascii())
-            while len(rest) >= PIECE:
-                piece, rest = rest[:PIECE], rest[PIECE:]
-                yield "".join(piece[i] for i in generator.permutation(PIECE)), True
-            if end:
-                rest = ""  # what is left of a document is too short
+            whole = len(rest) // SHUFFLED * SHUFFLED
+            for start in range(0, whole, SHUFFLED):
+                yield "".join(rest[start + i] for i in rng.permutation(SHUFFLED)), True
+            rest = "" if end else rest[whole:]
+
+    return Corpus(pieces, [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description])
 
 
-class Infill(Corpus):
-    """The documents of another corpus, cut into pieces of INFILL characters (ASCII alone, a byte
-    each), every piece a record of which all but the words in its middle third are given."""
-
-    def __init__(self, inner: Corpus):
-        self.inner, self.unit, self.packages = inner, inner.unit, inner.packages
-
-    def describe(self) -> list[dict]:
-        return [{"infill": INFILL}, *self.inner.describe()]
-
-    def pieces(self) -> Iterator[Piece]:
-        rest = ""
-        for text, end in self.inner.pieces():
-            self.total, self.position = self.inner.total, self.inner.position
-            rest += "".join(c for c in text if c.isascii() and c not in "[]")  # no marks of records
-            while len(rest) >= INFILL:
-                piece, rest = rest[:INFILL], rest[INFILL:]
-                start, stop = piece.find(" ", INFILL // 3), piece.rfind(" ", 0, 2 * INFILL // 3)
-                if 0 < start < stop:
-                    middle = piece[start:stop]
-                    yield given(piece[:start]) + middle + given(piece[stop:]), True
-            if end:
-                rest = ""  # what is left of a document is too short
-
-
-# ---- Polya's urn ---------------------------------------------------------------------------------
-
-
-def polya(generator: np.random.Generator) -> str:
-    """One sequence of draws. The urn holds POLYA_WEIGHT of each letter before them."""
+def polya(rng: np.random.Generator) -> str:
+    """A sequence of draws. The urn holds POLYA_WEIGHT of each letter before them."""
     counts, drawn = np.full(len(LETTERS), POLYA_WEIGHT), []
-    for uniform in generator.random(POLYA_LENGTH):
+    for uniform in rng.random(POLYA_LENGTH):
         cumulative = counts.cumsum()
         letter = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         counts[letter] += 1
@@ -109,68 +59,44 @@ def polya(generator: np.random.Generator) -> str:
     return "".join(drawn)
 
 
-def polya_entropy(
-    letters: int = len(LETTERS), weight: float = POLYA_WEIGHT, length: int = POLYA_LENGTH
-) -> float:
-    """Entropy of a sequence, nats.
-
-    With n_v draws of letter v of V, its probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a)
-    (Dirichlet and multinomial, G the gamma function). By symmetry the mean of its logarithm needs
-    the distribution of one n_v alone, which is beta-binomial with a and (V - 1) a."""
-    log_gamma, a, b = math.lgamma, weight, (letters - 1) * weight
-    log_beta = log_gamma(a) + log_gamma(b) - log_gamma(a + b)
-    mean = 0.0
-    for n in range(length + 1):
-        ways = log_gamma(length + 1) - log_gamma(n + 1) - log_gamma(length - n + 1)
-        beta = log_gamma(n + a) + log_gamma(length - n + b) - log_gamma(length + a + b)
-        mean += math.exp(ways + beta - log_beta) * (log_gamma(n + a) - log_gamma(a))
-    return log_gamma(letters * a + length) - log_gamma(letters * a) - letters * mean
-
-
-# ---- Latin squares -------------------------------------------------------------------------------
+def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
+    """-log probability of a sequence of draws. With n_v draws of letter v of V and weight a, the
+    probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma = log G."""
+    G, total = math.lgamma, len(LETTERS) * weight
+    of_letters = sum(G(text.count(v) + weight) - G(weight) for v in LETTERS)
+    return G(total + len(text)) - G(total) - of_letters
 
 
 @functools.cache
 def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
     """All Latin squares whose first row and first column are in order: 56 of size 5."""
-    squares: list[list[tuple[int, ...]]] = [[tuple(range(size))]]
-    for row in range(1, size):
+    squares = [[tuple(range(size))]]
+    for first in range(1, size):
+        rows = [row for row in itertools.permutations(range(size)) if row[0] == first]
         squares = [
-            [*square, candidate]
-            for square in squares
-            for candidate in itertools.permutations(range(size))
-            if candidate[0] == row
-            and all(a != b for above in square for a, b in zip(above, candidate, strict=True))
+            [*above, row]
+            for above, row in itertools.product(squares, rows)
+            if all(a != b for other in above for a, b in zip(other, row, strict=True))
         ]
     return [np.array(square) for square in squares]
 
 
-def latin5(generator: np.random.Generator) -> str:
-    """A uniformly random Latin square, row by row, in the letters a to e. Every square is one
-    reduced square with its columns in one order and its rows but the first in one order."""
+def latin5(rng: np.random.Generator) -> str:
+    """A uniformly random Latin square, row by row, in the letters a to e: a reduced square with its
+    columns, and its rows but the first, in random order."""
     squares = reduced_squares()
-    square = squares[generator.integers(len(squares))][:, generator.permutation(LATIN_SIZE)]
-    rows = [0, *(1 + generator.permutation(LATIN_SIZE - 1))]
+    square = squares[rng.integers(len(squares))][:, rng.permutation(LATIN_SIZE)]
+    rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]
     return "".join(LETTERS[cell] for cell in square[rows].flatten())
 
 
 def latin5_entropy() -> float:
-    """Entropy of a square, nats: all 56 5! 4! = 161,280 of them are equally probable."""
-    count = len(reduced_squares()) * math.factorial(LATIN_SIZE) * math.factorial(LATIN_SIZE - 1)
-    return math.log(count)
+    """Entropy of a square, nats: 56 5! 4! = 161,280 are equally probable."""
+    return math.log(len(reduced_squares()) * math.factorial(5) * math.factorial(4))
 
 
-def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
-    """-log probability of a sequence of draws (see `polya_entropy`)."""
-    log_gamma, V, n = math.lgamma, len(LETTERS), len(text)
-    log_p = log_gamma(V * weight) - log_gamma(V * weight + n)
-    log_p += sum(log_gamma(text.count(v) + weight) - log_gamma(weight) for v in LETTERS)
-    return -log_p
-
-
+# -log probability of a document, without its end-of-text: the least expected loss on it.
 NATS_OF_TEXT: dict[str, Callable[[str], float]] = {
     "polya": polya_nats,
     "latin5": lambda square: latin5_entropy(),
 }
-"""-log probability of a document, without the end-of-text that follows it for certain: the least
-loss that a model can have on it, but by luck."""

@@ -1,461 +1,331 @@
-"""Turn text into token files for training and evaluation: python data/prepare.py NAME [options].
+"""Turn text into token files for training and evaluation.
 
-Reads documents (catalogue.py, sources.py), gives each its split (splits.py), undoes the tokenising
-of published test sets (detokenisers.py), encodes on all cores (encoding.py), packs (packing.py) and
-writes a folder (folder.py):
-
-    train.bin, val.bin, test.bin      token ids, flat, little-endian uint16 (uint32 for more than
-                                      65536 ids), of the splits there are; every document is
-                                      followed by end-of-text
-    train.roles.bin, ...              of records: what is given of them (records.py)
-    meta.json                         tokenizer, dtype, protocol and packing, tokens and sha256 per
-                                      file, source, settings, versions
-
-Memory stays bounded however large the corpus. The folder is written beside its final place and
-moved there when it is complete. The result depends on the source, the options and the seed, not on
-the number of workers.
-"""
-
-import sys
-from pathlib import Path
-
-from runtime.errors import UserError
-
-if __name__ == "__main__":
-    # A script's sys.path begins with its own folder: let it begin with the project's, where `data`
-    # is a package.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from runtime.startup import begin
-
-    begin()
-
-import collections
-import contextlib
-import os
-import platform
-import signal
-from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
-from typing import Annotated, Any, Literal
-
-import tyro
-from annotated_types import Interval
-
-from data import packing
-from data.catalogue import DATASETS, Dataset, EvaluationSet, Files, GeneratedText, TaskData
-from data.detokenisers import DETOKENISERS
-from data.encoding import Encode, encode_all, encode_batch, encode_records
-from data.folder import SPLITS, clear_leftovers, is_finished, move_into_place, staging
-from data.loader import DTYPES, dtype_name
-from data.packing import SplitFile
-from data.sources import Corpus
-from data.splits import route
-from data.tokenizers import Tokenizer, get_tokenizer
-from runtime.files import write_json
-from runtime.startup import PATH_ERRORS, broken
-from runtime.validation import Count, Seed, check_value, check_values
-
-DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
-
-USAGE = """Turn text into token files for training and evaluation.
-
-Writes a folder with train.bin, val.bin or test.bin and meta.json, for the loader to read. An
-interrupted run leaves nothing behind; a finished dataset is not made twice.
+Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, end-of-text
+after every document), train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves
+nothing behind; a finished dataset is not made twice. The result does not depend on the workers.
 
 examples:
   python data/prepare.py stories
   python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
   python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
-  python data/prepare.py sudoku6
   python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
   python data/prepare.py ptb
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
 """
 
+import contextlib
+import glob
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-def _option(metavar: str, default: str) -> Any:
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where `data` is a package
 
+import tyro
+from annotated_types import Interval
 
+from data.catalogue import DATASETS, SPLITS, Dataset
+from data.loader import DTYPE, check_file, load_meta
+from data.packing import SplitFile, encode_all, encode_documents, encode_examples, in_words, route
+from data.sources import Corpus
+from data.tokenizers import Tokenizer, get_tokenizer
+from runtime.command_line import run_script
+from runtime.errors import UserError
+from runtime.files import is_alive, sync_folder, write_json
+from runtime.validation import Count, Seed, check_value, check_values
+
+HOME = Path(__file__).resolve().parent
+FILES = {"meta.json", *(f"{split}{kind}" for split in SPLITS for kind in (".bin", ".roles.bin"))}
+DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 
 
+def _option(kind: Any, metavar: str, default: str) -> Any:
+    """An option whose default depends on the dataset."""
+    hint = f"(default: {default})"
+    return Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
+
+
 @dataclass(frozen=True)
 class Prepare:
-    """The command line of this script. Its help keeps the line breaks of these texts."""
+    """The command line of this script."""
 
     name: str
     """stories: nine books for children, 2.7 MB, no download.
-    pydocs: the English that comes with Python, 2 MB, no download.
     text: your own files, given with --source.
-    shuffled: the same, in pieces of 63 characters in random order.
-    records: .jsonl files of {"prompt": given, "text": predicted}, or of
-    {"text": "some [GIVEN]parts[/GIVEN] of it given"}, or of {"text": ...,
-    "given": "0110..."}, a mask of its characters; each in its own block.
-    infill: your own files, or the stories, in pieces of 128 characters, each a record whose
-    middle is predicted, given both sides.
+    shuffled: the same, in chunks of 63 characters in random order.
+    records: your own prompts and answers, .jsonl files, each in a block (docs/data.md).
     polya, latin5: made of random numbers, with a known entropy.
-    sudoku6, star, addition, reversal, mirror, parity, colouring, copy,
-    replace, shuffle: tasks, as records, for eval_tasks.py.
+    sudoku6, star, addition, reversal, mirror, parity, colouring, copy, replace, shuffle: puzzles.
     openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
-    wikitext2, wikitext103, ptb, lambada, lm1b: the evaluation sets of the
-    published zero-shot perplexities, and ag_news, pubmed, arxiv, which
-    later ones have, one split each, detokenised;
-    downloaded, or local copies given with --source."""
-    out: Annotated[Path | None, _option("DIR", "data/NAME in the project")] = None
+    wikitext2, wikitext103, ptb, lambada, lm1b, ag_news, pubmed, arxiv: evaluation sets of the
+    published zero-shot perplexities, detokenised; downloaded, or local copies in --source."""
+    out: _option(Path | None, "DIR", "data/NAME in the project") = None
     """Folder to write."""
-    source: Annotated[tuple[Path, ...], _option("FILE ...", "none")] = ()
+    source: _option(tuple[Path, ...], "FILE ...", "none") = ()
     """.jsonl and .parquet files, a document a row;
     text: also .txt and .md files, one document each;
-    wikitext: also .txt .tokens .raw files, a row a line; ptb, lm1b: .txt;
-    lm1b: also the published news.en files.
+    wikitext: also .txt .tokens .raw files, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
     All but .parquet can end in .gz or .xz, too."""
-    val: Annotated[tuple[Path, ...], _option("FILE ...", "a share of the documents")] = ()
-    """text, shuffled, records, infill: files of the validation split."""
-    test: Annotated[tuple[Path, ...], _option("FILE ...", "no test split")] = ()
+    val: _option(tuple[Path, ...], "FILE ...", "a share of the documents") = ()
+    """text, shuffled, records: files of the validation split."""
+    test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """The same: files of the test split."""
-    tokenizer: Annotated[
-        str | None,
-        _option(
-            "gpt2|english|bytes",
-            "english for stories; bytes for pydocs, tasks, infill, shuffled and what is made of "
-            "random numbers; gpt2 for the others",
-        ),
-    ] = None
+    tokenizer: _option(str | None, "gpt2|english|bytes", "depends on NAME") = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, or bytes as they are."""
-    field: Annotated[
-        str | None, _option("KEY", "sentence for ptb, article for pubmed, arxiv, else text")
-    ] = None
+    field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
     """What holds the text in a row of a .jsonl or .parquet file."""
-    split: Annotated[
-        str | None,
-        _option(
-            "train|val|test", "wikitext2: train, pubmed and arxiv: val, other evaluation sets: test"
-        ),
-    ] = None
+    split: _option(str | None, "train|val|test", "the published one") = None
     """Evaluation sets: the split to download, or which --source is.
     Others: write all documents to this split."""
-    protocol: Annotated[
-        Literal["sedd", "full"] | None,
-        _option("sedd|full", "sedd for the evaluation sets, full for the others"),
-    ] = None
-    """sedd: rows in 8 shards and groups of 1,000, cut into blocks,
-    the rest of every group dropped; as published.
+    protocol: _option(Literal["sedd", "full"] | None, "sedd|full", "full; evaluation: sedd") = None
+    """sedd: 8 shards, groups of 1,000 rows divided into blocks, rests dropped; as published.
     full: documents end to end, nothing dropped."""
-    block_size: Annotated[BlockSize | None, _option("N", f"{DEFAULT_BLOCK_SIZE}")] = None
-    """sedd, records: tokens of a block; of records at least those of the
-    longest and one. A model of another needs the dataset prepared again."""
-    val_fraction: Annotated[
-        ValFraction | None, _option("SHARE", "0.0005 for openwebtext, 0.05 for the others")
-    ] = None
-    """Share of the documents that becomes the validation split:
-    one out of every 1/SHARE in a row, drawn from the seed;
-    of a single document, its end."""
-    seed: Annotated[Seed, _option("N", "0")] = 0
+    block_size: _option(BlockSize | None, "N", f"{DEFAULT_BLOCK_SIZE}") = None
+    """sedd: tokens of a block, which must be the model's.
+    records: tokens of a block, more than the longest record has."""
+    val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = None
+    """Share of the documents that becomes validation, drawn from the seed: one of every 1/SHARE in
+    a row; of a single document, its end."""
+    seed: _option(Seed, "N", "0") = 0
     """Seed of that draw."""
-    limit: Annotated[Count | None, _option("N", "all")] = None
+    limit: _option(Count | None, "N", "all") = None
     """Use the first N documents only (validation share included), for a trial."""
-    workers: Annotated[Count | None, _option("N", "one per core, for bytes one")] = None
-    """Threads that tokenise. The result does not depend on it."""
+    workers: _option(Count | None, "N", "one per core, for bytes one") = None
+    """Threads that tokenise."""
     overwrite: bool = False
     """Replace the dataset in the output folder; it stays until the new one is complete."""
 
 
 def main() -> None:
     conf = tyro.conf
-    style = (
-        conf.PositionalRequiredArgs,
-        conf.DisallowNone,
-        conf.PositionalMetavarFromFieldName,
-        conf.FlagCreatePairsOff,
-    )
-    args = tyro.cli(Prepare, description=USAGE, config=style)
-
-    def stop(number: int, frame: Any) -> None:
-        """Clean up and end here. Python would rather raise an exception wherever the main thread
-        is; in a destructor it shows that one with a traceback, and goes on."""
-        try:
-            clear_leftovers(output_folder(args))
-        finally:
-            # not print, which may be what was interrupted
-            os.write(2, b"\ninterrupted: no unfinished dataset is left behind\n")
-            os._exit(130)
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)  # a scheduler's way to say stop is as good as Ctrl-C
-    # Not runtime.command_line.run_script, which imports torch: this script starts without it.
-    try:
-        prepare(args)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        # pathlib has RuntimeErrors for links in a circle and for users without a home.
-        if isinstance(error, RuntimeError) and not str(error).startswith(PATH_ERRORS):
-            raise
-        print(f"error: {str(error) or 'out of memory'}", file=sys.stderr)
-        sys.exit(2)
-    sys.stdout.flush()
-    sys.exit(141 * broken(sys.stdout))
+    names = conf.PositionalRequiredArgs, conf.PositionalMetavarFromFieldName
+    config = (*names, conf.DisallowNone, conf.FlagCreatePairsOff)
+    # A scheduler's way to stop a run cleans up as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    prepare(tyro.cli(Prepare, description=__doc__, config=config))
 
 
 def prepare(args: Prepare) -> Path:
-    """Prepare the dataset that `args` describe and return its folder.
-
-    Does nothing where the folder holds that dataset already. Raises ValueError or OSError with a
-    message for the user; then, and when interrupted, the output folder is what it was before.
-    """
+    """Prepare the dataset that `args` describe and return its folder; does nothing where the folder
+    holds it already. When it raises UserError or OSError, or is interrupted, the output folder is
+    what it was before."""
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
-    dataset, target = DATASETS[args.name], output_folder(args)
+    dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
     check_options(args, dataset)
-    settings = effective_settings(args, dataset)
-    tokenizer = get_tokenizer(settings["tokenizer"])  # before files are read, which can take long
-    corpora = dataset.corpora(
-        Files(args.source, args.val, args.test, settings["field"], settings["split"])
-    )
-    meta = metadata(target.name, settings, tokenizer, dataset, corpora)
-
+    args = with_defaults(args, dataset)
+    tokenizer = get_tokenizer(args.tokenizer)  # before files are read, which can take long
+    corpora = dataset.corpora(args)
+    meta = metadata(target.name, args, tokenizer, dataset, corpora)
     clear_leftovers(target)
     if is_finished(target, meta, args.overwrite):
-        print(
-            f"{_shown(target)} holds this dataset already, made with the same settings: "
-            "nothing to do (--overwrite makes it again)"
-        )
+        print(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
-    with staging(target) as partial:
-        workers = args.workers or default_workers(tokenizer)
-        encode = encoder_of(dataset, tokenizer, meta)
-        meta["splits"] = write_splits(partial, corpora, encode, meta, workers)
-        meta["notes"] = [note for corpus in corpora.values() for note in corpus.notes()]
-        write_json(partial / "meta.json", meta)
-        is_finished(target, meta, args.overwrite)  # what came there meanwhile stays, too
-        move_into_place(partial, target)
+    with staging(target) as folder:
+        meta |= write_splits(folder, corpora, args, tokenizer, dataset)
+        write_json(folder / "meta.json", meta)
+        is_finished(target, meta, args.overwrite)  # raises for what came there meanwhile
     report(target, meta)
     return target
 
 
-# ---- options -------------------------------------------------------------------------------------
-
-
-def output_folder(args: Prepare) -> Path:
-    return (args.out or Path(__file__).resolve().parent / args.name).resolve()
-
-
 def check_options(args: Prepare, dataset: Dataset) -> None:
-    """Raise ValueError for options that do not fit the dataset or each other."""
-    if args.source and dataset.source == "never":
-        raise UserError(
-            f"{args.name} brings its own documents and takes no --source; for files of your own: "
-            "python data/prepare.py text --source FILE ..."
-        )
-    if not args.source and dataset.source == "always":
-        raise UserError(f"{args.name} needs files to read: --source FILE ...")
-    own_splits = args.val or args.test or args.val_fraction is not None
-    if isinstance(dataset, EvaluationSet) and own_splits:
-        raise UserError(
-            f"{args.name} is an evaluation set: it is written one split at a time, "
-            f"--split {'|'.join(dataset.splits)}, and takes no --val, --test or --val-fraction"
-        )
-    if isinstance(dataset, GeneratedText | TaskData) and (own_splits or args.split):
-        raise UserError(
-            f"{args.name} is made in splits of its own: leave out --split and --val-fraction"
-        )
-    if args.seed and dataset.val_fraction is None:
-        raise UserError(
-            f"--seed draws a validation split, and {args.name} has splits of its own: leave it out"
-        )
-    if (args.val or args.test) and dataset.source != "always":
-        raise UserError(
-            f"--val and --test are for text; the validation split of {args.name} is a share of its "
-            "documents (--val-fraction)"
-        )
-    if args.split is not None:
-        check_value(args.split, Literal[dataset.splits], f"--split of {args.name}")
-        if own_splits:
-            raise UserError(
-                "--split writes all documents to one split: give it without --val, --test and "
-                "--val-fraction"
-            )
-    if args.val and args.val_fraction is not None:
-        raise UserError("give --val or --val-fraction, not both")
-    if dataset.protocol == "records":
-        check_records(args, dataset)
-    elif args.block_size is not None and (args.protocol or dataset.protocol) != "sedd":
-        raise UserError(
-            "--block-size is for --protocol sedd; a dataset of the protocol full can be read in "
-            "blocks of any size"
-        )
-    given = collections.Counter(path.resolve() for path in (*args.source, *args.val, *args.test))
-    for path, times in given.items():
-        if times > 1:
-            raise UserError(f"{path} is given {times} times; a file belongs to one split, once")
+    """Raise UserError for options that do not fit the dataset or each other."""
+    name, size, source = args.name, dataset.block_size, dataset.source
+    examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
+    files, share = args.val or args.test, args.val_fraction is not None
+    splits, has_splits = args.split or files or share, f"{name} has splits of its own: leave out"
+    drawn = dataset.val_fraction is not None
+    made = source == "never" and not drawn
+    paths = [str(path.resolve()) for path in (*args.source, *args.val, *args.test)]
+    twice = ", ".join({path for path in paths if paths.count(path) > 1})
+    mistakes = [
+        (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
+        (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
+        (made and splits, f"{has_splits} --split, --val, --test and --val-fraction"),
+        (args.seed and not drawn, f"{has_splits} --seed"),
+        (share and not drawn, f"{has_splits} --val-fraction"),
+        (files and source != "always", f"{name} takes no --val or --test files"),
+        (args.split and (files or share), "--split is of all documents: leave out other splits"),
+        (args.val and share, "give --val or --val-fraction, not both"),
+        (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
+        (examples and not (args.block_size or size), f"{name} needs --block-size N"),
+        (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
+        (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),
+        (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
+        (twice, f"{twice} is given twice; a file belongs to one split, once"),
+    ]
+    for is_mistake, message in mistakes:
+        if is_mistake:
+            raise UserError(message)
+    if args.split:
+        check_value(args.split, Literal[dataset.splits], f"--split of {name}")
 
 
-def check_records(args: Prepare, dataset: Dataset) -> None:
-    """Raise ValueError for options that do not fit records."""
-    if args.protocol is not None:
-        raise UserError(
-            f"{args.name}: a record is in a block of its own, so there is no --protocol to choose; "
-            "leave it out"
-        )
-    if dataset.block_size is None and args.block_size is None:
-        raise UserError(
-            f"{args.name} needs --block-size N: as many tokens as the longest record has, prompt, "
-            "text and end-of-text together"
-        )
-    if dataset.block_size is not None and args.block_size not in (None, dataset.block_size):
-        raise UserError(
-            f"the records of {args.name} have {dataset.block_size} tokens; leave out --block-size"
-        )
-    if dataset.block_size is not None and args.tokenizer not in (None, "bytes"):
-        raise UserError(f"the records of {args.name} are of single bytes; leave out --tokenizer")
-
-
-def effective_settings(args: Prepare, dataset: Dataset) -> dict:
-    """What decides the result, beside the documents."""
-    protocol = args.protocol or dataset.protocol
-    block_size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+def with_defaults(args: Prepare, dataset: Dataset) -> Prepare:
+    size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
     fraction = dataset.val_fraction if args.val_fraction is None else args.val_fraction
-    return {
-        "dataset": args.name,
-        "split": args.split or dataset.split,
-        "protocol": protocol,
-        "block_size": None if protocol == "full" else block_size,
-        "tokenizer": args.tokenizer or dataset.tokenizer,
-        "field": args.field or dataset.field,
-        "val_fraction": None if args.val or args.split else fraction,
-        "seed": args.seed,
-        "limit": args.limit,
-    }
-
-
-def default_workers(tokenizer: Tokenizer) -> int:
-    if tokenizer.name == "bytes":  # takes less time than handing it to another thread
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# ---- what is written -----------------------------------------------------------------------------
+    keys = "split protocol tokenizer field".split()
+    chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
+    chosen["block_size"] = None if chosen["protocol"] == "full" else size
+    return replace(args, **chosen, val_fraction=None if args.val or args.split else fraction)
 
 
 def metadata(
-    name: str, settings: dict, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
+    name: str, args: Prepare, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
 ) -> dict:
-    """The contents of meta.json; splits and notes are known at the end."""
-    source = [
-        {"split": split, **part} for split, corpus in corpora.items() for part in corpus.describe()
-    ]
-    packages = {package for corpus in corpora.values() for package in corpus.packages}
-    packages |= {"numpy", *(["tiktoken"] if tokenizer.name != "bytes" else [])}
-    versions = {package: version(package) for package in sorted(packages)}
+    """The contents of meta.json, without splits and notes. settings: what decides the result,
+    beside the documents."""
+    keys = "split protocol block_size tokenizer field val_fraction seed limit".split()
+    packages = ["numpy"] if tokenizer.name == "bytes" else ["numpy", "tiktoken"]
     return {
-        "format": 2 if settings["protocol"] == "records" else 1,
+        "format": 2 if args.protocol == "records" else 1,
         "name": name,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "dtype": dtype_name(tokenizer.vocab_size),
-        "protocol": settings["protocol"],
-        "packing": packing.in_words(settings["protocol"], settings["block_size"]),
-        "block_size": settings["block_size"],
+        "dtype": "uint16",
+        "protocol": args.protocol,
+        "packing": in_words(args.protocol, args.block_size),
+        "block_size": args.block_size,
         "detokeniser": dataset.detokeniser,
-        "split": settings["split"],
-        "splits": {},
-        "notes": [],
-        "source": source,
-        "settings": settings,
-        "versions": {"python": platform.python_version()} | versions,
+        "split": args.split,
+        "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
+        "settings": {"dataset": args.name} | {key: getattr(args, key) for key in keys},
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
     }
 
 
-def encoder_of(dataset: Dataset, tokenizer: Tokenizer, meta: dict) -> Encode:
-    """How pieces of text become tokens."""
-    if meta["protocol"] == "records":
-        end = dataset.block_size is None  # records of one length need no end
-        return partial(encode_records, tokenizer, meta["block_size"], end)
-    return partial(encode_batch, tokenizer, DETOKENISERS.get(meta["detokeniser"]))
-
-
 def write_splits(
-    folder: Path, corpora: dict[str, Corpus], encode: Encode, meta: dict, workers: int
-) -> dict[str, dict]:
-    """Write the token files into `folder`; returns their entries for meta.json."""
-    settings, block_size = meta["settings"], None
-    if meta["protocol"] == "sedd":
-        block_size = meta["block_size"]
-    records = meta["protocol"] == "records"
-    how = settings["val_fraction"], settings["seed"], settings["limit"], records
-    pieces = route(corpora, *how)
-    encoded = encode_all(pieces, encode, workers)
-    files: dict[str, SplitFile] = {}
-    with contextlib.closing(encoded), _progress_bar(next(iter(corpora.values())).unit) as bar:
-        for result in encoded:
-            for split, tokens in result.items():
-                if split not in files:
-                    path = folder / f"{split}.bin"
-                    files[split] = SplitFile(path, DTYPES[meta["dtype"]], block_size)
-                files[split].write(*tokens)
-            _update(bar, corpora, sum(file.tokens for file in files.values()))
-    return {split: files[split].close() for split in SPLITS if split in files}
-
-
-def _progress_bar(unit: str):
+    folder: Path, corpora: dict[str, Corpus], args: Prepare, tokenizer: Tokenizer, dataset: Dataset
+) -> dict:
+    """Write the token files into `folder`; returns the splits and notes for meta.json."""
     from tqdm import tqdm
 
-    # a log file needs a line now and then, a terminal a bar that moves
-    interval = 0.2 if sys.stderr.isatty() else 30
-    unit = unit if unit == "B" else f" {unit}"
-    return tqdm(
-        desc="tokenising", unit=unit, unit_scale=True, mininterval=interval, file=sys.stderr
-    )
+    encode = partial(encode_documents, tokenizer, dataset.detokeniser)
+    if examples := args.protocol == "records":
+        end = dataset.block_size is None  # examples of one length need no end
+        encode = partial(encode_examples, tokenizer, args.block_size, end)
+    pieces = route(corpora, args.val_fraction, args.seed, args.limit, whole=examples)
+    # Bytes take less time than handing them to another thread.
+    workers = args.workers or (1 if tokenizer.name == "bytes" else os.cpu_count())
+    files: dict[str, SplitFile] = {}
+    interval = 0.2 if sys.stderr.isatty() else 30  # a log file needs a line now and then
+    with tqdm(unit=" tokens", unit_scale=True, mininterval=interval) as bar:
+        for split, encoded in encode_all(pieces, encode, workers):
+            if split not in files:
+                path = folder / f"{split}.bin"
+                files[split] = SplitFile(path, args.protocol, args.block_size)
+            files[split].write(*encoded)
+            bar.update(encoded[0].size)
+    if not files:
+        raise UserError(f"no document of {args.name} is left: give more text")
+    notes = []
+    for split, corpus in corpora.items():
+        rows, published = files[split].documents if split in files else 0, corpus.published
+        if published not in (None, rows):
+            notes.append(f"{rows:,} rows, where the published {split} split has {published:,}")
+        notes += corpus.notes
+    entries = {split: files[split].close() for split in SPLITS if split in files}
+    return {"splits": entries, "notes": notes}
 
 
-def _update(bar, corpora: dict[str, Corpus], tokens: int) -> None:
-    totals = [corpus.total for corpus in corpora.values()]
-    bar.total = None if None in totals else sum(totals)
-    bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
-    bar.update(max(0, sum(corpus.position for corpus in corpora.values()) - bar.n))
+# ---- the folder: written beside its place, moved there when it is complete -----------------------
+
+
+def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
+    """Whether `target` holds the dataset that `meta` describes. Raises UserError where it holds
+    other files, whatever `overwrite` says, or without it another or a damaged dataset."""
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target} is a file; choose another --out")
+    names = {path.name for path in target.iterdir()} if target.exists() else set()
+    strangers = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
+    if names and (names - FILES or "meta.json" not in names):
+        other = f"holds more or other things than a prepared dataset ({strangers})"
+        raise UserError(f"{target} {other}; choose another --out")
+    if overwrite or not names:
+        return False
+    advice = "pass --overwrite to replace it, or choose another --out"
+    try:
+        found = load_meta(target)
+        for split in found["splits"]:
+            check_file(target, found, split, verify=True)
+    except (UserError, FileNotFoundError) as error:
+        raise UserError(f"{target} holds a damaged dataset ({error}): {advice}") from error
+    before = found.get("settings", {})
+    changed = [key for key, value in meta["settings"].items() if before.get(key) != value]
+    changed += ["source"] * (found.get("source") != meta["source"])
+    if changed:
+        raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
+    return True
+
+
+@contextlib.contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which replaces it at the end; removed where that fails."""
+    beside = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    try:
+        (beside / "new").mkdir(parents=True)
+        yield beside / "new"
+        for path in (beside / "new").iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if target.exists():
+            target.rename(beside / "old")
+        (beside / "new").rename(target)
+        sync_folder(target.parent)
+    finally:
+        _remove(beside, target)
+
+
+def clear_leftovers(target: Path) -> None:
+    """Remove what killed runs of this machine have left beside `target`."""
+    prefix = f".{target.name}.partial-{socket.gethostname()}-"
+    for path in target.parent.glob(glob.escape(prefix) + "*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            _remove(path, target)
+
+
+def _remove(beside: Path, target: Path) -> None:
+    if (beside / "old").exists() and not target.exists():  # killed between the two moves
+        (beside / "old").rename(target)
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def report(target: Path, meta: dict) -> None:
-    """Say what was made, and which command comes next."""
-    size, settings = DTYPES[meta["dtype"]].itemsize, meta["settings"]
+    """Print what was made, and which command comes next."""
+    name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
-        dropped = f"  {entry['dropped_tokens']:,} dropped" if entry["dropped_tokens"] else ""
-        print(
-            f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents  "
-            f"{entry['tokens'] * size / 1e6:>10,.1f} MB{dropped}"
-        )
-    print(
-        f"in {_shown(target)}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids "
-        f"as {meta['dtype']}"
-    )
+        size = entry["tokens"] * DTYPE.itemsize / 1e6
+        line = f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents"
+        print(f"{line}  {size:>10,.1f} MB  {entry['dropped_tokens']:,} tokens dropped")
+    print(f"in {name}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
     print(f"protocol {meta['protocol']}: {meta['packing']}")
     for note in meta["notes"]:
         print(f"not comparable with the published tables: {note}")
-    if meta["protocol"] == "sedd" or settings["split"] is not None:
-        home = Path(__file__).resolve().parent / settings["dataset"]
-        name = settings["dataset"] if target == home else _shown(target)
+    if meta["protocol"] == "sedd" or meta["split"]:
         print(f"next: python eval_ppl.py RUN --datasets {name}")
         return
-    config = "own_text" if meta["tokenizer"] == "gpt2" else "quickstart"
-    if isinstance(DATASETS.get(settings["dataset"]), TaskData):
-        config = "sudoku6"
-    if settings["dataset"] == "openwebtext":
-        config = "aogpt_small"
-    options = f"--name {target.name} --data.folder {_shown(target)}"
-    if target == Path(__file__).resolve().parent / "stories":  # the quickstart's own
-        options = ""
+    named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
+    config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
+    options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
-    print(f"next: python train.py configs/{config}.toml {options}".rstrip())
-
-
-def _shown(path: Path) -> str:
-    """The path as the user would type it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    print(f"next: python train.py configs/{config}.toml{options}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

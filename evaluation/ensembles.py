@@ -1,26 +1,22 @@
-"""Order ensembles: a decoder's predictions from several orders of one context, averaged.
+"""Order ensembles: a decoder's predictions, averaged over several orders of one context.
 
 A decoder's p(x_target | context) depends on the order in which the context is listed. An ensemble
-of M members is the mean of the *probabilities* over M orders of it: the original order and M - 1
-uniformly random ones. Its loss is
+of M members is the mean of the *probabilities* over M orders: the original one and M - 1 uniformly
+random ones. Its loss is
 
     L_M = 1/T sum_i E[ -log 1/M sum_j p_j(x[s_i] | x[s_<i]) ]
 
-where s is the prediction order and p_j has the context s_<i listed in order j. Under uniform s the
+where s is the prediction order and p_j lists the context s_<i in order j. Under uniform s the
 original order is as random as the others, and L_M falls with M (Jensen's inequality).
 
-As written, every step needs passes of its own, T M for one sequence. `cheap_gains` has an unbiased
-estimate of the gain L_M - L_1 for M passes:
+As written, one sequence takes T M passes. `cheap_gains` estimates L_M - L_1 without bias in M:
 
-1. One context instead of T. Choosing a step at random, instead of averaging over all, makes the
-   length of the context uniform on 0..T-1, its positions a uniformly random set, and the target any
-   of the remaining positions with equal probability (RADD, arXiv 2406.03736). One pass scores *all*
-   remaining positions, each as if it were next, so their mean takes the place of the one target.
-2. The gain instead of the loss. Every member's order is uniformly random, so every -log p_j has the
-   expectation L_1, and mean_j log p_j - log mean_j p_j has the expectation L_M - L_1. It is never
-   above 0. What makes a token hard is common to the members and cancels, so the gain varies far
-   less from context to context than the loss does; L_1 comes from ordinary causal passes, each of
-   which scores T steps. How much cheaper this is: results/order_ensembles.md.
+1. One context instead of T. At a random step, the length of the context is uniform on 0..T-1, its
+   positions are a uniformly random set, and the target is any other position with equal probability
+   (RADD, arXiv 2406.03736). One pass scores *all* of these, and their mean replaces the one target.
+2. The gain instead of the loss. Under uniform orders, mean_j log p_j - log mean_j p_j has the
+   expectation L_M - L_1. What makes a token hard is common to the members and cancels, so it varies
+   far less than the loss. L_1 comes from ordinary causal passes (results/order_ensembles.md).
 
 B sequences, T positions, M members, S ensemble sizes.
 """
@@ -40,33 +36,24 @@ CONTEXTS = 1  # the use of random numbers by ensembles; the orders of `token_nll
 
 
 class RandomStream(NamedTuple):
-    """Which random numbers of a seed: a stream for every use, so that none are used twice."""
+    """Which random numbers of a seed: no two uses share any."""
 
-    draw: int
-    """Of the Monte Carlo estimate, below MAX_DRAWS."""
-    use: int
-    """CONTEXTS, below 2**24. Use 0 is taken: `objectives.token_nll` has the bare number of the draw
-    as its index."""
-    member: int = 0
-    """Of the ensemble, below MAX_MEMBERS; 0 is the one with the original order."""
+    draw: int  # number of the Monte Carlo sample, below MAX_DRAWS
+    use: int  # CONTEXTS, below 2**24
+    member: int = 0  # of the ensemble, below MAX_MEMBERS; 0 has the original order
 
     @property
     def index(self) -> int:
-        """The fields side by side in the 64-bit index of `philox_bits`."""
-        return self.draw + (self.use << 24) + (self.member << 48)
+        return self.draw + (self.use << 24) + (self.member << 48)  # of `philox_bits`
 
-    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
-        """(len(rows), width) float64 numbers in [0, 1), a function of (seed, stream, row)."""
+    def uniform(self, seed: int, rows: range, width: int) -> Tensor:  # (len(rows), width) in [0, 1)
         return torch.from_numpy(to_uniform(philox_bits(seed, self.index, rows, width)))
 
 
 def permute_context(
     order: Tensor, known: Tensor | int, seed: int, stream: RandomStream, rows: range
 ) -> Tensor:
-    """The orders (B, T) with their first `known` positions in a uniformly random order, the others
-    as they are.
-
-    known: (B, 1) or a number. A pure function of (order, known, seed, stream, row)."""
+    """The orders (B, T) with their first `known` (B, 1) positions in a uniformly random order."""
     steps = torch.arange(order.shape[1])
     keys = stream.uniform(seed, rows, order.shape[1])
     keys = torch.where(steps < known, keys, 1.0 + steps)  # above every random key, and in order
@@ -74,52 +61,38 @@ def permute_context(
 
 
 def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """log of the mean probability of the first m members, for every m of `sizes`:
-    (M, ...) -> (S, ...)."""
+    """log of the mean probability of the first m members, for m in sizes: (M, ...) -> (S, ...)."""
     sums = torch.stack([torch.logsumexp(log_probs[:size], dim=0) for size in sizes])
     counts = torch.tensor(sizes, dtype=sums.dtype, device=sums.device)
     return sums - counts.log().view(-1, *[1] * (sums.dim() - 1))
 
 
 def cheap_gains(
-    model,
-    tokens: Tensor,
-    sizes: tuple[int, ...],
-    seed: int,
-    draw: int,
-    rows: range,
-    batch_size: int,
+    model, tokens: Tensor, sizes: tuple, seed: int, draw: int, rows: range, batch_size: int
 ) -> Tensor:
-    """Unbiased estimates of L_M - L_1 under uniform orders, from one context of each sequence.
+    """Unbiased estimates of L_M - L_1 under uniform orders, from one context of each sequence, in
+    max(sizes) passes, whose members all sizes share.
 
-    Args:
-        tokens: (B, T), the sequences `rows`.
-        sizes: of the ensembles; all share the members of the largest, which is max(sizes) passes.
-        batch_size: contexts in a pass. It changes nothing else.
-
-    Returns: (B, S) float64, nats per token, on the CPU; never above 0 but for rounding.
-    """
+    tokens: (B, T), the sequences `rows`; batch_size: contexts in a pass, without effect on the
+    result. Returns (B, S) float64, nats per token, on the CPU; at most 0, up to rounding."""
     T, members = tokens.shape[1], max(sizes)
     stream = RandomStream(draw, CONTEXTS)
     order = orders_at(OrderConfig("random"), seed, stream.index, rows, T)
-    # Of its T + 1 columns of random numbers, a uniform order leaves the first one unused.
+    # A uniform order leaves the first of its T + 1 columns of random numbers unused.
     known = (stream.uniform(seed, rows, T + 1)[:, :1] * T).long()
-
     orders = [order]
     for member in range(1, members):
         stream = RandomStream(draw, CONTEXTS, member)
         orders.append(permute_context(order, known, seed, stream, rows))
 
-    # All members of all sequences are M B independent contexts: passes of any size will do.
+    # All members of all sequences are M B independent contexts.
     contexts = torch.cat(orders).split(batch_size)
     lengths = known[:, 0].repeat(members).split(batch_size)
     sequences = torch.arange(len(rows)).repeat(members).split(batch_size)
     log_probs = []
-    for context, length, sequence in zip(contexts, lengths, sequences, strict=True):
-        device = tokens.device
-        log_prob = model.parallel_log_probs(
-            tokens[sequence.to(device)], context.to(device), length.to(device)
-        )
+    for parts in zip(sequences, contexts, lengths, strict=True):
+        sequence, context, length = (part.to(tokens.device) for part in parts)
+        log_prob = model.parallel_log_probs(tokens[sequence], context, length)
         log_probs.append(log_prob.double().cpu())
     log_probs = torch.cat(log_probs).view(members, len(rows), T)
 

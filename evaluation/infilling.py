@@ -1,35 +1,29 @@
 """Infilling: how well a model predicts, and fills, the middle sentence of a passage, or its last
-word.
-
-N passages of T tokens; the middle of each goes from `start` to `end`.
-"""
+word. N passages of T tokens; the middle of each goes from `start` to `end`."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizers import Tokenizer
 from model import AOGPT
 from runtime.errors import UserError
 
 SENTENCE_ENDS = (".", "!", "?")
-AFTER_THEM = " \n\"')”’"  # what may stand between a sentence's end and the next one
+AFTER_THEM = " \n\"')”’"  # what may be between a sentence's end and the next one
 
 
 @dataclass(frozen=True)
 class Passages:
-    tokens: Tensor
-    """LongTensor (N, T)."""
-    start: Tensor
-    """LongTensor (N,), the first token of the middle."""
-    end: Tensor
-    """LongTensor (N,), the first one after it."""
+    tokens: Tensor  # LongTensor (N, T)
+    start: Tensor  # LongTensor (N,), the first token of the middle
+    end: Tensor  # LongTensor (N,), the first one after it
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -38,7 +32,7 @@ class Passages:
         return Passages(self.tokens[rows], self.start[rows], self.end[rows])
 
     def known(self, both_sides: bool) -> Tensor:
-        """BoolTensor (N, T): what stands before the middle and, if asked for, what after it."""
+        """BoolTensor (N, T): what is before the middle and, with both sides, what is after it."""
         positions = torch.arange(self.tokens.shape[1])
         before = positions < self.start[:, None]
         return before | (positions >= self.end[:, None]) if both_sides else before
@@ -50,56 +44,43 @@ class Passages:
 
 
 def find_passages(blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: int) -> Passages:
-    """Those of the blocks (N, T) that have a whole sentence of so many tokens; of several the one
-    nearest to the middle."""
-    ends_sentence: dict[int, bool] = {}
-    rows, starts, ends = [], [], []
+    """The blocks (N, T) that have a whole sentence of this many tokens, and of several the one that
+    is nearest to the middle."""
+    ids, rows, spans = blocks.unique().tolist(), [], []
+    texts = {token: tokenizer.decode([token]).rstrip(AFTER_THEM) for token in ids}
     for row, block in enumerate(blocks.tolist()):
-        for token in set(block) - ends_sentence.keys():
-            text = tokenizer.decode([token]).rstrip(AFTER_THEM)
-            ends_sentence[token] = text.endswith(SENTENCE_ENDS)
-        after = [i + 1 for i, token in enumerate(block) if ends_sentence[token]]
-        spans = [
-            (start, end)
-            for start, end in zip(after, after[1:], strict=False)
-            if shortest <= end - start <= longest
-        ]
-        if spans:
-            start, end = min(spans, key=lambda span: abs(sum(span) - len(block)))
+        ends = [i + 1 for i, token in enumerate(block) if texts[token].endswith(SENTENCE_ENDS)]
+        pairs = zip(ends, ends[1:], strict=False)
+        fitting = [(a, b) for a, b in pairs if shortest <= b - a <= longest]
+        if fitting:
             rows.append(row)
-            starts.append(start)
-            ends.append(end)
-    return Passages(blocks[rows], torch.tensor(starts).long(), torch.tensor(ends).long())
+            spans.append(min(fitting, key=lambda span: abs(sum(span) - len(block))))
+    return Passages(blocks[rows], *torch.tensor(spans).long().view(-1, 2).T)
 
 
 def find_last_words(
     tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
 ) -> Passages:
     """The first `count` documents of two words or more in a row of tokens, of which the middle is
-    the last word with the space before it (Paperno et al. 2016, LAMBADA).
-
-    Of a longer document the last `length` tokens; shorter ones end with zeros, after the middle."""
+    the last word with the space before it (Paperno et al. 2016, LAMBADA). Of longer documents the
+    last `length` tokens; shorter ones end with zeros, after the middle."""
     document: list[int] = []
-    rows, starts, ends = [], [], []
+    rows, spans = [torch.zeros(length).long()], []  # the first row for its width alone
     for token in map(int, tokens):
         if token != tokenizer.eot:
             document.append(token)
             continue
-        kept, document = document[-length:], []
-        if start := start_of_last_word(kept, tokenizer):
-            rows.append(kept + [0] * (length - len(kept)))
-            starts.append(start)
-            ends.append(len(kept))
-            if len(rows) == count:
+        last, document = document[-length:], []
+        if start := _start_of_last_word(last, tokenizer):
+            rows.append(torch.tensor(last))
+            spans.append((start, len(last)))
+            if len(spans) == count:
                 break
-    return Passages(
-        torch.tensor(rows).view(-1, length).long(),
-        torch.tensor(starts).long(),
-        torch.tensor(ends).long(),
-    )
+    rows = pad_sequence(rows, batch_first=True)[1:]
+    return Passages(rows, *torch.tensor(spans).long().view(-1, 2).T)
 
 
-def start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
+def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
     """The place of the last token from which on a document reads as white space and a word; 0
     where there is none."""
     for start in range(len(document) - 1, 0, -1):
@@ -112,17 +93,15 @@ def start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 @torch.no_grad()
 def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """-log p of the middle, token after token, given what is known: (N,) float64, nats per token.
-
-    With both sides the order is: what stands before, what stands after, then the middle from left
-    to right. Raises ValueError where a model can continue a text only and both sides are asked for.
-    """
+    With both sides the order is: what is before, what is after, then the middle from left to right.
+    Raises UserError where a model can continue a text only and both sides are asked for."""
     if model.config.l2r_only and both_sides:
-        raise UserError("this model is not told its target and knows what stands before only")
+        raise UserError("this model has no target positions and knows what is before only")
     tokens, device = passages.tokens, model.wte.weight.device
-    known, (N, T) = passages.known(both_sides), tokens.shape
+    known, T = passages.known(both_sides), tokens.shape[1]
     length, positions = passages.end - passages.start, torch.arange(T)
     if model.config.is_encoder:
-        total = torch.zeros(N, dtype=torch.float64)
+        total = torch.zeros(len(passages), dtype=torch.float64)
         for i in range(int(length.max())):  # a pass for the i-th token of every middle
             place = (passages.start + i)[:, None]
             masked = ~known & (positions >= place)
@@ -137,38 +116,18 @@ def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     return -(log_probs * middle.gather(1, order)).sum(dim=1) / length
 
 
-# ---- ROUGE ---------------------------------------------------------------------------------------
+class Words:
+    """Runs of letters and digits, in small letters (rouge_score's own tokenizer knows a-z only)."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return re.findall(r"\w+", text.lower())
 
 
-def rouge(text: str, reference: str) -> dict[str, float]:
-    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), from 0 to 1: of the words that two texts
-    share, of their pairs of neighbours, and of their longest common subsequence. Words are runs of
-    letters and digits, capital or small."""
-    ours, theirs = (re.findall(r"\w+", t.lower()) for t in (text, reference))
-    return {
-        "rouge_1": _f1(_shared(ours, theirs, 1), len(ours), len(theirs)),
-        "rouge_2": _f1(_shared(ours, theirs, 2), len(ours) - 1, len(theirs) - 1),
-        "rouge_l": _f1(longest_common(ours, theirs), len(ours), len(theirs)),
-    }
+def rouge(pairs: list[tuple[str, str]]) -> dict[str, list[float]]:
+    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) of each (sample, reference)."""
+    from rouge_score.rouge_scorer import RougeScorer
 
-
-def _shared(a: list[str], b: list[str], n: int) -> int:
-    """n-grams that both have, as often as both have them."""
-    grams = [Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (a, b)]
-    return sum((grams[0] & grams[1]).values())
-
-
-def _f1(shared: int, ours: int, theirs: int) -> float:
-    return 2 * shared / (ours + theirs) if shared else 0.0
-
-
-def longest_common(a: Sequence, b: Sequence) -> int:
-    """Length of the longest common subsequence."""
-    lengths = [0] * (len(b) + 1)  # of a so far and the first j of b
-    for x in a:
-        diagonal = 0
-        for j, y in enumerate(b):
-            above = lengths[j + 1]
-            lengths[j + 1] = diagonal + 1 if x == y else max(above, lengths[j])
-            diagonal = above
-    return lengths[-1]
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
+    found = [scorer.score(reference, text) for text, reference in pairs]
+    names = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
+    return {key: [scores[name].fmeasure for scores in found] for key, name in names.items()}

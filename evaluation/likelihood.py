@@ -1,7 +1,7 @@
-"""The likelihood of text under a model: an eval set is scored in rounds, each of them one draw of
-the orders (or of an encoder's masks) of every sequence, until the estimate is as good as asked.
+"""The likelihood of text under a model: an eval set is scored in rounds, each of which draws the
+orders (or an encoder's masks) of every sequence once, until the estimate is precise enough.
 
-N sequences of a set, B in a batch, T tokens in a block, D draws.
+N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws").
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.load import Loaded
+from checkpoints import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
-from model import AOGPT
+from model import AOGPT, ModelConfig
 from objectives import token_nll, token_score_entropy
 from orders import OrderConfig, Roles
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
@@ -31,270 +31,105 @@ from runtime.processes import Processes
 from sampling.engine import generate
 from sampling.plans import Pace, Rule, l2r_plan
 
-LARGEST_PASS = {"cpu": 2**12, "cuda": 2**19}  # tokens: more do not make a pass faster
-PRECISION_SAMPLE = 8  # blocks that are scored in both precisions
-# Gains vary far less than losses (evaluation/ensembles.py): a context for every 8 orders costs
-# little of the precision and saves most of the time.
-ORDERS_PER_CONTEXT = 8
-# Of an encoder's masks only whole draws are independent. Fewer than these show too little of their
-# spread: a small error would often be luck, and a run that stops at a target would take its luck.
+LARGEST_PASS = {"cpu": 2**12}  # tokens: more do not make a pass faster
+LARGEST_PASS_OF_GPUS = 2**19
+ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
+# Only whole draws of stratified masks are independent. Among fewer than these a small error would
+# often be luck, and a run with a target would stop at such luck.
 JOINT_DRAWS = 8
 
 
-# ---- tasks ---------------------------------------------------------------------------------------
+# ---- kinds of likelihood -------------------------------------------------------------------------
+
+
+class Scorer:
+    """One kind of likelihood of text under a model."""
+
+    exact = False  # nothing is random
+    joint = False  # stratified: the sequences of a draw depend on one another
+    ensembles: tuple[int, ...] = (1,)  # rising sizes; 1 is no ensemble
+    weighted = False  # the importance-weighted bound over all draws
+    group = 1  # steps that are predicted at once
+
+    def nll(self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None) -> Tensor:
+        """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
+        (seed, number of the draw, rows, total of rows)."""
+        raise NotImplementedError
+
+    def passes(self, config: ModelConfig, lengths: Tensor) -> Tensor | None:
+        """Model calls for a draw of rows of these lengths, (N,); None: the model decides."""
+        return torch.ones_like(lengths)
 
 
 @dataclass(frozen=True)
-class ScoringTask:
-    """One eval set, under one distribution of orders, for ensembles of these sizes."""
+class AlongOrders(Scorer):
+    """The exact likelihood along each order drawn from a distribution."""
 
-    loaded: Loaded
-    eval_set: EvalSet
-    name: str
-    """Of the orders, as the user wrote them."""
     orders: OrderConfig
-    ensemble_sizes: tuple[int, ...]
-    """Rising; 1 is no ensemble. Sizes above 1 are for uniformly random orders only."""
-    seed: int
-    max_draws: int
-    target_se: float | None
-    """Monte Carlo standard error, nats per token, that ends the draws early."""
-    per_token: bool
-    """Keep the loss of every token."""
-    score_entropy: bool = False
-    """SEDD's own bound instead of the likelihood of its outputs as probabilities."""
     group: int = 1
-    """Steps of an order that are predicted at once."""
-    rule: Rule | None = None
-    """Instead of `orders`: those in which the model itself would decode (DUEL), without a pace
-    `group` of positions a step."""
-    bound: Literal["mean", "iw"] = "mean"
-    """Of several orders: the mean of their losses, or the importance-weighted bound, which is
-    -log of the mean of the probabilities that all draws give a sequence."""
-
-    @property
-    def true_ensembles(self) -> tuple[int, ...]:
-        """Those of the sizes that are above 1."""
-        return tuple(size for size in self.ensemble_sizes if size > 1)
+    ensembles: tuple[int, ...] = (1,)  # for uniformly random orders only
+    weighted: bool = False
 
     @property
     def exact(self) -> bool:
-        """A single order is scored, without randomness."""
         return self.orders.is_fixed
 
-    @property
-    def importance_weighted(self) -> bool:
-        return self.bound == "iw" and not self.exact
+    def nll(self, loaded, tokens, draw, roles):
+        how = loaded.scored_from, self.group, roles
+        return token_nll(loaded.model, tokens, self.orders, *draw, *how)
 
-    @property
-    def joint(self) -> bool:
-        """The sequences of a draw depend on one another.
-
-        What an encoder loses depends much on how many positions are masked. So a draw spreads these
-        numbers evenly over the sequences (`objectives.evaluation_masks`: stratified), which takes
-        most of that noise out of their mean; the price is that only whole draws are independent."""
-        encoder = self.loaded.model.config.is_encoder
-        return encoder and self.orders.kind == "random" and self.group == 1
-
-    def passes(self, lengths: Tensor) -> Tensor | None:
-        """Passes that a draw of the losses takes, for rows of these lengths, (N,); None where the
-        model decides."""
-        config = self.loaded.model.config
-        if self.rule:
-            return None
-        at_once = config.target == "two_stream" or (
-            self.group == 1 and (self.joint or not config.is_encoder)
-        )
+    def passes(self, config, lengths):
+        at_once = config.target == "two_stream" or self.group == 1 and not config.is_encoder
         return torch.ones_like(lengths) if at_once else -(-lengths // self.group)
 
-    def scored_tokens(self) -> Tensor:
-        """(N,) tokens of each row that count."""
-        roles = self.eval_set.roles(range(self.eval_set.count))
-        if roles is not None:
-            # The first step of an order is given wherever anything is.
-            missing = self.loaded.scored_from * ~roles.given.any(dim=1)
-            return roles.predicted.sum(dim=1) - missing
-        return self.eval_set.lengths() - self.loaded.scored_from
 
-    def gain_draws(self, loss_draws: int) -> int:
-        """How many draws of the ensembles' gains, each with a context of its own, so many draws of
-        losses call for: two at least, if there are two of those, since a single one does not show
-        its error."""
-        if not self.true_ensembles:
-            return 0
-        return max(min(loss_draws, 2), math.ceil(loss_draws / ORDERS_PER_CONTEXT))
+class Elbo(Scorer):
+    """The any-order bound of an encoder, from random masks."""
+
+    joint = True  # the loss depends much on the number of masked positions: it is stratified
+
+    def nll(self, loaded, tokens, draw, roles):
+        return token_nll(loaded.model, tokens, OrderConfig("random"), *draw, roles=roles)
 
 
-# ---- batches -------------------------------------------------------------------------------------
+class ScoreEntropy(Scorer):
+    """SEDD's own bound. (`Elbo` takes its outputs as probabilities.)"""
 
+    joint = True
 
-class BatchRunner:
-    """Takes the rows of an eval set through the model in batches, every process its share of them.
-
-    How much memory a batch takes is not estimated: the first one is as large as is of any use, and
-    where memory runs out it is halved for good, unless its size was given.
-
-    Attributes: procs; dtype; batch_size, in rows."""
-
-    def __init__(
-        self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None
-    ):
-        self.procs, self.dtype, self.given = procs, dtype, batch_size is not None
-        self.batch_size = batch_size or max(1, LARGEST_PASS[procs.device.type] // block_size)
-
-    def run(
-        self, task: ScoringTask, work: Callable[[Tensor, range], Tensor], float32: bool = False
-    ) -> Tensor:
-        """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on every process.
-
-        float32: whatever the dtype of the runner is."""
-        eval_set, title = task.eval_set, f"{task.eval_set.name} {task.name}"
-        dtype = torch.float32 if float32 else self.dtype
-        share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
-        parts, row = [], share.start
-        # tqdm's disable=None: shown where there is a terminal.
-        disable = None if self.procs.main else True
-        with tqdm(total=len(share), desc=title, unit="seq", disable=disable, leave=False) as bar:
-            while row < share.stop:
-                end = min(row + self.batch_size, share.stop)
-                if row < blocks:
-                    end = min(end, blocks)  # the row after the blocks has another length
-                rows = range(row, end)
-                part = self._try_pass(task, work, rows, dtype)
-                if part is None:  # memory ran out
-                    self._halve()
-                    continue
-                parts.append(part)
-                row = end
-                bar.update(len(rows))
-        # A process has no part if there are fewer rows than processes.
-        found = self.procs.gather(torch.cat(parts) if parts else None)
-        return torch.cat([part for part in found if part is not None])
-
-    def _try_pass(
-        self,
-        task: ScoringTask,
-        work: Callable[[Tensor, range], Tensor],
-        rows: range,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
-        """work(tokens, rows) on the CPU; None if memory ran out.
-
-        A function of its own, since the error keeps tensors alive: when this has returned, both are
-        gone, and their memory can be used again."""
-        device = self.procs.device
-        try:
-            with torch.no_grad(), autocast(device, dtype):
-                return work(task.eval_set.tokens(rows).to(device), rows).cpu()
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            return None
-
-    def _halve(self) -> None:
-        if self.given or self.batch_size == 1:
-            advice = "use a device with more of it"
-            if self.given:
-                advice = "leave out --batch-size, or give a smaller one"
-            raise UserError(
-                f"the device is out of memory at {self.batch_size} sequences a pass; {advice}"
-            )
-        self.batch_size //= 2
-        release_memory(self.procs.device)
-
-
-# ---- scoring -------------------------------------------------------------------------------------
+    def nll(self, loaded, tokens, draw, roles):
+        assert roles is None, "a prompt has no part in score entropy"
+        return token_score_entropy(loaded.model, tokens, *draw)
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What came of a task."""
+class OwnOrder(Scorer):
+    """Along the order in which the model itself would decode the text (DUEL)."""
 
-    estimates: dict[int, tuple[Estimate, Estimate | None]]
-    """By ensemble size: the loss, and of true ensembles its change against size 1."""
-    draws: int
-    contexts: int
-    stopped: str
-    """exact: nothing is random; target: its error is small enough; budget: no draws are left."""
-    seconds: float
-    batch_size: int
-    """Rows in a pass, after any halving."""
-    precision_gap: dict | None
-    """As of `_precision_gap`."""
-    losses: Tensor
-    """(N, D) nats per token of every sequence in every draw."""
-    token_nll: Tensor | None
-    """(N, T) the loss of every token, mean of the draws, NaN where none is scored; if asked for."""
+    rule: Rule
+    group: int = 1
+    exact = True
 
+    def nll(self, loaded, tokens, draw, roles):
+        return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
 
-def score(task: ScoringTask, runner: BatchRunner) -> Scores:
-    """Score a task in rounds of one draw for every sequence.
-
-    What is drawn follows from (seed, draw, row) alone, whatever the batches and the processes."""
-    started = time.perf_counter()
-    losses, gains, token_sums = [], [], 0.0
-    stopped = None
-    while stopped is None:
-        # A round: one draw of the losses, then, now and then, one of the gains of ensembles.
-        nll = _draw_losses(task, runner, draw=len(losses))
-        losses.append(nll.nanmean(dim=1))
-        if task.per_token:
-            token_sums = token_sums + nll
-        while len(gains) < task.gain_draws(len(losses)):
-            gains.append(_draw_gains(task, runner, draw=len(gains)))
-        estimates = _estimates(task, losses, gains)
-        stopped = _why_stop(task, [loss for loss, _ in estimates.values()], len(losses))
-    return Scores(
-        estimates=estimates,
-        draws=len(losses),
-        contexts=len(gains),
-        stopped=stopped,
-        seconds=time.perf_counter() - started,
-        batch_size=runner.batch_size,
-        precision_gap=_precision_gap(task, runner),
-        losses=torch.stack(losses, dim=1),
-        token_nll=token_sums / len(losses) if task.per_token else None,
-    )
-
-
-def _draw_losses(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
-    """One draw of the losses of all rows: (N, T) if the task asks for every token, else (N, 1)."""
-    return runner.run(task, lambda tokens, rows: _losses(task, tokens, rows, draw))
-
-
-def _losses(task: ScoringTask, tokens: Tensor, rows: range, draw: int) -> Tensor:
-    """One draw of the losses of a batch, (B, T), or their means over the tokens, (B, 1), which is
-    less to gather from the processes."""
-    model, drawn = task.loaded.model, (task.seed, draw, rows, task.eval_set.count)
-    if task.rule:
-        nll = decoding_nll(model, tokens, task.rule, task.group, task.eval_set.roles(rows))
-    elif task.score_entropy:
-        nll = token_score_entropy(model, tokens, *drawn)
-    else:
-        how = task.loaded.scored_from, task.group
-        nll = token_nll(model, tokens, task.orders, *drawn, *how, task.eval_set.roles(rows))
-    if not task.per_token:
-        return nll.nanmean(dim=1, keepdim=True)
-    missing = task.eval_set.dataset.block_size - nll.shape[1]  # of the row after the blocks
-    return F.pad(nll, (0, missing), value=math.nan)
+    def passes(self, config, lengths):
+        return None
 
 
 def decoding_nll(
     model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
-    """-log p of every token along the order in which the model itself would decode the text, had it
-    drawn these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted.
+    """-log p of every token along the order in which the model would decode the text if it drew
+    these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted.
 
-    The rule takes the positions that the model is surest of next, without a pace `group` of them,
-    so the order of a text follows from the model, and the product of the conditionals along it is a
-    normalised likelihood: the exact one of what greedy order and temperature 1 draw (DUEL, arXiv
-    2603.01367), over all ids of the model, as all likelihoods here are (samplers draw none that are
-    not the tokenizer's, to which a trained model gives hardly anything)."""
+    The rule picks the next positions from the model's predictions, `group` of them if it has no
+    pace. So the model defines the order of a text, and the product of the conditionals along it is
+    a normalised likelihood: that of decoding at temperature 1 (DUEL, arXiv 2603.01367)."""
     B, T = tokens.shape
     length = torch.full((B,), T) if roles is None else roles.lengths
     given = None if roles is None else roles.given[:, : int(length.max())]
-    # Equals are taken from left to right: a rule must say which.
-    plan = l2r_plan(B, length, given, group)
+    plan = l2r_plan(B, length, given, group)  # equals are taken from left to right
     pace = rule.pace or (Pace(most=group) if rule.block else None)
     plan = dataclasses.replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     texts = tokens[:, : plan.order.shape[1]].cpu()
@@ -303,48 +138,172 @@ def decoding_nll(
     return F.pad(nll, (0, T - nll.shape[1]), value=math.nan)
 
 
-def _draw_gains(task: ScoringTask, runner: BatchRunner, draw: int) -> Tensor:
-    """One draw of the gains of the larger sizes over size 1, (N, sizes).
+# ---- batches -------------------------------------------------------------------------------------
 
-    Always in float32: bfloat16 rounds every member in another way, and the mean probability of
-    predictions with independent noise looks like a gain. What TF32 makes of that was too little to
-    measure (results/order_ensembles.md), so a GPU takes it unless float32 is asked for."""
 
-    def work(tokens: Tensor, rows: range) -> Tensor:
-        model, size = task.loaded.model, runner.batch_size
-        return cheap_gains(model, tokens, task.true_ensembles, task.seed, draw, rows, size)
+class Task(NamedTuple):
+    """An eval set and how it is scored."""
 
-    with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
-        return runner.run(task, work, float32=True)
+    loaded: Loaded
+    eval_set: EvalSet
+    name: str  # of the orders, as the user wrote them
+    scorer: Scorer
+
+    def scored_tokens(self) -> Tensor:
+        """(N,) tokens of each row that are scored."""
+        roles = self.eval_set.roles(range(self.eval_set.count))
+        if roles is None:
+            return self.eval_set.lengths - self.loaded.scored_from
+        # The first step of an order is part of the prompt wherever there is one.
+        return roles.predicted.sum(dim=1) - self.loaded.scored_from * ~roles.given.any(dim=1)
+
+
+class BatchRunner:
+    """Takes the rows of an eval set through the model in batches, a share of them per process.
+
+    batch_size: rows; None: as many as make a pass fast, halved for good where memory runs out."""
+
+    def __init__(
+        self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None
+    ):
+        self.procs, self.dtype, self.halves = procs, dtype, batch_size is None
+        most = LARGEST_PASS.get(procs.device.type, LARGEST_PASS_OF_GPUS)
+        self.batch_size = batch_size or max(1, most // block_size)
+
+    def run(
+        self, task: Task, work: Callable[[Tensor, range], Tensor], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on the CPU of every process."""
+        eval_set, device, parts = task.eval_set, self.procs.device, []
+        share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
+        title, quiet = f"{eval_set.name} {task.name}", None if self.procs.main else True
+        row = share.start
+        with tqdm(total=len(share), desc=title, unit="seq", leave=False, disable=quiet) as bar:
+            while row < share.stop:
+                end = min(row + self.batch_size, share.stop)
+                # The row after the blocks is shorter and goes alone.
+                rows, part = range(row, min(end, blocks) if row < blocks else end), None
+                try:
+                    with torch.no_grad(), autocast(device, dtype or self.dtype):
+                        part = work(eval_set.tokens(rows).to(device), rows).cpu()
+                except (MemoryError, RuntimeError) as error:
+                    if not out_of_memory(error):
+                        raise
+                if part is None:  # out here, where the error no longer keeps tensors alive
+                    self._halve()
+                    continue
+                parts.append(part)
+                row = rows.stop
+                bar.update(len(rows))
+        # A process has no part if there are fewer rows than processes.
+        found = self.procs.gather(torch.cat(parts) if parts else None)
+        return torch.cat([part for part in found if part is not None])
+
+    def _halve(self) -> None:
+        if not self.halves or self.batch_size == 1:
+            lower = "use a device with more of it"
+            raise UserError(
+                f"the device is out of memory at {self.batch_size} sequences a pass; "
+                f"{lower if self.halves else 'leave out --batch-size, or give a smaller one'}"
+            )
+        self.batch_size //= 2
+        release_memory(self.procs.device)
+
+
+# ---- scoring -------------------------------------------------------------------------------------
+
+
+class Scores(NamedTuple):
+    """The results of a task."""
+
+    # By ensemble size: the loss, and for sizes above 1 its difference to size 1.
+    estimates: dict[int, tuple[Estimate, Estimate | None]]
+    losses: Tensor  # (N, D) nats per token of every sequence in every draw
+    token_nll: Tensor | None  # (N, T) mean over draws, NaN where none is scored; if asked for
+    contexts: int
+    stopped: str  # exact: nothing is random; target: the error is small enough; budget: no draws
+    seconds: float
+    batch_size: int
+
+
+def score(
+    task: Task,
+    runner: BatchRunner,
+    seed: int,
+    max_draws: int,
+    target_se: float | None = None,
+    per_token: bool = False,
+) -> Scores:
+    """Score a task in rounds of one draw for every sequence. What is random is a function of (seed,
+    number of the draw, row), whatever the batches and the processes. target_se: Monte Carlo
+    standard error, nats per token, at which to stop early; per_token: keep every token's loss."""
+    started, scorer, eval_set = time.perf_counter(), task.scorer, task.eval_set
+    larger = tuple(size for size in scorer.ensembles if size > 1)
+    losses, gains, token_sums, stopped = [], [], 0.0, None
+
+    def loss(tokens: Tensor, rows: range) -> Tensor:
+        draw = seed, len(losses), rows, eval_set.count
+        nll = scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows))
+        if per_token:
+            return F.pad(nll, (0, eval_set.dataset.block_size - nll.shape[1]), value=math.nan)
+        return nll.nanmean(dim=1, keepdim=True)  # less to gather from the processes
+
+    def gain(tokens: Tensor, rows: range) -> Tensor:
+        numbers = seed, len(gains), rows, runner.batch_size
+        return cheap_gains(task.loaded.model, tokens, larger, *numbers)
+
+    while stopped is None:
+        nll = runner.run(task, loss)
+        token_sums = token_sums + nll
+        losses.append(nll.nanmean(dim=1))
+        # Two contexts at least if there are two draws: a single one does not show its error.
+        wanted = max(min(len(losses), 2), math.ceil(len(losses) / ORDERS_PER_CONTEXT))
+        while larger and len(gains) < wanted:
+            # In float32: bfloat16 rounds every member in another way, and averaging independent
+            # noise looks like a gain. TF32 does so too little to measure.
+            with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
+                gains.append(runner.run(task, gain, dtype=torch.float32))
+        estimates = _estimates(task, losses, gains)
+        if scorer.exact:
+            stopped = "exact"
+        elif target_se and len(losses) >= (JOINT_DRAWS if scorer.joint else 2):
+            if all(found.monte_carlo_error <= target_se for found, _ in estimates.values()):
+                stopped = "target"
+        if stopped is None and len(losses) >= max_draws:
+            stopped = "budget"
+    tokens = token_sums / len(losses) if per_token else None
+    cost = time.perf_counter() - started, runner.batch_size
+    return Scores(estimates, torch.stack(losses, dim=1), tokens, len(gains), stopped, *cost)
 
 
 def _estimates(
-    task: ScoringTask, losses: list[Tensor], gains: list[Tensor]
+    task: Task, losses: list[Tensor], gains: list[Tensor]
 ) -> dict[int, tuple[Estimate, Estimate | None]]:
     """`Scores.estimates` from D draws of losses, (N,) each, and fewer of gains, (N, sizes) each."""
-    scored = task.scored_tokens().double()
+    scorer, scored = task.scorer, task.scored_tokens().double()
     weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
     nll = torch.stack(losses, dim=1)
-    if task.importance_weighted:
+    if scorer.weighted:
         return {1: (importance_weighted(nll, scored), None)}
-    if task.exact:
-        nll = nll[:, 0]  # (N,) rather than (N, 1): for `estimate`, known without Monte Carlo error
-    found = {1: (estimate(nll, joint=task.joint, weights=weights), None)}
-    # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts:
-    # estimate(nll, gain) is of the sum of its parts.
-    for i, size in enumerate(task.true_ensembles):
-        gain = torch.stack(gains, dim=1)[..., i]  # (N, draws of gains)
+    if scorer.exact:
+        nll = nll[:, 0]  # (N,), not (N, 1): for `estimate`, without Monte Carlo error
+    found = {}
+    for size in scorer.ensembles:
+        if size == 1:
+            found[1] = estimate(nll, joint=scorer.joint, weights=weights), None
+            continue
+        # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
+        gain = torch.stack(gains, dim=1)[..., len(found.keys() - {1})]  # (N, draws of gains)
         found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
-    return {size: found[size] for size in task.ensemble_sizes}
+    return found
 
 
 def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
     """The importance-weighted bound over D orders of each sequence, -log mean_k p(x | order k)
-    (Burda et al., arXiv 1509.00519), of losses (N, D) in nats per token, `scored` (N,) tokens each.
+    (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token, and `scored` (N,) tokens.
 
     Its mean over draws is at most the any-order loss, falls with D, and is never below -log of the
-    mean of p over all orders. The Monte Carlo error is that of the logarithm of a mean, by the
-    delta method."""
+    mean of p over all orders. The Monte Carlo error is that of the log of a mean (delta method)."""
     D = nll.shape[1]
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
@@ -355,32 +314,3 @@ def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
     variance = (weights / scored).square() * relative
     error = float(variance.sum().sqrt()) / len(nll)
     return dataclasses.replace(found, monte_carlo_error=error, degrees=max(D - 1, 1))
-
-
-def _why_stop(task: ScoringTask, estimates: list[Estimate], draws: int) -> str | None:
-    """As `Scores.stopped`; None: go on."""
-    if task.exact:
-        return "exact"
-    if task.target_se and draws >= (JOINT_DRAWS if task.joint else 2):
-        if all(e.monte_carlo_error <= task.target_se for e in estimates):
-            return "target"
-    return "budget" if draws >= task.max_draws else None
-
-
-def _precision_gap(task: ScoringTask, runner: BatchRunner) -> dict | None:
-    """By how much the losses of a few blocks in bfloat16, nats per token, differ from those in
-    float32. On the main process; None elsewhere and where float32 is what is used."""
-    if not runner.procs.main or runner.dtype == torch.float32:
-        return None
-    device, eval_set = runner.procs.device, task.eval_set
-    count = min(PRECISION_SAMPLE, eval_set.dataset.num_blocks, eval_set.count)
-    gaps = []
-    for row in range(count):  # one at a time: float32 needs more memory than the batches have
-        rows, losses = range(row, row + 1), {}
-        for dtype in (torch.bfloat16, torch.float32):
-            with autocast(device, dtype):
-                nll = _losses(task, eval_set.tokens(rows).to(device), rows, draw=0)
-            losses[dtype] = nll.nanmean()
-        gaps.append(losses[torch.bfloat16] - losses[torch.float32])
-    gap = torch.stack(gaps)
-    return {"sequences": count, "mean": float(gap.mean()), "largest": float(gap.abs().max())}

@@ -1,11 +1,15 @@
 """What eval_ppl.py reports: a row for every data set, order and ensemble size, as JSON and as a
-Markdown table with the notes that are needed to read it."""
+Markdown table with the notes that are needed to read it; and how far orders disagree."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
-from evaluation.likelihood import Scores, ScoringTask
+from torch import Tensor
+
+from evaluation.estimates import estimate
+from evaluation.likelihood import Scores, Task
 from evaluation.published import published_perplexity
 from runtime.reports import markdown_table
 
@@ -19,26 +23,32 @@ LABELS = {
 }
 HEAD = ["text", "orders", "M", "nats/token", "std. error", "Monte Carlo"]
 HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
+DISAGREEMENTS = ["text", "orders", "other orders", "difference", "std. error", "mean distance"]
+NOTES = {
+    "score_entropy": "score entropy: SEDD's own bound, with which it is published; any order: its "
+    "outputs normalised to probabilities",
+    "iw": "weighted over K: -log of the mean probability of a sequence over K orders; its "
+    "expectation is between the mean over orders and -log of the mean over all orders",
+    "published": "published: for the model with this layout and size; all else is measured here",
+    "disagreement": "Difference, nats/token: first draws of the orders minus other orders, mean "
+    "over sequences; mean distance: its absolute value. One joint distribution would have neither.",
+}
 
 
-def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
-    """The results of a task for the JSON report, one for each ensemble size.
-
-    weights: as --weights asked for."""
-    rows = []
+def result_rows(task: Task, scores: Scores, weights: str) -> list[dict]:
+    """The results of a task for the JSON report, one per ensemble size. weights: --weights."""
+    rows, eval_set, draws = [], task.eval_set, scores.losses.shape[1]
+    passes = task.scorer.passes(task.loaded.model.config, eval_set.lengths)
     for size, (loss, change) in scores.estimates.items():
-        contexts = scores.contexts if size > 1 else 0
-        # Inputs that the model is fed: for each draw so many passes of all tokens, and one for each
-        # member of each context.
-        lengths, fed = task.eval_set.lengths(), None
-        if (passes := task.passes(lengths)) is not None:
-            fed = int((lengths * (scores.draws * passes + contexts * size)).sum())
+        contexts, forwards = scores.contexts if size > 1 else 0, None
+        if passes is not None:  # and one pass for each member of each context
+            forwards = int((eval_set.lengths * (draws * passes + contexts * size)).sum())
         row = {
-            "dataset": task.eval_set.name,
-            "data": task.eval_set.description(),
+            "dataset": eval_set.name,
+            "data": eval_set.description(),
             "orders": task.name,
-            "group": task.group,
-            "bound": "iw" if task.importance_weighted else "mean",
+            "group": task.scorer.group,
+            "bound": "iw" if task.scorer.weighted else "mean",
             "ensemble": size,
             "nll": loss.nll,
             "standard_error": loss.standard_error,
@@ -47,66 +57,51 @@ def result_rows(task: ScoringTask, scores: Scores, weights: str) -> list[dict]:
             "perplexity_95": loss.interval(),
             "perplexity_95_given_data": loss.interval(given_data=True),
             "bits_per_token": loss.nll / math.log(2),
-            "bits_per_byte": loss.nll / math.log(2) / task.eval_set.bytes_per_token,
+            "bits_per_byte": loss.nll / math.log(2) / eval_set.bytes_per_token,
             "gain": -change.nll if change else None,
             "gain_error": change.standard_error if change else None,
             "sequences": loss.sequences,
             "tokens": int(task.scored_tokens().sum()),
             "published": published_perplexity(task, size, weights),
-            "draws": scores.draws,
+            "draws": draws,
             "contexts": contexts,
             "stopped": scores.stopped,
-            "token_forwards": fed,
+            "token_forwards": forwards,
             "seconds_of_all_sizes": scores.seconds,
             "batch_size": scores.batch_size,
         }
-        if scores.precision_gap:
-            row["bfloat16_minus_float32"] = scores.precision_gap
         rows.append(row)
     return rows
 
 
 def markdown(results: list[dict], frequencies: dict[str, dict[str, float]]) -> list[str]:
-    """The lines of the table: the results, then what tables of frequencies lose on each text."""
+    """The lines of the table: the results, then the losses of tables of frequencies."""
     gains = any(r["gain"] is not None for r in results)
     published = any(r["published"] for r in results)
     head = HEAD + ["gain"] * gains + ["token-forwards"] + ["published"] * published
     rows = []
     for r in results:
         low, high = r["perplexity_95"]
-        cells = [
-            r["dataset"],
-            label(r),
-            str(r["ensemble"]),
-            f"{r['nll']:.4f}",
-            _number(r["standard_error"], 4),
-            _number(r["monte_carlo_error"], 5),
-            f"{r['bits_per_token']:.4f}",
-            _number(r["bits_per_byte"], 4),
-            f"{r['perplexity']:.3f}",
-            "" if math.isnan(low) else f"{low:.3f} to {high:.3f}",
-        ]
-        if gains and r["gain"] is None:
-            cells.append("")
-        elif gains:
-            cells.append(f"{r['gain']:.5f} +- {_number(r['gain_error'], 5)}")
+        cells = [r["dataset"], label(r), str(r["ensemble"]), f"{r['nll']:.4f}"]
+        cells += [_number(r["standard_error"], 4), _number(r["monte_carlo_error"], 5)]
+        cells += [f"{r['bits_per_token']:.4f}", _number(r["bits_per_byte"], 4)]
+        cells += [f"{r['perplexity']:.3f}", "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"]
+        if gains:
+            gain, error = r["gain"], r["gain_error"]
+            cells.append("" if gain is None else f"{gain:.5f} ± {_number(error, 5)}")
         cells.append("-" if r["token_forwards"] is None else f"{r['token_forwards']:,}")
-        if published:
-            cells.append(f"{r['published'] or ''}")
-        rows.append(cells)
+        rows.append(cells + [f"{r['published'] or ''}"] * published)
     for text, values in frequencies.items():
         for name, nats in values.items():
-            cells = [text, name, "", f"{nats:.4f}", "", ""]
-            cells += [f"{nats / math.log(2):.4f}", "", f"{math.exp(nats):.3f}"]
+            cells = [text, name, "", f"{nats:.4f}", "", "", f"{nats / math.log(2):.4f}", ""]
+            cells.append(f"{math.exp(nats):.3f}")
             rows.append(cells + [""] * (len(head) - len(cells)))
     return markdown_table(head, rows, left=2)
 
 
 def label(row: dict) -> str:
-    """How the orders of a row are called."""
     text = LABELS.get(row["orders"], row["orders"])
-    if row["group"] > 1:
-        text += f", groups of {row['group']}"
+    text += f", groups of {row['group']}" * (row["group"] > 1)
     return text + f", weighted over {row['draws']}" * (row["bound"] == "iw")
 
 
@@ -115,38 +110,48 @@ def _number(value: float, digits: int) -> str:
 
 
 def notes(results: list[dict], target_se: float | None) -> list[str]:
-    """What the table does not tell: how much text, whether the target was reached, how far bfloat16
-    is from float32."""
-    texts, targets, gaps = {}, [], {}
+    """What the table does not say, such as how much text it is and whether targets were reached."""
+    texts, targets = {}, []
     for r in results:
-        name, task = r["dataset"], f"{r['dataset']} {r['orders']}"
         size = f"{r['sequences']:,} sequences, {r['tokens']:,} tokens"
-        texts[name] = f"{name} ({r['data']['split']}): {size}"
+        texts[r["dataset"]] = f"{r['dataset']} ({r['data']['split']}): {size}"
         if target_se and r["stopped"] != "exact":
             reached = "reached" if r["stopped"] == "target" else "NOT reached"
             targets.append(
-                f"{task}, M = {r['ensemble']}: --target-se {target_se} {reached} "
-                f"after {r['draws']} draws"
+                f"{r['dataset']} {r['orders']}, M = {r['ensemble']}: --target-se {target_se} "
+                f"{reached} after {r['draws']} draws"
             )
-        if gap := r.get("bfloat16_minus_float32"):  # the same for all ensemble sizes
-            gaps[task] = (
-                f"{task}: bfloat16 - float32 on {gap['sequences']} blocks: "
-                f"{gap['mean']:+.5f} nats/token on average, {gap['largest']:.5f} at most"
-            )
-    lines = [*texts.values(), *targets, *gaps.values()]
-    if any(r["orders"] == "score_entropy" for r in results):
-        lines.append(
-            "score entropy: SEDD's own bound, with which it is published; without it, its outputs "
-            "are normalised to probabilities"
-        )
-    if any(r["bound"] == "iw" for r in results):
-        lines.append(
-            "weighted over K: -log of the mean probability of a sequence over K orders; in "
-            "expectation over the orders drawn it is between the mean over orders and -log of the "
-            "mean over all"
-        )
-    if any(r["published"] for r in results):
-        lines.append(
-            "published: of the model whose layout and size this is; the others are measured here"
-        )
-    return lines
+    found = {r["orders"] for r in results} | {r["bound"] for r in results}
+    found |= {"published" for r in results if r["published"]}
+    return [*texts.values(), *targets, *(text for key, text in NOTES.items() if key in found)]
+
+
+# ---- orders compared -----------------------------------------------------------------------------
+
+
+def disagreements(dataset: str, losses: dict[str, Tensor], weights: Tensor) -> list[dict]:
+    """How far the likelihoods of the same texts differ between every two orders, and between two
+    draws of the same ones, in nats per token. One joint distribution would give a text the same
+    probability along every order (chain-rule deviation, arXiv 2606.00997).
+
+    losses: by the name of the orders, (N, D) exact likelihoods of each sequence in each draw;
+    weights: (N,) of mean 1, the sequences' shares of tokens."""
+    pairs = [(a, b, losses[a][:, 0], losses[b][:, 0]) for a, b in itertools.combinations(losses, 2)]
+    for name, nll in losses.items():
+        if nll.shape[1] > 1:
+            pairs.append((name, f"{name}, drawn again", nll[:, 0], nll[:, 1]))
+    rows = []
+    for name, other, first, second in pairs:
+        gap = first.double() - second.double()
+        found, distance = estimate(gap, weights=weights), float((weights * gap.abs()).mean())
+        row = {"dataset": dataset, "orders": name, "other": other, "difference": found.nll}
+        rows.append(row | {"standard_error": found.standard_error, "distance": distance})
+    return rows
+
+
+def disagreement_table(rows: list[dict]) -> list[str]:
+    keys = "difference", "standard_error", "distance"
+    cells = [
+        [r["dataset"], r["orders"], r["other"], *(f"{r[key]:.4f}" for key in keys)] for r in rows
+    ]
+    return [*markdown_table(DISAGREEMENTS, cells, left=3), "", NOTES["disagreement"]]

@@ -1,8 +1,5 @@
-"""Measures of generated text that need no model, and averages over samples of those that do.
-
-Of one sample, its tokens alone: entropy, distinct-n, repetition, model calls (NFE). Over samples:
-corpus perplexity with its interval, and plain means. What does not exist is NaN.
-"""
+"""Measures of generated text that need no model, and averages over samples of those that do. What
+does not exist is NaN."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from evaluation.estimates import t_quantile
 
 
 def unigram_entropy(tokens: Sequence[int]) -> float:
-    """Entropy of the histogram of a sample's tokens, in nats; NaN for no tokens."""
+    """Entropy of the histogram of a sample's tokens, in nats."""
     if not tokens:
         return math.nan
     shares = [count / len(tokens) for count in Counter(tokens).values()]
@@ -27,19 +24,14 @@ def unigram_entropy(tokens: Sequence[int]) -> float:
 
 
 def distinct(tokens: Sequence[int], n: int) -> float:
-    """distinct-n: different n-grams / n-grams of a sample; NaN if it is shorter than n."""
+    """distinct-n: different n-grams / n-grams of a sample."""
     ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
 
 
-def repetition(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of a sample's n-grams that occurred in it before; NaN if it is shorter than n."""
-    return 1 - distinct(tokens, n)
-
-
 def known_words(text: str, vocabulary: frozenset[str]) -> float:
-    """Share of a sample's words that are in a vocabulary: of what stands between white space, what
-    is letters only, three at least. Whether capital or small does not count. NaN for no words."""
+    """Share of a sample's words that are in a vocabulary. Words are what white space separates, if
+    it is letters only, three at least."""
     words = [word.lower() for word in text.split() if len(word) >= 3 and word.isalpha()]
     return sum(word in vocabulary for word in words) / len(words) if words else math.nan
 
@@ -50,36 +42,22 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def model_calls(step: Sequence[int], speculative: bool) -> int:
-    """Model calls that a sample took part in (NFE), whatever samples it shared its batches with.
-
-    Args:
-        step: the step of each position, as in `sampling.engine.Generation`; -1 for given ones.
-        speculative: a step is then a round of two calls, to draft and to verify; but a last round
-            of a single token only drafts.
-    """
+    """Model calls that a sample took part in (NFE). step: of each position, -1 for a prompt; if
+    speculative, a step drafts and verifies, but a last one of a single token only drafts."""
     generated = [s for s in step if s >= 0]
     steps = len(set(generated))
     if not speculative or not generated:
         return steps
-    ends_with_draft = generated.count(max(generated)) == 1
-    return 2 * steps - ends_with_draft
+    return 2 * steps - (generated.count(max(generated)) == 1)
 
 
 # ---- over samples --------------------------------------------------------------------------------
 
 
 def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[str, float]:
-    """exp(all nats / all scored tokens), its 95% interval over samples, and both as nats.
-
-    The mean over tokens of samples that differ in length is a ratio of two sums, so its standard
-    error is sqrt(N / (N - 1) sum_i (total_i - mean count_i)^2) / sum_i count_i; for equal lengths
-    that is the standard error of a mean. The interval is Student's with N - 1 degrees of freedom,
-    an approximation where lengths differ. Fewer than two samples have neither.
-
-    Args:
-        totals: -log p in nats of each sample. counts: its scored tokens; samples of none are left
-            out.
-    """
+    """exp(all nats / all scored tokens), its 95% interval over samples, and both as nats, from the
+    -log p of each sample and its scored tokens. The mean over tokens is a ratio of two sums, with
+    the standard error sqrt(N / (N - 1) sum_i (total_i - mean count_i)^2) / sum_i count_i."""
     scored = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
     samples, tokens = len(scored), sum(count for _, count in scored)
     nll = math.fsum(total for total, _ in scored) / tokens if tokens else math.nan
@@ -87,23 +65,22 @@ def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[st
     if samples > 1:
         squares = math.fsum((total - nll * count) ** 2 for total, count in scored)
         error = math.sqrt(squares * samples / (samples - 1)) / tokens
-    reach = t_quantile(samples - 1) * error
+    half = t_quantile(samples - 1) * error
     return {
         "nll": nll,
         "standard_error": error,
         "perplexity": exp(nll),
-        "perplexity_low": exp(nll - reach),
-        "perplexity_high": exp(nll + reach),
+        "perplexity_low": exp(nll - half),
+        "perplexity_high": exp(nll + half),
     }
 
 
-def exp(value: float) -> float:
-    """e to the power of value; where that is too large infinite, not an OverflowError."""
+def exp(value: float) -> float:  # infinite where that is too large, not an OverflowError
     return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error over the values that are not NaN; NaN where there are too few."""
+    """Mean and standard error over the values that are not NaN."""
     known = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
     mean = float(known.mean()) if len(known) else math.nan
     error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else math.nan
@@ -111,6 +88,6 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95% interval (Student's); that of a single value is NaN."""
+    """Mean and half the width of its 95% interval (Student's t)."""
     mean, error = mean_and_error(values)
     return mean, t_quantile(len(values) - 1) * error if len(values) > 1 else math.nan

@@ -1,19 +1,14 @@
-"""How a script begins and ends: options that several scripts have, and errors as one line that says
-what to do."""
+"""How a script runs: options that several scripts have, and mistakes told in one line."""
 
-from __future__ import annotations
-
-import contextlib
+import io
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.devices import out_of_memory
-from runtime.startup import PATH_ERRORS, broken, end_at_once, interrupted, interruptible
+from runtime.errors import UserError
 from runtime.validation import Count, Seed
 
 
@@ -22,74 +17,61 @@ class ModelOptions:
     """Options of every script that loads a model."""
 
     seed: Seed = 0
-    """Of all that is drawn at random."""
+    """Seed of everything random."""
     weights: Literal["ema", "raw"] = "ema"
     """The averaged weights, where there are any, or the last ones."""
     block_size: Count | None = None
-    """Another than the model was trained with: only for models without tables of positions."""
+    """Another length than in training; only for models without position tables."""
     device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another that PyTorch knows."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. A ValueError, an OSError or too little memory is the user's to
-    mend: its message, exit status 2, no traceback (set AOGPT_TRACEBACK=1 to see it). An interrupt
-    ends in one line and status 130."""
+    """Run a script's main and exit. UserError, OSError and too little memory end in one line and
+    status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line and status 130. Any
+    other exception keeps its traceback. 141: the reader of the output has left, as `head` does."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
     try:
-        interruptible()
-        status = status_of(main)
-        signal.signal(signal.SIGINT, end_at_once)
-    except KeyboardInterrupt:  # before main, or while it was told how that has ended
-        end_at_once()
-    try:
-        sys.stdout.flush()
-    except OSError:  # BrokenPipeError, as below, or a full disk
-        _stop_printing()
-        status = status or 141
-    sys.exit(status or 141 * broken(sys.stdout))
+        status = main() or 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        status = 130
+    except Exception as error:
+        if full := not isinstance(error, UserError | OSError):
+            from runtime.devices import out_of_memory  # imports torch: a mistake need not wait
 
-
-def status_of(main: Callable[[], int | None]) -> int:
-    """Run a script's main; the exit status, after a line on what has gone wrong."""
-    try:
-        return main_or_interrupt(main) or 0
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
-        _stop_printing()
-        return 141
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        full = out_of_memory(error)
-        of_paths = str(error).startswith(PATH_ERRORS)
-        if isinstance(error, RuntimeError) and not full and not of_paths:
-            raise
+            if not out_of_memory(error):
+                raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
-        rank = os.environ.get("RANK")
-        advice = (
-            "out of memory; ask for less at once, such as a smaller batch size or fewer samples: "
-            if full
-            else ""
-        )
-        with contextlib.suppress(OSError):  # nobody may be listening
-            print(f"error{f' (rank {rank})' if rank else ''}: {advice}{error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, end_at_once)  # another one
-        with contextlib.suppress(OSError):
-            print("\ninterrupted", file=sys.stderr)
-        return 130
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        advice = "out of memory; use a smaller batch or fewer samples: " if full else ""
+        print(f"error{rank}: {advice}{error}", file=sys.stderr)
+        status = 2
+    sys.stdout.flush()
+    sys.exit(status or 141 * _Lasting.broken)
 
 
-def main_or_interrupt(main: Callable[[], int | None]) -> int | None:
-    """Run a script's main; what it raises because of an interrupt is a KeyboardInterrupt."""
-    try:
-        return main()
-    except Exception as error:
-        if interrupted():
-            raise KeyboardInterrupt from error
-        raise
+class _Lasting(io.FileIO):
+    """An output that nobody reads any more, or whose disk is full, is no error: the work goes on,
+    and results that go to other files are written."""
+
+    broken = False
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            _Lasting.broken = True
+            return len(data)
 
 
-def _stop_printing() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _lasting(stream):
+    if stream is None:  # closed, as by >&-
+        return open(os.devnull, "w")
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        return stream
+    buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)

@@ -1,40 +1,30 @@
-"""Files: written whole or not at all, checksums, JSON, and rows of JSON read with the place of what
-is wrong."""
+"""Files written whole or not at all, checksums, and rows of JSON."""
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import json
 import math
-import mmap
 import os
 import secrets
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.errors import UserError
-from runtime.validation import MAX_DEPTH, too_deep
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
-MAPPED_BYTES = 8 << 20  # at once, of a file whose checksum is made
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. A file that is replaced leaves its permissions to the new one, and a link goes
-    on to lead to it. Raises FileExistsError where a device or a FIFO would be replaced."""
-    path = path.resolve()
+    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError."""
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
-    file = open(temporary, "xb")
     try:
-        with file:
+        with open(temporary, "xb") as file:
             if path.exists():
                 os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
@@ -48,46 +38,23 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that no other file of the folder has, and that tells what it was to become."""
+    """A hidden name in the same folder that no other file has."""
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine is at work, which may have left a file behind."""
+    """Whether a process of this machine is running."""
     try:
         os.kill(pid, 0)  # sends nothing, but says whether it could
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass  # it runs, and is another user's
+    except PermissionError:  # another user's
+        pass
     return True
 
 
-def rewrite(path: Path, data: bytes) -> None:
-    """Write a file whose name a user gave. Devices, FIFOs, what this process prints to, and files
-    of several names are written to, as the shell would do; others are replaced at once."""
-    found = path.stat() if path.exists() else None
-    own = found and own_output(found)
-    if found is None or stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not own:
-        write_atomically(path, lambda file: file.write(data))
-        return
-    sys.stdout.flush()
-    with open(os.dup(own) if own else path, "wb") as file:
-        file.write(data)
-
-
-def own_output(found: os.stat_result) -> int | None:
-    """The number of standard output or standard error, if a file is what it goes to."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # it may be closed
-            if os.path.samestat(found, os.fstat(descriptor)):
-                return descriptor
-    return None
-
-
 def sync_folder(folder: Path) -> None:
-    """Let the disk have what was renamed or removed in a folder: a rename is not safe before
-    that."""
+    """Flush what was renamed or removed in a folder: a rename is not safe before that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,26 +64,14 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hexadecimal digits."""
-    if not path.is_file():  # a FIFO would be waited for
+    if not path.is_file():  # opening a FIFO would wait
         raise FileNotFoundError(f"{path} is no regular file")
-    found = hashlib.sha256()
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        # Mapped, a file is not copied first, and nobody waits for Python meanwhile; by pieces, it
-        # does not count as memory of this process.
-        for start in range(0, size, MAPPED_BYTES):
-            length = min(MAPPED_BYTES, size - start)
-            with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start) as piece:
-                found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- text and JSON -------------------------------------------------------------------------------
-
-
-def to_json(value, indent: int | None = None) -> str:
-    """JSON text of plain values; NaN and infinities, which JSON does not have, become null, paths
-    strings."""
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON text of plain values; NaN and infinities become null, paths strings."""
 
     def plain(v):
         if isinstance(v, dict):
@@ -141,10 +96,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
-    """The lines of a text file that are not blank, each with its place, "FILE line N".
-
-    option: with which the user names the file. Raises ValueError where there is no such file or
-    where a line is not UTF-8 or longer than anybody writes."""
+    """The lines of a text file that are not blank, each with its place, "FILE line N"."""
     if not path.is_file():
         what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
         raise UserError(f"{option} {path}: {what}")
@@ -153,9 +105,8 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
 
 
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
-    """`read_lines` of what is open; holds one line at a time, for it may be far larger than
-    memory."""
-    # Lines of bytes: those of text would also be cut at what JSON strings may hold.
+    """`read_lines` of an open file, one line in memory at a time."""
+    # Lines of bytes: text would also be split at characters that JSON strings may hold.
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
         place = f"{name} line {number}"
         if len(data) > LINE_BYTES:
@@ -169,13 +120,11 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 
 def json_object(line: str, place: str) -> dict:
-    """The object on one line of JSON. Raises ValueError that begins with the place of the line."""
+    """The object on one line of JSON. Raises UserError that begins with the place of the line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep
         raise UserError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise UserError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
-    if line.count("[") + line.count("{") > MAX_DEPTH and too_deep(row):
-        raise UserError(f"{place}: brackets are nested too deep")
     return row

@@ -1,7 +1,4 @@
-"""What a script reports: tables, pictures, and beside every number what is needed to make it
-again."""
-
-from __future__ import annotations
+"""What a script reports: tables, pictures, and what is needed to make a number again."""
 
 import dataclasses
 import io
@@ -18,24 +15,19 @@ import torch
 
 def versions() -> dict[str, str]:
     """Versions that a reported number depends on."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-    }
+    numpy = {"numpy": np.__version__}
+    return {"python": platform.python_version(), "torch": str(torch.__version__)} | numpy
 
 
 def commit() -> str:
-    """The commit of this code, with "-dirty" after it where files have been changed since, other
-    than results, which runs write."""
+    """The commit of this code, "-dirty" after it where files other than results have changed."""
 
     def git(*words: str) -> str:
         root = Path(__file__).resolve().parents[1]
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
-        return done.stdout.strip()
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
 
     changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
-    return (git("describe", "--always") or "unknown") + "-dirty" * bool(changed)
+    return (git("describe", "--always").strip() or "unknown") + "-dirty" * bool(changed)
 
 
 def command() -> str:
@@ -46,47 +38,29 @@ def command() -> str:
 def provenance(
     arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
 ) -> dict:
-    """What numbers depend on, for their JSON: the command, its settings, the device and the
-    versions.
-
-    Args:
-        arguments: the script's options, a dataclass.
-        dtype: what --dtype auto came to.
-        more: whatever else, such as the checkpoint.
-    """
+    """What numbers depend on, for their JSON. arguments: the script's options, a dataclass. dtype:
+    what --dtype auto has become. more: whatever else, such as the checkpoint."""
     settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
-    origin = {
-        "command": command(),
-        "settings": settings,
-        "device": str(device),
-        "processes": processes,
-    }
-    return origin | {"versions": versions()} | more
-
-
-# ---- tables --------------------------------------------------------------------------------------
+    origin = {"command": command(), "settings": settings, "device": str(device)}
+    return origin | {"processes": processes, "versions": versions()} | more
 
 
 def markdown_table(
     head: list[str], rows: list[list[str]], left: int = 1, least: list[int] | None = None
 ) -> list[str]:
     """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
-    then numbers. least: widths of the columns where no cell is wider."""
-    least = least or [3] * len(head)
-    columns = zip(least, head, *rows, strict=True)
+    then numbers. least: minimal widths of the columns."""
+    columns = zip(least or [3] * len(head), head, *rows, strict=True)
     widths = [max(width, *map(len, cells)) for width, *cells in columns]
     rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
     return [table_line(cells, widths, left) for cells in (head, rule, *rows)]
 
 
 def table_line(cells: list[str], widths: list[int], left: int = 1) -> str:
-    """One line of such a table: names to the left of their column, numbers to the right."""
+    """One line of such a table: names left-aligned, numbers right-aligned."""
     pairs = enumerate(zip(cells, widths, strict=True))
     return "| " + " | ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in pairs) + " |"
-
-
-# ---- pictures ------------------------------------------------------------------------------------
 
 
 def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):
@@ -100,7 +74,7 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 
 
 
 def log_x(axes, values) -> None:
-    """A logarithmic x axis with a tick at each of these values, as they are, and no other."""
+    """A logarithmic x axis with a tick at each of these values and nowhere else."""
     axes.set_xscale("log")
     ticks = sorted(set(values))
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -1,10 +1,7 @@
 """Shared by all tests: one way to run a script, small runs, and the folder of real text."""
 
-import atexit
 import os
-import shutil
 import signal
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -17,9 +14,6 @@ import train
 from orders import OrderConfig
 from runtime.command_line import run_script as run_main
 
-# What is remembered of token files is nobody's to keep.
-os.environ["AOGPT_CACHE"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["AOGPT_CACHE"], ignore_errors=True)
 # Tiny tensors: one thread is faster, and the processes that tests start share two cores.
 torch.set_num_threads(1)
 # Without a GPU Triton's kernels run in its interpreter; Triton reads this when it is imported.
@@ -59,7 +53,7 @@ THINNED = (
     "test_any_order_estimates_are_unbiased_given_the_context",
     "test_masks_of_stratified_rates_have_their_distribution_in_every_row",
     "test_the_training_forward_of_every_system_compiles_to_one_graph_once",
-    "test_the_peak_of_a_step_is_what_the_plan_says",
+    "test_the_peak_of_a_step_is_the_plans_within_a_factor",
     "test_prepared_splits_hold_the_records_of_their_keys",
     "test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others",
     "test_a_debug_config_trains_resumes_evaluates_and_samples",

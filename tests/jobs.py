@@ -19,12 +19,9 @@ from training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
 
-# ---- jobs ----------------------------------------------------------------------------------------
-
 
 class Job:
-    """torchrun with train.py, in the background; its output goes to a file. `end` leaves no process
-    of it behind."""
+    """torchrun with train.py, in the background; its output goes to a file."""
 
     def __init__(self, config, *options, launcher=("--standalone", "--nproc_per_node=2")):
         self.config, path = config, write_config(config)
@@ -43,7 +40,7 @@ class Job:
         return self.output.read_text()
 
     def processes(self):
-        """Its processes that run: {process id: environment}, torchrun's and the workers'."""
+        """Its processes, torchrun's and the workers': {process id: environment}."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
@@ -54,11 +51,11 @@ class Job:
         return found
 
     def workers(self):
-        """The workers that run: {rank: process id}."""
+        """{rank: process id}"""
         return {int(env["RANK"]): pid for pid, env in self.processes().items() if "RANK" in env}
 
     def starts(self):
-        """For every time that the run was started: the step that it went on from."""
+        """The step that the run went on from, for every time that it was started."""
         steps, resumed = [], 0
         for step in re.findall(r"resumed from \S*step_(\d+)|parameters: \d", self.said):
             if step:
@@ -81,23 +78,15 @@ class Job:
         self.process.wait(60)
 
 
-class TwoNodes(tuple):
-    """Options of two torchruns on this machine that stand for two nodes of one process each;
-    `port` of their store."""
-
-    port: int
-
-
 def two_nodes(number, settings="last_call_timeout=30"):
-    """number: of nodes, "2" or "1:2". settings: of the rendezvous."""
+    """Options of two torchruns that stand for two nodes of one process each, and the port of their
+    store. number: of nodes, "2" or "1:2". settings: of the rendezvous."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     place = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}")
     nodes = (f"--nnodes={number}", "--nproc_per_node=1")
-    options = TwoNodes((*nodes, *place, f"--rdzv_conf={settings}"))
-    options.port = port
-    return options
+    return (*nodes, *place, f"--rdzv_conf={settings}"), port
 
 
 def is_open(port):
@@ -105,12 +94,8 @@ def is_open(port):
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-# ---- moments -------------------------------------------------------------------------------------
-
-
 def random_moments(seed, count):
-    """A generator seeded with `seed`, and `count` kinds of moments: each as often as the others, in
-    random order."""
+    """A seeded generator, and `count` kinds of moments in random order, each as often."""
     rng = random.Random(seed)
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
     rng.shuffle(moments)
@@ -124,8 +109,8 @@ def last_step(config):
 
 
 def wait_for_moment(job, start, moment, rng):
-    """Wait for a random moment of that kind after the job's start number `start` (from 0). Returns
-    the step that it started from."""
+    """Wait for a random moment of that kind after start number `start` (from 0) of the job; the
+    step that this start went on from."""
     wait_for(lambda: len(job.starts()) > start, job.process)
     config, base = job.config, job.starts()[start]
     step = base + rng.randint(1, 9)
@@ -146,20 +131,15 @@ def wait_for_moment(job, start, moment, rng):
 
 
 def kill(job, start, moment, rng):
-    """Kill a random worker of two at a random moment, and wait until the job has come back. Returns
-    what soak.py writes down of it."""
-    base = wait_for_moment(job, start, moment, rng)
+    """Kill a random worker of two at a random moment, and wait until the job has come back: in how
+    many seconds, and how many steps before."""
+    wait_for_moment(job, start, moment, rng)
     rank = rng.randrange(2)
     wait_for(lambda: rank in job.workers(), job.process)
     os.kill(job.workers()[rank], signal.SIGKILL)
     killed, reached = time.monotonic(), last_step(job.config)
     wait_for(lambda: len(job.starts()) > start + 1, job.process)
-    seconds, again = time.monotonic() - killed, job.starts()[start + 1]
-    where = {"moment": moment, "rank": rank, "from": base}
-    return where | {"reached": reached, "again": again, "seconds": seconds}
-
-
-# ---- what is left --------------------------------------------------------------------------------
+    return time.monotonic() - killed, reached - job.starts()[start + 1]
 
 
 def assert_same_state(config, reference):

@@ -1,9 +1,5 @@
-"""What test_parallel.py lets several processes do: many small jobs in one launch, since launching
-takes seconds.
-
-torchrun ... tests/parallel_jobs.py JOB [JOB ...], where JOB is NAME=CONFIG: a function below and
-the configuration of a run, in whose folder the results are left.
-"""
+"""torchrun ... tests/parallel_jobs.py JOB [JOB ...]; JOB is NAME=CONFIG: a function below, and the
+configuration of a run, in whose folder the result is left."""
 
 import errno
 import os
@@ -24,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from checkpoints import background, store
+from checkpoints import on_disk, store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
-from training import muon, parallel, plots
+from training import muon, parallel
 from training import state as states
 from training.batches import micro_batches
 
@@ -69,10 +65,7 @@ def moved(config, procs):
 
 
 def steps(config, procs):
-    """Losses and gradient norms of all steps, and how often gradients were reduced in each.
-
-    Sharded: reductions of a group of weights. Replicas: of a bucket, of which there is one.
-    """
+    """Losses and gradient norms of all steps, and how often gradients were reduced in each."""
     state, data = start(config, procs)
     model, rows, count = parallel.replicate(state.model, procs), [], Reductions()
     if model is not state.model:
@@ -92,8 +85,7 @@ SHAPES = [(12, 4, 3), (4, 4, 1), (5, 8, 1), (3, 7, 1), (8, 2, 1)]  # and the par
 
 
 def orthogonal(config, procs):
-    """What Muon makes of the first 1, 3 and all of some matrices; every process must get it, and
-    only one of them do the work of each."""
+    """What Muon makes of 1, 3 and all of some matrices: one process works on each, all get it."""
     generator = torch.Generator().manual_seed(3)
     matrices = [torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES]
     parts = [parts for *_, parts in SHAPES]
@@ -168,35 +160,33 @@ def killed(config, procs):
 def faulty(config, procs):
     """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is
     full, at step 6 the first process may not rename, and at step 8 none may make a folder."""
-    start, rename, mkdir = background.BackgroundWriter.start, os.rename, Path.mkdir
+    start, rename, mkdir = on_disk.start_writing_shards, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse(*arguments, **keywords):
         raise PermissionError(errno.EPERM, "not today")
 
-    def faulty_start(writer, temporary, *arguments):
+    def faulty_start(temporary, *arguments):
         step = int(temporary.name.split("_")[1].removesuffix(".tmp"))
         if step == 4 and not procs.main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
         os.rename = refuse if step == 6 else rename
         Path.mkdir = refuse if step == 8 else mkdir
         try:
-            start(writer, temporary, *arguments)
+            future = start(temporary, *arguments)
             if step < 10:
-                writer.running[0].exception()  # so that nothing else meets what is refused
+                future.exception()  # so that nothing else meets what is refused
+            return future
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             os.rename, Path.mkdir = rename, mkdir
 
-    background.BackgroundWriter.start = faulty_start
-    try:
+    with mock.patch.object(on_disk, "start_writing_shards", faulty_start):
         train.train(config, procs)
-    finally:
-        background.BackgroundWriter.start = start
 
 
 def do(*jobs):
-    no_curve = mock.patch.object(plots, "plot_losses")  # which takes longer than the run
+    no_curve = mock.patch.object(train, "plot_losses")  # which takes longer than the run
     with no_curve, processes("cpu", 120.0, group=True) as procs:
         for job in jobs:
             name, _, path = job.partition("=")

@@ -22,7 +22,7 @@ from variants import build_model
 
 LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 
-# ---- the AOGPT, from its formulas ----------------------------------------------------------
+# ---- the decoder, from its formulas ----------------------------------------------------------
 
 
 def log_probs(config, params, tokens, order, group=1):

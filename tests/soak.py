@@ -50,7 +50,7 @@ class Arguments:
     kills: int = 10
     """Under ddp and under fsdp each."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the moments."""
     out: Path = Path("results/soak.md")
 
 
@@ -58,8 +58,7 @@ class Soak:
     """The undisturbed runs, and what has been seen so far."""
 
     def __init__(self, folder, arguments):
-        self.folder, self.arguments = folder, arguments
-        self.rows, self.kills, self.jobs = [], [], []
+        self.folder, self.arguments, self.rows, self.jobs = folder, arguments, [], []
         ddp = tiny_config(make_data(folder), folder / "undisturbed", "ddp", steps=STEPS)
         fsdp = change(ddp, name="fsdp", train__parallel="fsdp")
         ddp = change(ddp, model__dropout=0.0)  # masks depend on the number of processes
@@ -81,8 +80,8 @@ class Soak:
 
     def write(self, case, config, ended, backs, redone, exact=True):
         """A row. ended: whether the job ended as it should. backs: seconds until it came back from
-        each disturbance. redone: steps. exact: the end is to be that of the undisturbed run of two
-        processes, bit for bit; else its losses are to be close to those of one process."""
+        each disturbance. redone: steps. exact: the end is that of the undisturbed run of two
+        processes, bit for bit; else its losses are close to those of one process."""
         try:
             assert ended, f"it did not end as it should: {self.jobs[-1].said[-2000:]}"
             if exact:
@@ -101,20 +100,16 @@ class Soak:
         print(" | ".join(self.rows[-1]), flush=True)
 
 
-# ---- what happens to a job -----------------------------------------------------------------------
-
-
 def killed(soak, parallel):
     """Ranks are killed again and again; torchrun starts all again."""
     count, config = soak.arguments.kills, soak.config(parallel, "killed")
     job = soak.start(config, f"--max-restarts={count}")
     rng, moments = random_moments(soak.arguments.seed, count)
     seen = [kill(job, n, moment, rng) for n, moment in enumerate(moments)]
-    soak.kills += [(parallel, entry) for entry in seen]
     ended = job.wait() == 0 and len(job.starts()) == count + 1
-    redone = sum(entry["reached"] - entry["again"] for entry in seen)
+    backs, redone = zip(*seen, strict=True)
     case = f"{count} times SIGKILL to a random one of 2 processes"
-    soak.write(case, config, ended, [entry["seconds"] for entry in seen], redone)
+    soak.write(case, config, ended, backs, sum(redone))
 
 
 def hung(soak, parallel, moment):
@@ -179,33 +174,30 @@ def other_numbers(soak):
     soak.write(case, config, ended, backs, redone, exact=False)
 
 
-def nodes(soak, parallel, settings):
-    """Two nodes; one is lost, the other goes on alone. settings: of the rendezvous."""
-    config = change(soak.config(parallel, "nodes"), model__dropout=0.0)
-    launcher = two_nodes("1:2", settings)
+def nodes(soak, parallel, number, settings):
+    """Two nodes. number "2": a worker of one is killed, and both start theirs again, with different
+    counts of restarts. "1:2": a node is lost, and the other goes on alone. settings: of the
+    rendezvous."""
+    config = change(soak.config(parallel, f"nodes {number}"), model__dropout=0.0)
+    launcher, port = two_nodes(number, settings)
     first = soak.start(config, "--max-restarts=3", launcher=launcher)
-    wait_for(lambda: is_open(launcher.port), first.process)
+    wait_for(lambda: is_open(port), first.process)
     second = soak.start(config, "--max-restarts=3", launcher=launcher)
     wait_for(lambda: first.starts() or second.starts(), first.process)
     wait_for_moment(first if first.starts() else second, 0, "step", soak.random())
-    before, lost, reached = len(first.starts()), time.monotonic(), last_step(config)
-    second.end()
-    wait_for(lambda: len(first.starts()) > before, first.process)
-    back, redone = time.monotonic() - lost, reached - first.starts()[-1]
-    case = f"one of two nodes is lost for good (SIGKILL to its torchrun and worker), {settings}"
-    soak.write(case, config, first.wait() == 0, [back], redone, exact=False)
+    before, lost, reached = (first.starts(), second.starts()), time.monotonic(), last_step(config)
+    if number == "2":
+        os.kill(*second.workers().values(), signal.SIGKILL)
+        case = "SIGKILL to the worker of one of two nodes"
+    else:
+        second.end()
+        case = f"one of two nodes is lost for good (SIGKILL to its torchrun and worker), {settings}"
+    wait_for(lambda: (first.starts(), second.starts()) != before, first.process)
+    back = time.monotonic() - lost
+    again = first.starts() if first.starts() != before[0] else second.starts()
+    ended = first.wait() == 0 and (number == "1:2" or second.wait() == 0)
+    soak.write(case, config, ended, [back], reached - again[-1], exact=False)
 
-
-def both_nodes(soak):
-    """A fixed number of nodes: two."""
-    config, launcher = soak.config("ddp", "both"), two_nodes("2")
-    jobs = [soak.start(config, launcher=launcher) for _ in range(2)]
-    ended = [job.wait() for job in jobs] == [0, 0]
-    case = "two nodes of one process each, undisturbed"
-    soak.write(case, config, ended, [], 0, exact=False)
-
-
-# ---- the report ----------------------------------------------------------------------------------
 
 REPORT = """# Jobs that lose processes, and what becomes of them
 
@@ -218,12 +210,6 @@ redone from the last checkpoint. The last column compares with the undisturbed r
 where it says bit for bit, else of one; it also means that no process was left behind.
 
 {cases}
-
-Every SIGKILL of the first rows. *evaluation*: soon after the line of a step that is evaluated;
-*checkpoint*: once the unfinished file or folder of one exists; *step*: up to 30 ms after the line
-of a random step.
-
-{moments}
 """
 
 
@@ -231,15 +217,9 @@ def report(soak, minutes):
     a = soak.arguments
     head = ["what happens", "parallel", "disturbances", "seconds to come back", "steps redone"]
     cases = markdown_table([*head, "the end is that of the undisturbed run"], soak.rows, left=2)
-    head = ["parallel", "moment", "rank", "started from step", "reached step"]
-    rows = []
-    for parallel, k in soak.kills:
-        cells = (k["moment"], k["rank"], k["from"], k["reached"], k["again"])
-        rows.append([parallel, *map(str, cells), f"{k['seconds']:.1f}"])
-    moments = markdown_table([*head, "came back at step", "after seconds"], rows, left=2)
     facts = {"minutes": minutes, "cores": os.cpu_count(), "torch": versions()["torch"]}
-    tables = {"cases": "\n".join(cases), "moments": "\n".join(moments)}
-    a.out.write_text(REPORT.format(kills=a.kills, seed=a.seed, steps=STEPS, **facts, **tables))
+    text = REPORT.format(kills=a.kills, seed=a.seed, steps=STEPS, cases="\n".join(cases), **facts)
+    a.out.write_text(text)
     print(f"wrote {a.out}")
 
 
@@ -255,9 +235,10 @@ def main():
             hung(soak, "fsdp", "checkpoint")
             stopped(soak, "fsdp")
             other_numbers(soak)
-            both_nodes(soak)
-            nodes(soak, "ddp", "last_call_timeout=30,keep_alive_interval=5")  # torchrun's defaults
-            nodes(soak, "fsdp", "last_call_timeout=5,keep_alive_interval=1")
+            nodes(soak, "ddp", "2", "last_call_timeout=30")
+            # torchrun's defaults, and shorter ones
+            nodes(soak, "ddp", "1:2", "last_call_timeout=30,keep_alive_interval=5")
+            nodes(soak, "fsdp", "1:2", "last_call_timeout=5,keep_alive_interval=1")
         finally:
             for job in soak.jobs:
                 job.end()

@@ -10,8 +10,7 @@ from helpers import ROOT, read_lines
 import eval_ppl
 import sample
 import train
-from checkpoints import load as checkpoint
-from checkpoints import store
+from checkpoints import load_model, store
 from training import config as configuration
 
 SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
@@ -60,8 +59,6 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path)
 
     tokens = torch.randint(257, (3, 64), generator=torch.Generator().manual_seed(0))
     order = torch.arange(64).expand(3, 64)
-    before = checkpoint.load_model(source).token_log_probs(tokens, order)
-    after = checkpoint.load_model(tmp_path / "any_order", weights="raw").token_log_probs(
-        tokens, order
-    )
+    before = load_model(source).token_log_probs(tokens, order)
+    after = load_model(tmp_path / "any_order", weights="raw").token_log_probs(tokens, order)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)  # float32

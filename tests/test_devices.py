@@ -1,30 +1,103 @@
-"""runtime.devices: which device a process takes."""
+"""runtime.devices: which device a process takes, and what it cannot do."""
 
 import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.devices import deterministic, pick_device, tf32
-from studies.benchmarks.tf32 import TF32, to_tf32
+from runtime import devices
+from runtime.devices import deterministic, in_float64, pick_device, pick_dtype, tf32
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+@pytest.mark.parametrize("name, local_rank, index", [("{}:1", 0, 1), ("{}", 1, 1), ("{}", 0, 0)])
+def test_a_gpu_becomes_the_current_one_before_anything_is_done_on_it(
+    kind, name, local_rank, index, monkeypatch
+):
+    """Two GPUs that are not there; a lone process, too, sets its own."""
+    chosen, module = [], getattr(torch, kind)
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(module, "device_count", lambda: 2)
+    monkeypatch.setattr(module, "set_device", chosen.append)
+    assert pick_device(name.format(kind), local_rank) == torch.device(kind, index)
+    assert chosen == [torch.device(kind, index)]
+    with pytest.raises(ValueError, match="PyTorch sees 2 GPUs here"):
+        pick_device(f"{kind}:2")
+    assert pick_device("cpu") == torch.device("cpu") and len(chosen) == 1
+    assert pick_device("auto").type == ("cuda" if kind == "cuda" else "cpu")
+
+
+def test_auto_is_mps_where_that_is_all_there_is(monkeypatch):
+    for module in (torch.mps, torch.backends.mps):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    assert pick_device("auto") == pick_device("mps") == torch.device("mps", 0)
 
 
 @pytest.mark.parametrize(
-    "name, local_rank, index", [("cuda:1", 0, 1), ("auto", 1, 1), ("cuda", 0, 0)]
+    "name, message",
+    [
+        ("mps", "PyTorch sees 0 GPUs here; use --device cpu"),
+        ("cuda:9", "PyTorch sees . GPUs here; use --device cpu"),
+        ("meta", "'meta' is not known; give auto, cpu"),
+        ("gpu", "'gpu' is not known; give auto, cpu"),
+        ("cuda:x", "'cuda:x' is not known; give auto, cpu"),
+    ],
 )
-def test_a_gpu_becomes_the_current_one_before_anything_is_done_on_it(
-    name, local_rank, index, monkeypatch
-):
-    """Two GPUs that are not there; a lone process, too, sets its own."""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert pick_device(name, local_rank) == torch.device("cuda", index)
-    assert chosen == [torch.device("cuda", index)]
-    with pytest.raises(ValueError, match="PyTorch sees 2 GPUs here"):
-        pick_device("cuda:2")
-    assert pick_device("cpu") == torch.device("cpu") and len(chosen) == 1
+def test_a_device_that_is_not_there_is_one_line(name, message):
+    with pytest.raises(ValueError, match=f"^device .*{message}.*$"):
+        pick_device(name)
+
+
+@pytest.mark.parametrize(
+    "kind, fast", [("cpu", True), ("cuda", True), ("xpu", True), ("mps", False)]
+)
+def test_bfloat16_is_what_autocast_has(kind, fast):
+    device = torch.device(kind)
+    assert pick_dtype("bfloat16", device) == (torch.bfloat16 if fast else torch.float32)
+    assert pick_dtype("float32", device) == torch.float32
+    assert kind == "cuda" or pick_dtype("auto", device) == torch.float32
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device without float64: refuses tensors of it, except inside `on_the_cpu`."""
+
+    on_the_cpu = False
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        made = [
+            x for x in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(x)
+        ]
+        assert self.on_the_cpu or all(x.dtype != torch.float64 for x in made), function
+        return result
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_what_a_device_without_float64_cannot_do_is_done_on_the_cpu(supported, monkeypatch):
+    """The CPU stands in for the device, a mark for the move to the CPU."""
+    moves, mode = [], NoFloat64()
+
+    def draw(probs, uniforms):
+        mode.on_the_cpu = bool(moves)
+        drawn = torch.searchsorted(probs.double().cumsum(-1), uniforms.double()[:, None])
+        mode.on_the_cpu = False
+        return drawn, {"copy": [probs]}
+
+    monkeypatch.setattr(devices, "supports_float64", lambda device: supported)
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moves.append(x) or cpu(x))
+    probs, uniforms = torch.tensor([[0.5, 0.25, 0.25]] * 2), torch.tensor([0.4, 0.8])
+    if supported:
+        with pytest.raises(AssertionError), mode:
+            in_float64(draw, probs, uniforms)
+        assert not moves
+    else:
+        with mode:
+            drawn, more = in_float64(draw, probs, uniforms)
+        assert drawn.tolist() == [[0], [2]] and len(moves) == 2
+        assert torch.equal(more["copy"][0], probs)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -46,17 +119,3 @@ def test_tf32_is_for_gpus_that_are_to_have_it_and_given_back(device, enabled):
         assert torch.get_float32_matmul_precision() == expected
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_emulated_tf32_keeps_ten_bits_behind_the_point():
-    """Against rounding in float64; and products are rounded where matrices are multiplied."""
-    x = torch.randn(200, 30, generator=torch.Generator().manual_seed(0))
-    mantissa, exponent = torch.frexp(x.double())  # |mantissa| in [0.5, 1): 11 bits are 10 behind 1.
-    expected = torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
-    assert torch.equal(to_tf32(x).double(), expected)
-    linear = torch.nn.Linear(30, 7)
-    with torch.no_grad(), TF32() as mode:
-        got = linear(x)
-    exact = to_tf32(x).double() @ to_tf32(linear.weight).double().T + linear.bias
-    assert mode.rounded == 1 and (got - exact).abs().max() < 1e-5  # sums of 30 in float32
-    assert (got - linear(x)).abs().max() > 1e-5

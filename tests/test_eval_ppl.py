@@ -15,17 +15,25 @@ from reference import direct_nll, order_through
 
 import eval_ppl
 import train
-from checkpoints import on_disk, store
-from checkpoints.load import load_model
+from checkpoints import load_model, on_disk, store
 from convert import convert
 from data.loader import TokenDataset, frequency_losses, read_tokens
 from data.prepare import Prepare, prepare
 from evaluation.estimates import estimate
-from evaluation.likelihood import JOINT_DRAWS, BatchRunner
+from evaluation.likelihood import (
+    JOINT_DRAWS,
+    AlongOrders,
+    BatchRunner,
+    Elbo,
+    OwnOrder,
+    ScoreEntropy,
+    Task,
+)
 from evaluation.published import PUBLISHED, published_perplexity
 from objectives import ObjectiveConfig, token_score_entropy
-from orders import OrderConfig, orders_at
+from orders import OrderConfig, orders_at, parse_order
 from runtime.files import sha256_file
+from sampling.plans import Rule
 
 
 @pytest.fixture
@@ -35,16 +43,8 @@ def evaluate(script, run, data, tmp_path):
 
     def call(options="", *more, path=run, datasets=(data,)):
         report = tmp_path / "ppl.json"
-        arguments = [
-            "--datasets",
-            *datasets,
-            "--overwrite",
-            "--json",
-            report,
-            *options.split(),
-            *more,
-        ]
-        status, out, err = script(eval_ppl, path, *arguments)
+        files = ["--datasets", *datasets, "--overwrite", "--json", report]
+        status, out, err = script(eval_ppl, path, *files, *options.split(), *more)
         assert status == 0, err
         return read_json(report) | {"terminal": out}
 
@@ -143,17 +143,8 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
         (encoder, "--max-sequences 21 --num-orders 3"),
     ):
         two = tmp_path / "two.json"
-        torchrun(
-            2,
-            "eval_ppl.py",
-            path,
-            "--datasets",
-            data,
-            *options.split(),
-            "--json",
-            two,
-            "--overwrite",
-        )
+        files = ["--datasets", data, "--json", two, "--overwrite"]
+        torchrun(2, "eval_ppl.py", path, *files, *options.split())
         reports = [read_json(two)]
         reports += [evaluate(f"{options} --batch-size {size}", path=path) for size in (1, 7)]
         assert reports[0]["processes"] == 2
@@ -251,202 +242,95 @@ def test_the_orders_follow_from_the_seed(evaluate):
     assert first["random", 4][1] != other["random", 4][1]
 
 
-# ---- what is written -----------------------------------------------------------------------------
+def test_weighted_bounds_and_disagreements_are_those_of_the_losses(evaluate, run, data):
+    options = "--orders l2r random --num-orders 4 --max-sequences 9 --bound iw --disagreement"
+    report = evaluate(options)
+    losses = direct(run, data, "random", 4, 0, 9).mean(axis=2)  # (9, 4)
+    bound = -np.log(np.exp(-losses * LENGTH).mean(axis=1)) / LENGTH
+    result = by_name(report)["random", 1]
+    assert result["nll"] == pytest.approx(bound.mean(), rel=1e-5)
+    assert result["bound"] == "iw" and by_name(report)["l2r", 1]["bound"] == "mean"
+    assert result["nll"] < losses.mean() and result["monte_carlo_error"] > 0
+    assert "weighted over 4" in report["terminal"]
+    along = direct(run, data, "l2r", 1, 0, 9).mean(axis=2)[:, 0]
+    pair, again = report["disagreements"]
+    assert (pair["orders"], pair["other"]) == ("l2r", "random")
+    assert again["other"] == "random, drawn again"
+    for row, difference in ((pair, along - losses[:, 0]), (again, losses[:, 0] - losses[:, 1])):
+        assert row["difference"] == pytest.approx(difference.mean(), rel=1e-3, abs=1e-6)
+        assert row["distance"] == pytest.approx(np.abs(difference).mean(), rel=1e-3)
 
 
-def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data):
-    report = evaluate("--max-sequences 3 --seed 5 --orders l2r")
-    (result,) = report["results"]
-    assert (result["dataset"], result["orders"], result["ensemble"]) == ("data", "l2r", 1)
-    expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
-    assert report["checkpoint"] == expected
-    settings = report["settings"]
-    assert (settings["seed"], settings["max_sequences"], settings["dtype"]) == (5, 3, "float32")
-    meta, text = json.loads((data / "meta.json").read_text()), result["data"]
-    assert text.items() >= meta["splits"]["val"].items() and {"sha256", "tokens"} <= text.keys()
-    assert (text["tokenizer"], text["split"], text["block_size"]) == ("bytes", "val", LENGTH)
-    assert text["protocol"] == meta["protocol"]
-    assert report["versions"]["torch"] == torch.__version__
-    assert {"python", "numpy"} <= report["versions"].keys()
-    assert report["processes"] == 1 and report["device"] == "cpu"
+def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
+    source, folder = tmp_path / "r.jsonl", tmp_path / "records"
+    rows = [{"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"split": "test", "tokenizer": "bytes", "block_size": LENGTH, "out": folder}
+    prepare(Prepare("records", source=(source,), **options))
+    report = by_name(evaluate("--orders l2r random confidence", datasets=(folder,)))
+    model, total, count = load_model(run), 0.0, 0
+    for row in rows:
+        tokens = torch.tensor([[*(row["prompt"] + row["text"]).encode(), 256]])
+        scored = model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])
+        total -= scored[0, len(row["prompt"]) :].sum().item()
+        count += len(row["text"]) + 1
+    for result in report.values():
+        assert result["tokens"] == count
+    assert report["l2r", 1]["nll"] == pytest.approx(total / count, rel=1e-5)
+    predicted = sum(len(row["text"]) for row in rows)  # end-of-text has no bytes
+    per_token = report["l2r", 1]["nll"] / math.log(2) * count / predicted
+    assert report["l2r", 1]["bits_per_byte"] == pytest.approx(per_token)
+    status, _, err = script(eval_ppl, run, "--datasets", folder, "--ensemble", 2)
+    assert status == 2 and "holds prompts" in err
 
 
-def test_several_data_sets_and_splits(evaluate, data, tmp_path):
-    other = make_data(tmp_path, words=900, seed=1).rename(tmp_path / "other")
-    options = "--orders l2r --split train --max-sequences 6"
-    one, two = evaluate(options, datasets=[data, other])["results"]
-    assert (one["dataset"], one["data"]["split"]) == ("data", "train")
-    assert (two["dataset"], two["data"]["split"]) == ("other", "train")
-    assert one["nll"] != two["nll"]
+# ---- the model's own orders, groups, encoders ----------------------------------------------------
 
 
-def test_what_frequencies_lose_stands_beside_the_model(evaluate, data):
-    splits = [TokenDataset(data, split, LENGTH) for split in ("train", "val")]
-    train, val = (np.array(split.tokens) for split in splits)
-    lost = frequency_losses(train, val[: 2 * LENGTH], splits[0].meta["vocab_size"])
-    found = evaluate("--max-sequences 2")["frequencies"]["data"]
-    assert found == {"unigrams of train": lost[0], "bigrams of train": lost[1]}
+@torch.no_grad()
+def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluate, run, data):
+    """Against a loop without a cache: all that is left, the most certain first; float32."""
+    report = by_name(evaluate("--orders confidence margin --max-sequences 3"))
+    model, total = load_model(run), {"confidence": 0.0, "margin": 0.0}
+    for tokens in TokenDataset(data, "val", LENGTH).blocks(range(3)):
+        for rule in total:
+            context: list[int] = []
+            while len(context) < LENGTH:
+                probs = {}
+                for p in (p for p in range(LENGTH) if p not in context):
+                    order = torch.tensor([order_through(context, p, LENGTH)])
+                    hidden = model.hidden(tokens[None], order)[0, len(context)]
+                    probs[p] = model.head_logits(hidden).softmax(-1)
+                first = {p: v.topk(2).values for p, v in probs.items()}
+                score = {p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()}
+                chosen = max(score, key=score.get)
+                total[rule] -= math.log(probs[chosen][tokens[chosen]])
+                context.append(chosen)
+    for rule, nll in total.items():
+        result = report[rule, 1]
+        assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
+        assert result["stopped"] == "exact" and result["monte_carlo_error"] == 0
 
 
-def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, tmp_path):
-    report = evaluate("--max-sequences 20 --ensemble 1 4")
-    table = (tmp_path / "ppl.md").read_text()
-    assert table.strip() == report["terminal"].strip() and "published" not in table
-    lines = [line for line in table.splitlines() if line[:1] == "|"]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert len({len(row) for row in rows}) == 1 and all(set(cell) <= {"-", ":"} for cell in rows[1])
-    found = {(row[1], row[2]): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
-    labels = {"l2r": "left to right", "random": "any order"}
-    results = by_name(report)
-    assert list(results) == [("l2r", 1), ("random", 1), ("random", 4)]
-    for (kind, size), result in results.items():
-        row = found[labels[kind], str(size)]
-        assert row["nats/token"] == f"{result['nll']:.4f}"
-        assert row["perplexity"] == f"{result['perplexity']:.3f}"
-        assert row["token-forwards"] == f"{result['token_forwards']:,}"
-    assert found["any order", "4"]["gain"].startswith(f"{results['random', 4]['gain']:.5f}")
-    assert "unigrams of train" in table and "no ensembles of l2r" in table
-
-
-def test_the_loss_of_every_token(evaluate, run, data, encoder, tmp_path):
-    path, options = tmp_path / "t.npz", "--max-sequences 9 --seed 3 --per-token"
-    evaluate(options, path, "--num-orders", 3)
-    saved = np.load(path, allow_pickle=False)
-    tokens = TokenDataset(data, "val", LENGTH).blocks(range(9)).numpy()
-    assert np.array_equal(saved["data/tokens"], tokens)
-    assert np.array_equal(saved["data/blocks"], np.arange(9))
-    for kind, draws in (("l2r", 1), ("random", 3)):
-        expected = direct(run, data, kind, draws, 3, 9).mean(axis=1)
-        assert saved[f"data/{kind}/1/nll"] == pytest.approx(expected, rel=1e-5)
-
-    assert "M = 1 only" in evaluate(options, path, "--ensemble", 2)["terminal"]
-    assert "data/random/1/nll" in np.load(path)
-    (result,) = evaluate(options, path, path=encoder)["results"]
-    mean = np.load(path)["data/random/1/nll"].mean()
-    assert mean == pytest.approx(result["nll"], rel=1e-6)
-
-
-def test_bfloat16_is_compared_with_float32(evaluate):
-    results = {}
-    for dtype in ("float32", "bfloat16"):
-        report = evaluate(f"--max-sequences 8 --num-orders 1 --dtype {dtype}")
-        compared = "bfloat16 - float32 on 8 blocks" in report["terminal"]
-        assert compared == (dtype == "bfloat16")
-        results[dtype] = by_name(report)
-    for key, result in results["bfloat16"].items():
-        gap = result["bfloat16_minus_float32"]
-        assert gap["sequences"] == 8 and 0 < abs(gap["mean"]) <= gap["largest"] < 0.05
-        # the sample is everything here
-        difference = result["nll"] - results["float32"][key]["nll"]
-        assert gap["mean"] == pytest.approx(difference, abs=1e-6)
-
-
-def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_is_still_json(
-    evaluate,
-):
-    report = evaluate("--max-sequences 1 --num-orders 1")
-    l2r, random = report["results"]
-    assert l2r["standard_error"] is None and l2r["monte_carlo_error"] == 0
-    assert random["monte_carlo_error"] is None and "unknown" in report["terminal"]
-
-
-# ---- published figures ---------------------------------------------------------------------------
-
-
-def published(
-    system, size=(12, 768), orders="random", ensemble=1, split="test", weights="ema", **changes
-):
-    meta = {"protocol": "sedd", "splits": {split: {}}, "settings": {"dataset": "ptb"}} | changes
-    config = SimpleNamespace(n_layer=size[0], n_embd=size[1])
-    loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
-    dataset = SimpleNamespace(meta=meta, num_blocks=3)
-    eval_set = SimpleNamespace(dataset=dataset, split=split, count=3)
-    own_bound = orders == "score_entropy"
-    task = SimpleNamespace(
-        eval_set=eval_set,
-        loaded=loaded,
-        name=orders,
-        score_entropy=own_bound,
-        group=1,
-        rule=None,
-        importance_weighted=False,
-    )
-    return published_perplexity(task, ensemble, weights)
-
-
-def test_published_figures_stand_beside_released_models_under_the_same_protocol_only():
-    assert published("AO-GPT") == 141.92
-    assert published("AO-GPT", (24, 1024), ensemble=64) == 85.75
-    assert published("GPT-2", (24, 1024), "l2r") == 123.14
-    assert published("RADD", settings={"dataset": "lm1b"}) == 74.28
-    assert published("RADD", split="train", settings={"dataset": "wikitext2"}) == 38.26
-    assert published("SEDD", orders="score_entropy") == 114.24
-    assert published("SEDD") is None  # published with its own bound
-    assert published("RADD", orders="score_entropy") is None
-    assert published("GPT-2") is None  # no any-order likelihood
-    assert published(None) is None
-    for difference in (
-        {"ensemble": 16},
-        {"size": (4, 128)},
-        {"orders": "mixture:l2r_prob=0"},
-        {"protocol": "full"},
-        {"notes": ["another tokenizer"]},
-        {"settings": {"dataset": "books"}},
-        {"settings": {"dataset": "wikitext2"}},  # measured on its train split
-        {"split": "train"},
-        {"weights": "raw"},
-    ):
-        assert published("AO-GPT", **difference) is None, difference
-    table = tomllib.loads(PUBLISHED.read_text())
-    kinds = [kind for size in ("small", "medium") for kind in table[size].values()]
-    figures = [row for kind in kinds for row in kind.values()]
-    assert len(figures) == 22 and all(len(row) == len(table["datasets"]) == 5 for row in figures)
-
-
-# ---- batches -------------------------------------------------------------------------------------
-
-
-def batches(capacity, **settings):
-    """Run 23 rows with work that runs out of memory above `capacity` rows."""
-    seen = []
-
-    def work(tokens, rows):
-        if len(rows) > capacity:
-            raise torch.OutOfMemoryError("out of memory")
-        seen.append(len(rows))
-        return torch.arange(rows.start, rows.stop)
-
-    eval_set = SimpleNamespace(
-        count=23,
-        name="text",
-        dataset=SimpleNamespace(num_blocks=23),
-        tokens=lambda rows: torch.zeros(len(rows), 256),
-    )
-    runner = BatchRunner(ALONE, torch.float32, 256, **settings)  # 16 rows are 4,096 tokens
-    return runner.run(SimpleNamespace(eval_set=eval_set, name="l2r"), work).tolist(), seen
-
-
-def test_the_batch_is_halved_until_it_fits():
-    assert batches(100) == (list(range(23)), [16, 7])
-    assert batches(5) == (list(range(23)), [4, 4, 4, 4, 4, 3])
-    with pytest.raises(ValueError, match="out of memory at 1 sequences.*use a device with more"):
-        batches(0)
-    with pytest.raises(ValueError, match="out of memory at 8 sequences.*leave out --batch-size"):
-        batches(5, batch_size=8)
-
-
-# ---- encoders ------------------------------------------------------------------------------------
+def test_the_models_own_order_may_have_its_pace(evaluate):
+    """One position a step is what is at most one a step, and sure of nothing."""
+    options = "--orders confidence confidence:threshold=1.0 entropy:most=2,block=8 --max-sequences"
+    report = evaluate(f"{options} 3")
+    rows = by_name(report)
+    one, paced = rows["confidence", 1], rows["confidence:threshold=1.0", 1]
+    assert paced["nll"] == pytest.approx(one["nll"], rel=1e-6)
+    assert one["token_forwards"] is paced["token_forwards"] is None  # the model decides
+    assert rows["entropy:most=2,block=8", 1]["nll"] != one["nll"]
+    assert "confidence:threshold=1.0" in report["terminal"]
 
 
 def test_an_encoder_is_scored_along_orders_too_a_pass_for_every_token(evaluate, encoder, data):
     report = evaluate("--orders l2r random --max-sequences 4", path=encoder)
-    results = by_name(report)
-    assert results["l2r", 1]["nll"] == pytest.approx(
-        direct(encoder, data, "l2r", 1, 0, 4).mean(), rel=1e-6
-    )
-    assert results["l2r", 1]["stopped"] == "exact" and results["l2r", 1]["draws"] == 1
-    assert results["l2r", 1]["token_forwards"] == 4 * LENGTH**2
-    assert results["random", 1]["token_forwards"] == 2 * 4 * LENGTH
+    l2r, random = (by_name(report)[kind, 1] for kind in ("l2r", "random"))
+    assert l2r["nll"] == pytest.approx(direct(encoder, data, "l2r", 1, 0, 4).mean(), rel=1e-6)
+    assert l2r["stopped"] == "exact" and l2r["draws"] == 1
+    assert l2r["token_forwards"] == 4 * LENGTH**2
+    assert random["token_forwards"] == 2 * 4 * LENGTH
 
 
 @pytest.mark.parametrize("kind", ["run", "encoder"])
@@ -477,8 +361,8 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind):
 
 def test_sedd_is_scored_as_probabilities_and_by_its_own_bound(evaluate, data, tmp_path):
     config = encoder_config(tiny_config(data, tmp_path, "sedd", steps=5))
-    objective = ObjectiveConfig("score_entropy")
     noisy = dataclasses.replace(config.model, noise=True)
+    objective = ObjectiveConfig("score_entropy")
     config = dataclasses.replace(config, objective=objective, model=noisy)
     train.train(config, ALONE)
     report = evaluate("--max-sequences 4 --num-orders 8", path=config.run_folder)
@@ -493,6 +377,162 @@ def test_sedd_is_scored_as_probabilities_and_by_its_own_bound(evaluate, data, tm
     assert "SEDD's own bound" in report["terminal"]
 
 
+# ---- what is written -----------------------------------------------------------------------------
+
+
+def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data, tmp_path):
+    other = make_data(tmp_path, words=900, seed=1).rename(tmp_path / "other")
+    options = "--max-sequences 3 --seed 5 --orders l2r --split train"
+    report = evaluate(options, datasets=[data, other])
+    result, second = report["results"]
+    assert (result["dataset"], result["orders"], result["ensemble"]) == ("data", "l2r", 1)
+    assert (second["dataset"], second["data"]["split"]) == ("other", "train")
+    assert result["nll"] != second["nll"]
+    expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
+    assert report["checkpoint"] == expected
+    settings = report["settings"]
+    assert (settings["seed"], settings["max_sequences"], settings["dtype"]) == (5, 3, "float32")
+    meta, text = json.loads((data / "meta.json").read_text()), result["data"]
+    assert text.items() >= meta["splits"]["train"].items() and {"sha256", "tokens"} <= text.keys()
+    assert (text["tokenizer"], text["split"], text["block_size"]) == ("bytes", "train", LENGTH)
+    assert text["protocol"] == meta["protocol"]
+    assert report["versions"]["torch"] == torch.__version__
+    assert {"python", "numpy"} <= report["versions"].keys()
+    assert report["processes"] == 1 and report["device"] == "cpu"
+
+
+def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, data, tmp_path):
+    report = evaluate("--max-sequences 20 --ensemble 1 4")
+    table = (tmp_path / "ppl.md").read_text()
+    assert table.strip() == report["terminal"].strip() and "published" not in table
+    lines = [line for line in table.splitlines() if line[:1] == "|"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert len({len(row) for row in rows}) == 1 and all(set(cell) <= {"-", ":"} for cell in rows[1])
+    found = {(row[1], row[2]): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+    labels = {"l2r": "left to right", "random": "any order"}
+    results = by_name(report)
+    assert list(results) == [("l2r", 1), ("random", 1), ("random", 4)]
+    for (kind, size), result in results.items():
+        row = found[labels[kind], str(size)]
+        assert row["nats/token"] == f"{result['nll']:.4f}"
+        assert row["perplexity"] == f"{result['perplexity']:.3f}"
+        assert row["token-forwards"] == f"{result['token_forwards']:,}"
+    assert found["any order", "4"]["gain"].startswith(f"{results['random', 4]['gain']:.5f}")
+    assert "no ensembles of l2r" in table
+    train, val = (np.array(TokenDataset(data, split, LENGTH).tokens) for split in ("train", "val"))
+    lost = frequency_losses(train, val[: 20 * LENGTH], 257)
+    names = "unigrams of train", "bigrams of train"
+    assert report["frequencies"]["data"] == dict(zip(names, lost, strict=True))
+    assert found[names[0], ""]["nats/token"] == f"{lost[0]:.4f}"
+
+
+def test_the_loss_of_every_token(evaluate, run, data, encoder, tmp_path):
+    path, options = tmp_path / "t.npz", "--max-sequences 9 --seed 3 --per-token"
+    evaluate(options, path, "--num-orders", 3)
+    saved = np.load(path, allow_pickle=False)
+    tokens = TokenDataset(data, "val", LENGTH).blocks(range(9)).numpy()
+    assert np.array_equal(saved["data/tokens"], tokens)
+    assert np.array_equal(saved["data/blocks"], np.arange(9))
+    for kind, draws in (("l2r", 1), ("random", 3)):
+        expected = direct(run, data, kind, draws, 3, 9).mean(axis=1)
+        assert saved[f"data/{kind}/1/nll"] == pytest.approx(expected, rel=1e-5)
+
+    assert "M = 1 only" in evaluate(options, path, "--ensemble", 2)["terminal"]
+    assert "data/random/1/nll" in np.load(path)
+    (result,) = evaluate(options, path, path=encoder)["results"]
+    mean = np.load(path)["data/random/1/nll"].mean()
+    assert mean == pytest.approx(result["nll"], rel=1e-6)
+
+
+def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_is_still_json(
+    evaluate,
+):
+    report = evaluate("--max-sequences 1 --num-orders 1")
+    l2r, random = report["results"]
+    assert l2r["standard_error"] is None and l2r["monte_carlo_error"] == 0
+    assert random["monte_carlo_error"] is None and "unknown" in report["terminal"]
+
+
+# ---- published figures, batches ------------------------------------------------------------------
+
+
+def published(system, size=(12, 768), scorer=None, ensemble=1, split="test", weights="ema", **meta):
+    meta = {"protocol": "sedd", "splits": {split: {}}, "settings": {"dataset": "ptb"}} | meta
+    config = SimpleNamespace(n_layer=size[0], n_embd=size[1])
+    loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
+    eval_set = SimpleNamespace(
+        dataset=SimpleNamespace(meta=meta, num_blocks=3), split=split, count=3
+    )
+    scorer, name = scorer or AlongOrders(OrderConfig("random")), "random"
+    if isinstance(scorer, AlongOrders):
+        name = scorer.orders.kind
+    elif isinstance(scorer, OwnOrder):
+        name = scorer.rule.score
+    return published_perplexity(Task(loaded, eval_set, name, scorer), ensemble, weights)
+
+
+def test_published_figures_stand_beside_released_models_under_the_same_protocol_only():
+    def along(text, *more):
+        return AlongOrders(parse_order(text, ""), *more)
+
+    assert published("AO-GPT") == 141.92
+    assert published("AO-GPT", (24, 1024), ensemble=64) == 85.75
+    assert published("GPT-2", (24, 1024), along("l2r")) == 123.14
+    assert published("RADD", scorer=Elbo(), settings={"dataset": "lm1b"}) == 74.28
+    assert published("RADD", split="train", settings={"dataset": "wikitext2"}) == 38.26
+    assert published("SEDD", scorer=ScoreEntropy()) == 114.24
+    assert published("SEDD", scorer=Elbo()) is None  # published with its own bound
+    assert published("RADD", scorer=ScoreEntropy()) is None
+    assert published("RADD", scorer=OwnOrder(Rule("confidence"))) is None
+    assert published("GPT-2") is None  # no any-order likelihood
+    assert published(None) is None
+    for difference in (
+        {"ensemble": 16},
+        {"size": (4, 128)},
+        {"scorer": along("mixture:l2r_prob=0")},
+        {"scorer": along("random", 4)},
+        {"scorer": along("random", 1, (1,), True)},
+        {"protocol": "full"},
+        {"notes": ["another tokenizer"]},
+        {"settings": {"dataset": "books"}},
+        {"settings": {"dataset": "wikitext2"}},  # measured on its train split
+        {"split": "train"},
+        {"weights": "raw"},
+    ):
+        assert published("AO-GPT", **difference) is None, difference
+    table = tomllib.loads(PUBLISHED.read_text())
+    kinds = [kind for size in ("small", "medium") for kind in table[size].values()]
+    figures = [row for kind in kinds for row in kind.values()]
+    assert len(figures) == 22 and all(len(row) == len(table["datasets"]) == 5 for row in figures)
+
+
+def batches(capacity, **settings):
+    """Run 23 rows with work that runs out of memory above `capacity` rows."""
+    seen = []
+
+    def work(tokens, rows):
+        if len(rows) > capacity:
+            raise torch.OutOfMemoryError("out of memory")
+        seen.append(len(rows))
+        return torch.arange(rows.start, rows.stop)
+
+    text, dataset = {"name": "text", "count": 23}, SimpleNamespace(num_blocks=23)
+    eval_set = SimpleNamespace(
+        **text, dataset=dataset, tokens=lambda rows: torch.zeros(len(rows), 256)
+    )
+    runner = BatchRunner(ALONE, torch.float32, 256, **settings)  # 16 rows are 4,096 tokens
+    return runner.run(Task(None, eval_set, "l2r", None), work).tolist(), seen
+
+
+def test_the_batch_is_halved_until_it_fits():
+    assert batches(100) == (list(range(23)), [16, 7])
+    assert batches(5) == (list(range(23)), [4, 4, 4, 4, 4, 3])
+    with pytest.raises(ValueError, match="out of memory at 1 sequences.*use a device with more"):
+        batches(0)
+    with pytest.raises(ValueError, match="out of memory at 8 sequences.*leave out --batch-size"):
+        batches(5, batch_size=8)
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -502,61 +542,58 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
     assert list(results) == [("l2r", 1)]
     assert results["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
     for path, options, words in (
-        (plain, "--orders random", "has no 'random' perplexity; give --orders l2r"),
-        (plain, "--group 2", "--group is for models that are told their targets"),
-        (plain, "--ensemble 8", "knows one order only, so there is no ensemble of orders"),
+        (plain, "--orders random", "is a plain GPT and has no 'random' order; give --orders l2r"),
+        (plain, "--orders confidence", "has no 'confidence' order"),
+        (plain, "--group 2", "--group is for models that know their target position"),
+        (plain, "--ensemble 8", "ensembles are for decoders that know their target position"),
         (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
-        (encoder, "--ensemble 1 8", "whose predictions do not depend on the order of the context"),
+        (encoder, "--ensemble 1 8", "ensembles are for decoders that know their target position"),
+        (encoder, "--bound iw --num-orders 2", "needs random orders, and no ELBO"),
+        (encoder, "--orders random l2r --disagreement", "and no ELBO"),
     ):
         status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())
-        assert status == 2 and words in err
+        assert status == 2 and words in " ".join(err.split()), err
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        ("--max-sequences 0", ["--max-sequences is 0", "at least 1"]),
-        ("--num-orders 0", ["--num-orders is 0"]),
-        ("--orders confidence:threshold=0.9 --group 2", ["leave out --group, or write most=2"]),
-        ("--orders confidence:threshold=90", ["threshold=90", "confidence is a probability"]),
-        ("--orders margin:threshold=1.5", ["margin is a probability"]),
-        ("--batch-size -2", ["--batch-size is -2"]),
-        ("--seed -1", ["seed", "-1"]),
-        ("--target-se 0", ["--target-se is 0"]),
-        ("--target-se 0.1 --num-orders 1", ["--num-orders 2 or more"]),
-        ("--split tset", ["no split 'tset'", "'train', 'val'"]),
-        ("--datasets no/such", ["no/such is no prepared dataset", "data/prepare.py"]),
-        ("--datasets lm1b", ["lm1b is not prepared yet", "python data/prepare.py lm1b"]),
-        ("--datasets", ["--datasets"]),
-        ("--datasets a/books b/books", ["--datasets a/books b/books", "give each its own"]),
-        ("--orders", ["--orders"]),
-        ("--orders backwards", ["backwards", "l2r"]),
-        ("--orders fixed_blockwise:blocks=3", ["'blocks' is no setting", "block, seed"]),
-        ("--orders random:seed=5", ["'seed' is no setting of random; it has none"]),
-        ("--orders margin:seed=5", ["'seed' is no setting of margin; it has threshold, entropy"]),
-        ("--orders confidence:block=x", ["block is 'x', not of type int"]),
-        ("--orders entropy:most=0", ["most is 0; give a larger number"]),
-        ("--orders random --num-orders 1 --disagreement", ["needs two --orders, or two draws"]),
-        ("--orders fixed_blockwise:block=17", ["block size is 16", "smaller block"]),
-        ("--orders fixed_blockwise:block=x", ["block is 'x'", "int"]),
-        ("--orders fixed_blockwise:block=0", ["--orders fixed_blockwise:block=0", "at least 1"]),
-        ("--ensemble", ["--ensemble"]),
-        ("--ensemble 0", ["--ensemble is 0", "at least 1"]),
-        ("--ensemble 8 --orders l2r", ["uniformly random orders, not of l2r"]),
-        ("--per-token t.json", ["--per-token t.json", ".npz"]),
-        ("--json table.md", ["--json table.md", ".json"]),
-        ("--json same.npz --per-token same.npz", ["--json same.npz", ".json"]),
-        ("--bound iw", ["--bound iw", "give --num-orders"]),
-        ("--bound iw --num-orders 4 --orders l2r confidence", ["needs orders that are drawn"]),
-        ("--max-sequencez 3", ["--max-sequencez", "--max-sequences"]),
+        ("--max-sequences 0", "--max-sequences is 0"),
+        ("--batch-size -2", "--batch-size is -2"),
+        ("--seed -1", "seed"),
+        ("--target-se 0", "--target-se is 0"),
+        ("--target-se 0.1 --num-orders 1", "--num-orders 2 or more"),
+        ("--split tset", "no split 'tset'"),
+        ("--datasets no/such", "no/such is no prepared dataset"),
+        ("--datasets lm1b", "python data/prepare.py lm1b"),
+        ("--datasets", "--datasets"),
+        ("--datasets a/books b/books", "give each a name of its own"),
+        ("--orders", "--orders"),
+        ("--orders backwards", "backwards"),
+        ("--orders fixed_blockwise:blocks=3", "'blocks' is no setting"),
+        ("--orders margin:seed=5", "'seed' is no setting of margin; it has threshold, entropy"),
+        ("--orders confidence:block=x", "block is 'x', not of type int"),
+        ("--orders confidence:block=0", "block is 0"),
+        ("--orders confidence:threshold=0.9 --group 2", "leave out --group, or write most=2"),
+        ("--orders confidence:threshold=90", "confidence is a probability"),
+        ("--orders entropy:most=0", "most is 0"),
+        ("--orders random --num-orders 1 --disagreement", "needs two --orders, or two samples"),
+        ("--orders fixed_blockwise:block=17", "block size is 16; give a smaller block"),
+        ("--ensemble", "--ensemble is empty"),
+        ("--ensemble 0", "--ensemble is 0"),
+        ("--ensemble 8 --orders l2r", "along uniformly random orders, not l2r"),
+        ("--ensemble 8 --group 2", "leave out --ensemble"),
+        ("--json table.md", "name the same file"),
+        ("--json same.npz --per-token same.npz", "name the same file"),
+        ("--bound iw", "--bound iw needs --num-orders"),
+        ("--bound iw --num-orders 4 --orders l2r confidence", "needs random orders"),
+        ("--max-sequencez 3", "--max-sequences"),
     ],
 )
 def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data, options, words):
     datasets = [] if "--datasets" in options else ["--datasets", data]
     status, _, err = script(eval_ppl, run, *datasets, *options.split())
-    assert status == 2
-    for word in words:
-        assert word in " ".join(err.split())
+    assert status == 2 and words in " ".join(err.split()), err
 
 
 def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error(
@@ -570,110 +607,11 @@ def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error
         status, out, err = script(eval_ppl, run, "--datasets", other)
         assert status == 2 and not out and all(word in err for word in words), err
 
-    assert_refused(
-        "holds gpt2 tokens, but the model was trained on bytes tokens",
-        "--tokenizer bytes",
-        tokenizer="gpt2",
-        vocab_size=50257,
-    )
-    assert_refused(
-        "packed into blocks of 32 tokens (protocol sedd), not of 16",
-        "--block-size 16",
-        protocol="sedd",
-        block_size=32,
-    )
+    gpt2 = {"tokenizer": "gpt2", "vocab_size": 50257}
+    assert_refused("holds gpt2 tokens, but the model was trained on bytes tokens", **gpt2)
+    assert_refused("--block-size 16", protocol="sedd", block_size=32)
     flip_byte(other / "val.bin", 10)
     assert_refused("checksum")
     (other / "val.bin").write_bytes(bytes(2 * (LENGTH - 1)))
     meta["splits"]["val"] |= {"tokens": LENGTH - 1, "sha256": sha256_file(other / "val.bin")}
     assert_refused("fewer than one block of 16")
-
-
-# ---- the model's own orders, weighted orders, and how far orders disagree ------------------------
-
-
-@torch.no_grad()
-def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluate, run, data):
-    """Against a loop without a cache: all that is left, the surest first; float32."""
-    report = by_name(evaluate("--orders confidence margin --max-sequences 3"))
-    model, total = load_model(run), {"confidence": 0.0, "margin": 0.0}
-    for tokens in TokenDataset(data, "val", LENGTH).blocks(range(3)):
-        for rule in total:
-            context: list[int] = []
-            while len(context) < LENGTH:
-                said = {}
-                for p in (p for p in range(LENGTH) if p not in context):
-                    order = torch.tensor([order_through(context, p, LENGTH)])
-                    hidden = model.hidden(tokens[None], order)[0, len(context)]
-                    said[p] = model.head_logits(hidden).softmax(-1)
-                first = {p: v.topk(2).values for p, v in said.items()}
-                score = {p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()}
-                chosen = max(score, key=score.get)
-                total[rule] -= math.log(said[chosen][tokens[chosen]])
-                context.append(chosen)
-    for rule, nll in total.items():
-        result = report[rule, 1]
-        assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
-        assert result["stopped"] == "exact" and result["monte_carlo_error"] == 0
-
-
-def test_the_models_own_order_may_have_its_pace(evaluate):
-    """One position a step is what is at most one a step, and sure of nothing."""
-    options = "--orders confidence confidence:threshold=1.0 entropy:most=2,block=8 --max-sequences"
-    report = evaluate(f"{options} 3")
-    rows = by_name(report)
-    one, paced = rows["confidence", 1], rows["confidence:threshold=1.0", 1]
-    assert paced["nll"] == pytest.approx(one["nll"], rel=1e-6)
-    assert one["token_forwards"] is paced["token_forwards"] is None  # the model decides
-    assert rows["entropy:most=2,block=8", 1]["nll"] != one["nll"]
-    assert "confidence:threshold=1.0" in report["terminal"]
-
-
-def test_weighted_bounds_and_disagreements_are_those_of_the_losses(evaluate, run, data):
-    options = "--orders l2r random --num-orders 4 --max-sequences 9 --bound iw --disagreement"
-    report = evaluate(options)
-    losses = direct(run, data, "random", 4, 0, 9).mean(axis=2)  # (9, 4)
-    bound = -np.log(np.exp(-losses * LENGTH).mean(axis=1)) / LENGTH
-    result = by_name(report)["random", 1]
-    assert result["nll"] == pytest.approx(bound.mean(), rel=1e-5)
-    assert result["bound"] == "iw" and by_name(report)["l2r", 1]["bound"] == "mean"
-    assert result["nll"] < losses.mean() and result["monte_carlo_error"] > 0
-    assert "weighted over 4" in report["terminal"]
-    along = direct(run, data, "l2r", 1, 0, 9).mean(axis=2)[:, 0]
-    pair, again = report["disagreements"]
-    assert (pair["orders"], pair["other"]) == ("l2r", "random")
-    assert again["other"] == "random, drawn again"
-    for row, difference in ((pair, along - losses[:, 0]), (again, losses[:, 0] - losses[:, 1])):
-        assert row["difference"] == pytest.approx(difference.mean(), rel=1e-3, abs=1e-6)
-        assert row["distance"] == pytest.approx(np.abs(difference).mean(), rel=1e-3)
-
-
-def test_records_are_scored_on_what_is_predicted(evaluate, script, run, tmp_path):
-    source = tmp_path / "r.jsonl"
-    rows = [{"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare(
-        Prepare(
-            "records",
-            source=(source,),
-            split="test",
-            tokenizer="bytes",
-            block_size=LENGTH,
-            out=tmp_path / "records",
-        )
-    )
-    report = by_name(evaluate("--orders l2r random confidence", datasets=(tmp_path / "records",)))
-    model, total, count = load_model(run), 0.0, 0
-    for row in rows:
-        tokens = torch.tensor([[*(row["prompt"] + row["text"]).encode(), 256]])
-        scored = model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])
-        total -= scored[0, len(row["prompt"]) :].sum().item()
-        count += len(row["text"]) + 1
-    for result in report.values():
-        assert result["tokens"] == count
-    assert report["l2r", 1]["nll"] == pytest.approx(total / count, rel=1e-5)
-    predicted = sum(len(row["text"]) for row in rows)  # end-of-text has no bytes
-    per_token = report["l2r", 1]["nll"] / math.log(2) * count / predicted
-    assert report["l2r", 1]["bits_per_byte"] == pytest.approx(per_token)
-    status, _, err = script(eval_ppl, run, "--datasets", tmp_path / "records", "--ensemble", 2)
-    assert status == 2 and "holds records" in err

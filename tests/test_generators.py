@@ -8,13 +8,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import prepared, run_script
+from helpers import prepared
 from reference import LEVEL, chi_square_p
 
 from data import generators
-from data.generators import latin5, polya, polya_entropy, reduced_squares
+from data.generators import latin5, polya, reduced_squares
 from data.loader import TokenDataset
-from data.prepare import Prepare, prepare
 
 
 def urn_probability(sequence, letters, weight):
@@ -26,19 +25,6 @@ def urn_probability(sequence, letters, weight):
     return p
 
 
-@pytest.mark.parametrize("letters, weight, length", [(2, 0.5, 8), (3, 0.1, 6), (4, 2.0, 4)])
-def test_the_entropy_of_an_urn_is_that_of_all_its_sequences(letters, weight, length):
-    """1e-10: sums of some hundred float64 terms."""
-    weight = Fraction(weight).limit_denominator(100)
-    probabilities = [
-        float(urn_probability(s, letters, weight))
-        for s in itertools.product(range(letters), repeat=length)
-    ]
-    assert sum(probabilities) == pytest.approx(1, abs=1e-12)
-    expected = -sum(p * math.log(p) for p in probabilities)
-    assert polya_entropy(letters, float(weight), length) == pytest.approx(expected, abs=1e-10)
-
-
 @pytest.mark.parametrize("text", ["a" * 63, "ponm" * 3, "abca", "h", ""])
 def test_the_least_loss_on_draws_from_the_urn_is_their_probability(text):
     letters = [generators.LETTERS.index(letter) for letter in text]
@@ -48,7 +34,7 @@ def test_the_least_loss_on_draws_from_the_urn_is_their_probability(text):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_from_the_urn_have_their_probabilities(seed):
-    """How many different letters the first four draws have, and the entropy of whole sequences."""
+    """How many different letters the first four draws have."""
     generator = np.random.default_rng(seed)
     drawn = [polya(generator) for _ in range(4000)]
     weight = Fraction(1, 10)
@@ -63,9 +49,7 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
     observed, chances = torch.tensor(both[0]).double(), torch.tensor(both[1]).double()
     assert chances.sum() == pytest.approx(1, abs=1e-12)
     assert chi_square_p(observed, chances * len(drawn)) > LEVEL
-    log_p = np.array([-math.log(urn_probability(s, 16, weight)) for s in drawn])
     assert {len(s) for s in drawn} == {63}
-    assert abs(log_p.mean() - polya_entropy()) < 4.5 * log_p.std() / math.sqrt(len(drawn))
 
 
 def test_latin_squares_are_uniform_over_all_of_them():
@@ -92,38 +76,25 @@ def test_latin_squares_are_uniform_over_all_of_them():
 
 
 def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
-    latin = prepare(Prepare("latin5", out=tmp_path / "latin5", limit=40))
-    urns = prepare(Prepare("polya", out=tmp_path / "polya", limit=40))
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox, naïve as it is, jumps over the lazy dog. " * 30)
-    held_out = tmp_path / "held_out.txt"
-    held_out.write_text(text.read_text())
+    latin, again, urns = (
+        prepared(name, tmp_path / f"{name}{number}", limit=40)
+        for name, number in (("latin5", 1), ("latin5", 2), ("polya", 1))
+    )
+    assert (latin / "train.bin").read_bytes() == (again / "train.bin").read_bytes()
+    text, held_out = tmp_path / "text.txt", tmp_path / "held_out.txt"
+    for file in (text, held_out):
+        file.write_text("The quick brown fox, naïve as it is, jumps over the lazy dog. " * 30)
     shuffled = prepared("shuffled", tmp_path / "shuffled", text, val=(held_out,))
     for folder, length in ((latin, 25), (urns, 63), (shuffled, 63)):
-        for split in ("train", "val"):
-            data = TokenDataset(folder, split, length + 1)
+        train, val = (TokenDataset(folder, split, length + 1) for split in ("train", "val"))
+        for data in (train, val):
             blocks = data.blocks(range(data.num_blocks))
             assert len(blocks) >= 20
             assert (blocks[:, -1] == 256).all() and (blocks[:, :-1] < 128).all()
-    train, val = (TokenDataset(latin, split, 26).blocks(range(20)) for split in ("train", "val"))
-    assert not torch.equal(train, val)  # splits have random numbers of their own
+        # splits have random numbers of their own
+        assert not torch.equal(train.blocks(range(20)), val.blocks(range(20)))
     ascii_text = text.read_text().replace("ï", "")
     letters = collections.Counter(ascii_text[: len(ascii_text) // 63 * 63].encode())
     blocks = TokenDataset(shuffled, "train", 64).blocks(range(len(ascii_text) // 63))
     assert collections.Counter(blocks[:, :-1].flatten().tolist()) == letters
     assert bytes(blocks[0, :-1].tolist()).decode() != ascii_text[:63]
-
-
-def test_the_same_documents_are_made_again(tmp_path):
-    """As a user would, in a process of its own."""
-    for name in ("a", "b"):
-        run_script("data/prepare.py", "polya", "--limit", 30, "--out", tmp_path / name)
-    assert (tmp_path / "a" / "train.bin").read_bytes() == (
-        tmp_path / "b" / "train.bin"
-    ).read_bytes()
-
-
-def test_made_texts_have_splits_of_their_own(tmp_path):
-    for changes in ({"val_fraction": 0.1}, {"split": "train"}):
-        with pytest.raises(ValueError, match="made in splits of its own"):
-            prepare(Prepare("polya", out=tmp_path / "o", **changes))

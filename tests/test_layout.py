@@ -1,10 +1,7 @@
-"""The layout: what the paper's three files import, and the names that other programs build on.
+"""The layout: sizes, what the paper's files import, and the names that other programs build on.
+That imports between packages run one way is for import-linter (make lint)."""
 
-That imports between the folders run one way is for import-linter (make lint); it reads packages,
-and these three are single files.
-"""
-
-import json
+import ast
 import subprocess
 import sys
 
@@ -12,26 +9,57 @@ import pytest
 from conftest import THINNED
 from helpers import ROOT
 
-FOLDERS = {"studies", "training", "evaluation", "sampling", "checkpoints"}
-FOLDERS |= {"data", "runtime"}
-PAPER = {"model", "orders", "objectives"}
+SOURCES = [
+    ROOT / name
+    for name in subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    if not name.startswith("tests/")
+]
+PAPER = {
+    "model": set(),
+    "orders": {"model", "runtime"},
+    "objectives": {"model", "orders", "runtime", "variants"},
+}
+PACKAGES = {"runtime", "variants", "data", "checkpoints", "sampling", "evaluation", "training"}
 
 
-@pytest.mark.parametrize(
-    "name, may", [("model", {"orders"}), ("orders", set()), ("objectives", {"model", "orders"})]
-)
-def test_the_paper_is_built_on_itself_and_on_runtime_only(name, may):
-    list_imports = f"import {name}, sys, json; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", list_imports], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    imported = {module.split(".")[0] for module in json.loads(done.stdout)}
-    assert imported & (FOLDERS | PAPER) <= may | {name, "runtime"}
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_paper_is_built_on_itself(name):
+    found = set(imports(ROOT / f"{name}.py"))
+    assert found & (PACKAGES | PAPER.keys() | {"studies"}) <= PAPER[name]
+    if name == "model":
+        assert found <= {"torch", *sys.stdlib_module_names}
+
+
+def test_nothing_imports_the_studies():
+    for path in SOURCES:
+        assert path.parts[len(ROOT.parts)] == "studies" or "studies" not in imports(path), path
+
+
+def test_files_and_functions_stay_short():
+    assert len((ROOT / "model.py").read_text().splitlines()) <= 350
+    for path in SOURCES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 550, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 70, f"{path.name}: {node.name} has {length} lines"
 
 
 def test_names_that_other_programs_import():
     import checkpoints
     import sampling
+    import variants
 
     for name in ("load_model", "load", "CheckpointError"):
         assert callable(getattr(checkpoints, name))
@@ -39,6 +67,8 @@ def test_names_that_other_programs_import():
         assert callable(getattr(sampling, name))
     for kind in ("l2r", "random", "mdm", "adaptive", "speculative"):
         assert callable(getattr(sampling, f"{kind}_plan"))
+    for name in ("build_model", "check_config"):
+        assert callable(getattr(variants, name))
 
 
 def test_tests_of_which_cases_are_left_out_are_tests():

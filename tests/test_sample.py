@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import LENGTH, MODES, column, data_of, read_lines, run_script, torchrun
 
+import checkpoints as checkpoint
 import sample
-from checkpoints import load as checkpoint
 from checkpoints import store
 from data.tokenizers import get_tokenizer
 from sampling import engine, modes

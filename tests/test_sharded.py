@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import train
-from checkpoints import on_disk, store
-from checkpoints.errors import CheckpointError
-from checkpoints.load import load
+from checkpoints import CheckpointError, load, on_disk, store
 from runtime.processes import processes
 from training import state as states
+
+META = {"tokenizer": "bytes", "vocab_size": 257}
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +41,16 @@ def procs():
 @pytest.fixture(scope="module")
 def base(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("sharded")
-    config = tiny_config(
-        data, out, steps=10, model__dropout=0.0, train__parallel="fsdp", eval__interval=2
-    )
-    return change(config, checkpoint__interval=2)
+    changes = {"model__dropout": 0.0, "train__parallel": "fsdp", "eval__interval": 2}
+    return tiny_config(data, out, steps=10, checkpoint__interval=2, **changes)
 
 
 @pytest.fixture(scope="module")
 def pair(base):
     """Two runs of two processes: an undisturbed one, and what one with faults said."""
     config, faulty = change(base, name="two"), change(base, name="faulty")
-    done = torchrun(
-        2, "tests/parallel_jobs.py", f"run={write_config(config)}", f"faulty={write_config(faulty)}"
-    )
-    return config, faulty, done
+    jobs = f"run={write_config(config)}", f"faulty={write_config(faulty)}"
+    return config, faulty, torchrun(2, "tests/parallel_jobs.py", *jobs)
 
 
 @pytest.fixture
@@ -70,9 +66,6 @@ def state(base, procs, tmp_path):
     """The state of a run that is about to begin, and its configuration."""
     config = change(base, out=str(tmp_path))
     return parallel_jobs.start(config, procs)[0], config
-
-
-META = {"tokenizer": "bytes", "vocab_size": 257}
 
 
 def names(path):
@@ -92,19 +85,13 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     )
     saver = states.Saver(config, procs, META, warnings.append)
     for p in state.model.parameters():
-        state.optimizer.state[p] = {
-            "step": torch.tensor(3.0),
-            "exp_avg": p.detach() / 2,
-            "exp_avg_sq": p.detach() / 4,
-        }
+        moments = {"exp_avg": p.detach() / 2, "exp_avg_sq": p.detach() / 4}
+        state.optimizer.state[p] = {"step": torch.tensor(3.0)} | moments
     before, state.progress.step = parallel_jobs.full_state(state), 3
     saver.save(state, None)
     path = store.path_of(config.run_folder, 3)
-    for tensor in [*state.model.parameters(), *state.averages[0].weights.values()]:
+    for tensor in states.named_tensors(state).values():
         tensor.detach().fill_(7)
-    for values in state.optimizer.state.values():
-        for tensor in values.values():
-            tensor.fill_(7)
     assert not path.exists(), "it must not pass for a checkpoint yet"
     gate.set()
     assert saver.wait() == path and names(path.parent) == [path.name] and not warnings
@@ -122,8 +109,7 @@ def test_the_newest_and_the_best_are_kept_and_best_names_it(state, procs):
         if step in losses:
             best = {"step": step, "loss": losses[step]}
         saver.save(state, best)
-        assert saver.wait()
-        assert state.progress.best == best
+        assert saver.wait() and state.progress.best == best
         kept[step] = [store.step_of(path) for path in store.find(run)]
         assert store.best_of(run) == store.path_of(run, best["step"])
     assert kept[5] == [2, 4, 5] and kept[8] == [6, 7, 8]
@@ -141,18 +127,11 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
     """A write of the second process, the last move of the first, a folder: each is lost on both,
     and training goes on to the same losses and the same last checkpoint as without a fault."""
     undisturbed, config, done = pair
-    steps = {step: config.run_folder / "checkpoints" / f"step_{step:08d}" for step in (2, 4, 6, 8)}
+    steps = {step: store.path_of(config.run_folder, step) for step in (2, 4, 6, 8)}
     for step, reason in ((4, "File too large"), (6, "not today"), (8, "not today")):
-        said = [
-            line
-            for line in done.stderr.splitlines()
-            if f"warning: could not write {steps[step]}: " in line
-        ]
-        assert (
-            len(said) == 1
-            and reason in said[0]
-            and f"the last good checkpoint is {steps[2]}" in said[0]
-        ), step
+        said = f"warning: could not write {steps[step]}: "
+        (line,) = [line for line in done.stderr.splitlines() if said in line]
+        assert reason in line and f"the last good checkpoint is {steps[2]}" in line
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key) and len(metrics(config, key)) >= 5
     assert names(config.run_folder / "checkpoints") == [steps[2].name, "step_00000010"]
@@ -176,7 +155,16 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     assert saver.wait() is None and len(warnings) == 1, "a failure is told once"
 
 
-def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before_without_a_trace(
+def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkeypatch):
+    state, config = state
+    saver = states.Saver(config, procs, META, pytest.fail)
+    monkeypatch.setattr(on_disk, "digest", lambda contents: {}["a bug"])
+    saver.save(state, None)
+    with pytest.raises(KeyError, match="a bug"):
+        saver.wait()
+
+
+def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_without_a_trace(
     base, procs
 ):
     whole, config = change(base, name="whole"), change(base, name="killed")
@@ -222,31 +210,20 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 
 # ---- reading them --------------------------------------------------------------------------------
 
-
-def lose_the_first(path, other):
-    on_disk.parts(path)[0].unlink()
-
-
-def cut_the_second(path, other):
-    part = on_disk.parts(path)[1]
-    os.truncate(part, part.stat().st_size - 1)
-
-
-def mix_in_another(path, other):
-    shutil.copy(on_disk.parts(other)[0], path / "shard-x.safetensors")
+DAMAGES = {  # of a checkpoint, given its parts and those of the one before
+    "lose the first": lambda parts, others: parts[0].unlink(),
+    "cut the second": lambda parts, others: os.truncate(parts[1], parts[1].stat().st_size - 1),
+    "mix in another": lambda parts, others: shutil.copy(
+        others[0], parts[0].with_name("shard-x.safetensors")
+    ),
+    "swap in another": lambda parts, others: shutil.copy(others[1], parts[1]),
+}
 
 
-def swap_in_another(path, other):
-    shutil.copy(on_disk.parts(other)[1], on_disk.parts(path)[1])
-
-
-DAMAGES = [lose_the_first, cut_the_second, mix_in_another, swap_in_another]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, capsys, damage):
     config, older, last = copy
-    damage(last, older)
+    DAMAGES[damage](on_disk.parts(last), on_disk.parts(older))
     for who in (None, procs):
         assert store.read_newest(config.run_folder, procs=who)[0] == older
         assert f"warning: {last} is damaged" in capsys.readouterr().err
@@ -254,9 +231,9 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
         load(last)
 
 
-def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(copy, pair, procs, capsys):
+def test_a_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(copy, pair, procs, capsys):
     config, older, last = copy
-    lose_the_first(last, older)
+    on_disk.parts(last)[0].unlink()
     train.train(config, procs)
     assert f"resumed from {older}" in capsys.readouterr().out
     ours, expected = metrics(config, "loss"), metrics(pair[0], "loss")
@@ -278,7 +255,6 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, t
             assert (loaded.step, loaded.weights) == (store.step_of(source), weights)
     assert run_script("sample.py", best, "--num-samples", 1).stdout
     run_script("convert.py", config.run_folder, tmp_path / "export")
-    assert names(tmp_path / "export") == ["config.json", "model.safetensors"]
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert_same(exported, {n: p.detach() for n, p in load(last).model.named_parameters()})
     assert load(tmp_path / "export").step == 10

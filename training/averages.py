@@ -1,58 +1,45 @@
-"""The exponential moving average of a model's weights."""
-
-from __future__ import annotations
+"""The exponential moving average (EMA) of a model's weights."""
 
 import contextlib
 
 import torch
 
+from runtime.devices import supports_float64
+
 
 class EMA:
-    """Exponential moving average of a model's parameters (the paper, appendix B.3.2; evaluation
-    and sampling use it).
-
-    The decay is warmed up: decay_t = min(decay, (1 + t) / (10 + t)) after t updates, for the first
-    weights are those of a model that has learned nothing. Of sharded weights, every process
-    averages its part.
-    """
+    """Averaged weights, sharded as the weights are (the paper, appendix B.3.2). The decay after t
+    updates is min(decay, (1 + t) / (10 + t)): the first weights have learned nothing."""
 
     def __init__(self, model: torch.nn.Module, decay: float):
         self.decay = decay
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        device = next(model.parameters()).device  # which steps are skipped is the device's to know
-        self.updates = torch.zeros((), dtype=torch.float64, device=device)
+        device = next(model.parameters()).device  # the device alone knows which steps were skipped
+        dtype = torch.float64 if supports_float64(device) else torch.float32
+        self.updates = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0) -> None:
-        """Take in the model's weights if `finite` is 1, and not if it is 0; without waiting for the
-        device."""
+        """Average in the model's weights if `finite` is 1, not if it is 0."""
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
         share = (1 - decay) * finite
         self.updates += finite
-        ours, theirs = (
-            list(map(local, self.weights.values())),
-            [local(p.detach()) for p in model.parameters()],
-        )
-        torch._foreach_lerp_(ours, theirs, [share.to(ours[0].dtype)] * len(ours))
+        averages = [local(average) for average in self.weights.values()]
+        weights = [local(p.detach()) for p in model.parameters()]
+        torch._foreach_lerp_(averages, weights, [share.to(averages[0].dtype)] * len(averages))
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module):
-        """The model with the averaged weights inside the block, with its own again after it."""
-        own = {name: p.detach().clone() for name, p in model.named_parameters()}
-        copy_in_place(self.weights, model)
+        """Inside the block the model has the averaged weights."""
+        weights = [local(p.detach()) for p in model.parameters()]
+        original = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, [local(average) for average in self.weights.values()])
         try:
             yield model
         finally:
-            copy_in_place(own, model)
+            torch._foreach_copy_(weights, original)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor."""
+    """This process's shard of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-@torch.no_grad()
-def copy_in_place(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Give the model's parameters the values of weights of the same names."""
-    for name, p in model.named_parameters():
-        p.copy_(weights[name])

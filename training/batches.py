@@ -1,9 +1,4 @@
-"""What goes to the device and what comes back, without a wait for it: micro-batches, and losses.
-
-B sequences in a micro-batch, T positions.
-"""
-
-from __future__ import annotations
+"""Micro-batches on their way to the device, and losses on their way back, without a wait."""
 
 import itertools
 from collections import deque
@@ -21,119 +16,73 @@ from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
 
-RECORDS_AT_ONCE = 65_536  # whose roles are looked at together
+AHEAD = 4  # micro-batches that are prepared in advance
 
 
 @dataclass
-class DecoderBatch:
-    """Sequences, and the order in which the positions of each are predicted."""
-
+class Batch:
     tokens: Tensor  # LongTensor (B, T)
-    order: Tensor  # LongTensor (B, T)
-    weight: Tensor | None = None  # of records (B, T), of the loss of every step of the order
-    given: Tensor | None = None  # of records LongTensor (B,), the steps that are given, the first
+    order: Tensor | None = None  # decoder: LongTensor (B, T), in which positions are predicted
+    weight: Tensor | None = None  # decoder, with prompts (B, T): of the loss of every step
+    given: Tensor | None = None  # decoder, with prompts LongTensor (B,): tokens of the prompt
+    masks: Masks | None = None  # encoder
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> DecoderBatch:
-        values = self.tokens, self.order, self.weight, self.given
-        return DecoderBatch(*(None if v is None else function(v) for v in values))
-
-
-@dataclass
-class EncoderBatch:
-    """Sequences, and which positions of each are masked and predicted."""
-
-    tokens: Tensor  # LongTensor (B, T)
-    masks: Masks
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> EncoderBatch:
-        return EncoderBatch(function(self.tokens), self.masks.map(function))
-
-
-Batch = DecoderBatch | EncoderBatch
-AHEAD = 4  # micro-batches made before they are wanted
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same function of every tensor."""
+        tensors = self.tokens, self.order, self.weight, self.given
+        masks = self.masks and self.masks.map(function)
+        return Batch(*(None if t is None else function(t) for t in tensors), masks)
 
 
 def make_batch(
-    tokens: Tensor,
-    config: Config,
-    step: int,
-    batch_rows: range,
-    roles: Roles | None = None,
-    mean_predicted: float = 1.0,
+    tokens: Tensor, config: Config, step: int, batch_rows: range, roles=None, mean_predicted=1.0
 ) -> Batch:
-    """The sequences `batch_rows` of the global batch of `step`, with their orders or masks: a pure
-    function of the arguments and the run's seed, so a resumed run has no generator to restore.
-
-    roles: of records. mean_predicted: how many tokens of a record of the global batch are
-    predicted, in the mean: with it, the mean of the losses of micro-batches and processes is the
-    mean over these tokens.
-    """
+    """Sequences `batch_rows` of the global batch of `step`, (B, T), with their orders or masks: a
+    pure function of the arguments. With prompts, roles: Roles; mean_predicted: predicted tokens of
+    a sequence of the global batch, so that losses are means over predicted tokens."""
     length, global_size = tokens.shape[1], config.train.batch_size
     if config.objective.kind in DECODER_OBJECTIVES:
         orders, _ = config.stage(step)
         order = orders_at(orders, config.seed, step, batch_rows, length)
         if roles is None:
-            return DecoderBatch(tokens, order)
+            return Batch(tokens, order)
         order = roles.first_given(order)
         weight = roles.predicted.gather(1, order) * (length / mean_predicted)
-        return DecoderBatch(tokens, order, weight, roles.given.sum(dim=1))
+        return Batch(tokens, order, weight, given=roles.given.sum(dim=1))
     masks = masks_at(config.objective, config.seed, step, batch_rows, global_size, length, roles)
     if roles is not None:
         masks.weight = masks.weight * (length / mean_predicted)
-    return EncoderBatch(tokens, masks)
+    return Batch(tokens, masks=masks)
 
 
 def roles_of(
     data: TokenDataset, config: Config, step: int, batch_rows: range
 ) -> tuple[Roles, float]:
-    """The roles of a batch of records, and how many tokens of a record of the whole global batch
-    are predicted, in the mean."""
+    """`roles` and `mean_predicted` of `make_batch`, for data with prompts. Raises UserError for a
+    prompt in the middle if the model reads from left to right."""
     size = config.train.batch_size
-    numbers = data.indices(config.seed, step, range(size), size)
-    everything = Roles.of(data.roles(numbers))
+    of_batch = Roles.of(data.roles(data.indices(config.seed, step, range(size), size)))
+    starts = torch.arange(data.block_size) < of_batch.given.sum(dim=1, keepdim=True)
+    if config.model.l2r_only and not torch.equal(starts, of_batch.given):
+        where = f"{config.data.folder} has prompts that are not the beginning of their sequence"
+        raise UserError(f"{where}: set another model.target than 'none'")
     rows = slice(batch_rows.start, batch_rows.stop)
-    roles = Roles(everything.predicted[rows], everything.given[rows])
-    return roles, float(everything.predicted.sum()) / size
+    roles = Roles(of_batch.predicted[rows], of_batch.given[rows])
+    return roles, float(of_batch.predicted.sum()) / size
 
 
-def check_given_first(data: TokenDataset, folder: str) -> None:
-    """Raise ValueError for records in which what is given is not their beginning: a model that is
-    not told its target could not be trained on them, as it reads from left to right."""
-    places = torch.arange(data.block_size)
-    for first in range(0, data.num_blocks, RECORDS_AT_ONCE):
-        numbers = range(first, min(first + RECORDS_AT_ONCE, data.num_blocks))
-        given = Roles.of(data.roles(numbers)).given
-        starts = places < given.sum(dim=1, keepdim=True)
-        if wrong := (starts != given).any(dim=1).nonzero().flatten().tolist():
-            raise UserError(
-                f"record {numbers[wrong[0]]} of {folder} has given tokens that do not stand at its "
-                "beginning, and a model that is not told its target reads from left to right: set "
-                "model.target, or give it records of a prompt and a text"
-            )
-
-
-def accumulation_steps(config: Config, procs: Processes) -> int:
-    """Micro-batches of one process in an optimizer step."""
+def accumulation_steps(config: Config, procs: Processes) -> int:  # micro-batches in a step
     return config.train.batch_size // (config.train.micro_batch_size * procs.world_size)
 
 
 def micro_batches(
     data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Iterator[Batch]:
-    """Yield this process's micro-batches on its device, those of `first_step` and of all steps
-    after it, in order. Close it to end its thread.
-
-    A thread makes the next ones while the device is at work on the one before, in pinned memory,
-    from where a copy to the GPU needs no wait either. Several, since a slow read from a disk or
-    a busy CPU must not leave the device without work.
-
-    The global batch is cut into micro-batches first and among processes second: micro-batch m holds
-    consecutive sequences, of which process r takes the r-th part. So which sequences and orders a
-    step trains on does not depend on the number of processes.
-    """
+    """Yield this process's micro-batches on its device, from `first_step` on. Close it to end its
+    thread, which prepares the next ones. Process r has the r-th part of every micro-batch of
+    consecutive sequences, so what a step trains on does not depend on the number of processes."""
     micro_size, device = config.train.micro_batch_size, procs.device
     block_size, random_prob = data.block_size, config.data.random_length_prob
-    micro_steps = accumulation_steps(config, procs)
 
     def make(step: int, index: int) -> Batch:
         first = (index * procs.world_size + procs.rank) * micro_size
@@ -145,41 +94,32 @@ def micro_batches(
         batch = make_batch(tokens, config, step, batch_rows, *roles)
         return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
 
-    def to_device(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
+    steps, micro_steps = range(first_step, config.train.steps), accumulation_steps(config, procs)
+    wanted = ((step, index) for step in steps for index in range(micro_steps))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        steps = range(first_step, config.train.steps)
-        wanted = ((step, index) for step in steps for index in range(micro_steps))
         ahead = deque(thread.submit(make, *which) for which in itertools.islice(wanted, AHEAD))
         try:
             while ahead:
                 batch = ahead.popleft().result()
                 ahead.extend(thread.submit(make, *which) for which in itertools.islice(wanted, 1))
-                yield batch.map(to_device)
-        finally:  # of those that are not begun none is waited for
+                yield batch.map(lambda tensor: tensor.to(device, non_blocking=True))
+        finally:
             thread.shutdown(cancel_futures=True)
 
 
 class PendingLosses:
-    """Losses and gradient norms on their way from the device.
-
-    To read a number from a GPU at once would wait for all its work (a host sync), and the GPU would
-    then wait for the next step. So every step's numbers are copied to the host in the background
-    and read once they are there, some steps later.
-    """
+    """Losses and gradient norms on their way from the device. Reading them at once would wait for
+    all work of a GPU, so they are copied in the background and read some steps later."""
 
     def __init__(self):
         self.pending: deque = deque()
 
     def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        on_device = torch.stack([loss.detach(), norm.detach()])
-        if on_device.is_cuda:
-            host = torch.empty(2, pin_memory=True).copy_(on_device, non_blocking=True)
+        host, copy_done = torch.stack([loss.detach(), norm.detach()]), None
+        if host.is_cuda:
+            host = torch.empty(2, pin_memory=True).copy_(host, non_blocking=True)
             copy_done = torch.cuda.Event()
             copy_done.record()
-        else:
-            host, copy_done = on_device, None  # there already
         self.pending.append((step, host, copy_done))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:

@@ -1,291 +1,180 @@
-"""metrics.jsonl of a run: what is measured while it trains, written and read back.
+"""metrics.jsonl of a run, and what it prints while it trains.
 
-A training line, every train.log_interval steps, holds
+Every row has step, grad_norm, tokens (since the run began), tokens_per_second, memory_bytes (the
+peak of the main process), skipped_steps. A training row, every train.log_interval steps, also has
+loss (of the objective: SEDD's is not val_loss_random), lr, with Muon muon_lr, and mfu (null unless
+the GPU's peak is known). A validation row, every eval.interval steps:
 
-    step, loss, lr, grad_norm, tokens, tokens_per_second, mfu, memory_bytes, skipped_steps; with
-    Muon muon_lr
-
-where loss is the objective's: of SEDD score entropy, a bound of its own, which is not the
-normalised likelihood that val_loss_random is of
-
-and an evaluation line, every eval.interval steps,
-
-    step
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
-                         fixed or own (the run's own orders, in its groups)
-    val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of those averaged with another
-                         decay (optim.more_ema_decays)
-    val_error_KIND       standard error of val_loss_KIND by its draws of orders, if eval.draws > 1
-    val_curve_KIND       of the averaged weights, how hard step i of n is: a list of P = min(64, n)
-                         means over sequences and over the steps i with floor(i P / n) = 0 .. P - 1.
-                         An encoder, which has no steps: the mean over its masked tokens where i
-                         others are known; null where no sequence has as many
-    grad_norm, tokens, memory_bytes, skipped_steps    as above
-    tokens_per_second    of the last training line
-
-tokens are those seen since the run began, and memory_bytes is the peak of the main process:
-allocated on its GPU, or resident on a CPU.
+                         fixed or own (the run's orders, in its groups)
+    val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of another average
+    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1
+    val_curve_KIND       of the averaged weights: P = min(64, n) means over the steps i of n with
+                         floor(i P / n) = 0 .. P - 1. Encoder: over masked tokens where i others
+                         are known; null where there are none
 """
 
-from __future__ import annotations
-
 import contextlib
-import functools
+import json
 import math
-import os
+import resource
 import secrets
-import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 from tqdm import tqdm
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.loader import batch_lengths
-from model import AOGPT
-from runtime.devices import peak_flops, pick_dtype
+from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.files import read_lines, to_json, write_jsonl, write_text
+from runtime.files import to_json, write_jsonl, write_text
 from runtime.processes import Processes
-from runtime.validation import FileError, NonNegative, from_json, read_bounded
 from training.config import Config
+from training.gpus import peak_flops
 from training.validation import Losses
 from variants import flops_per_token
 
+ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's fixed order"}
+ORDERS["own"] = "the run's orders"
+
 
 class Log:
-    """metrics.jsonl, the progress bar and Weights & Biases, on the main process only; on the others
-    its methods do nothing."""
+    """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main process only."""
 
-    def __init__(self, config: Config, procs: Processes, model: AOGPT, progress, block_size: int):
-        """progress: state.Progress; its step and count of skipped steps are read as they change.
-        block_size: of the data, tokens."""
-        self.config, self.procs, self.progress, self.active = config, procs, progress, procs.main
-        self.block_size = block_size
-        self.path = config.run_folder / "metrics.jsonl"
-        self.flops_per_token = functools.partial(flops_per_token, model.config)
+    def __init__(self, config: Config, procs: Processes, progress, block_size: int):
+        """progress: state.Progress, read as it changes. block_size: of the data."""
+        self.config, self.procs, self.progress = config, procs, progress
+        self.block_size, self.path = block_size, config.run_folder / "metrics.jsonl"
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
-        self.tokens = tokens_of(config, range(progress.step), block_size)
-        self.norm = self.tokens_per_second = None  # of the last step and of the last training line
-        self.wandb, self.unwritten = None, ""
+        self.tokens = self.count_tokens(range(progress.step))
+        self.norm = self.tokens_per_second = self.wandb = None
+        self.first_step, self.started = progress.step, time.perf_counter()
         self.restart_clock()
-        if not self.active:
-            return
-        drop_later_lines(self.path, progress.step)
-        if config.wandb.mode != "disabled":
-            self.wandb = start_wandb(config)
-        self.bar = tqdm(
-            total=config.train.steps,
-            initial=progress.step,
-            unit="step",
-            disable=None,
-            dynamic_ncols=True,
-        )
+        if procs.main:
+            drop_later_rows(self.path, progress.step)
+            self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
+        steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
+        self.bar = tqdm(**steps, disable=None if procs.main else True)  # None: on terminals only
 
     def training(self, step: int, loss: float, norm: float, rates: dict[str, float]) -> None:
-        """A step that has come to its end: its loss, gradient norm and learning rates."""
-        if not self.active:
-            return
-        t = self.config.train
-        tokens = tokens_of(self.config, range(step - 1, step), self.block_size)
-        self.norm = norm
-        self.tokens += tokens
+        """A finished step: its loss, gradient norm and learning rates."""
+        t, tokens = self.config.train, self.count_tokens(range(step - 1, step))
+        self.norm, self.tokens = norm, self.tokens + tokens
         self.clock_tokens += tokens
-        self.clock_flops += tokens * self.flops_per_token(tokens // t.batch_size)
         self.bar.update()
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        # A step that is not finite always gets its line.
-        if step % t.log_interval == 0 or step == t.steps or not math.isfinite(loss + norm):
-            self._training_line(step, loss, rates)
-
-    def _training_line(self, step: int, loss: float, rates: dict[str, float]) -> None:
-        seconds = time.perf_counter() - self.clock
-        self.tokens_per_second = self.clock_tokens / seconds
-        mfu = "unknown"
+        if step % t.log_interval and step != t.steps and math.isfinite(loss + norm):
+            return
+        self.tokens_per_second = self.clock_tokens / (time.perf_counter() - self.clock)
+        text, mfu = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s", None
         if self.peak_flops:
-            mfu = self.clock_flops / seconds / (self.peak_flops * self.procs.world_size)
-        line = {"step": step, "loss": loss, **rates, "grad_norm": self.norm, "tokens": self.tokens}
-        line |= {"tokens_per_second": self.tokens_per_second, "mfu": mfu}
-        self._write(line | self._costs())
-        if not sys.stderr.isatty():  # where there is no progress bar
-            percent = mfu if mfu == "unknown" else f"{mfu:.1%}"
-            speed = f"{self.tokens_per_second:,.0f} tokens/s, MFU {percent}"
-            print(f"step {step}: loss {loss:.4f}, {speed}", flush=True)
+            flops = self.tokens_per_second * flops_per_token(self.config.model, self.block_size)
+            mfu = flops / (self.peak_flops * self.procs.world_size)
+            text += f"  MFU {mfu:.1%}"
+        self.bar.set_postfix_str(text)
+        if self.bar.disable:
+            self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")
+        self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
         self.restart_clock()
 
     def validation(self, losses: dict[str, Losses]) -> None:
-        """An evaluation: what `evaluate` returns."""
-        if self.active:
-            step, averaged = self.progress.step, losses[""]
-            text = ", ".join(f"{kind} {loss.mean:.4f}" for kind, loss in averaged.items())
-            self._print(f"step {step}: validation {text} nats per token (averaged weights)")
-            line = {"step": step}
-            for weights, of_kinds in losses.items():
-                line |= {f"val_loss_{kind}{weights}": v.mean for kind, v in of_kinds.items()}
-            known = averaged.items()
-            line |= {f"val_error_{kind}": v.error for kind, v in known if v.error is not None}
-            line |= {"grad_norm": self.norm, "tokens": self.tokens}
-            line |= {"tokens_per_second": self.tokens_per_second} | self._costs()
-            line |= {f"val_curve_{kind}": loss.curve for kind, loss in averaged.items()}
-            self._write(line)
+        """What `evaluate` returned."""
+        averaged, step = losses[""].items(), self.progress.step
+        text = ", ".join(f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged)
+        what = "validation loss of the averaged weights, nats per token"
+        self._print(f"step {step}/{self.config.train.steps}  {what}: {text}")
+        row = {"step": step}
+        for weights, of_kinds in losses.items():
+            row |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds.items()}
+        row |= {f"val_error_{kind}": v.error for kind, v in averaged if v.error is not None}
+        self._write(row | {f"val_curve_{kind}": loss.curve for kind, loss in averaged})
         self.restart_clock()
 
     def warn(self, message: str) -> None:
-        self._print(f"warning: {message}", file=sys.stderr)
+        self._print(f"warning: {message}", sys.stderr)
 
     def restart_clock(self) -> None:
-        """Speed is measured from here: evaluations and checkpoints do not count."""
-        self.clock, self.clock_tokens, self.clock_flops = time.perf_counter(), 0, 0.0
+        """Measure the speed from here on: it is that of training alone."""
+        self.clock, self.clock_tokens = time.perf_counter(), 0
+
+    def count_tokens(self, steps: range) -> int:
+        c = self.config
+        lengths = batch_lengths(c.seed, steps, self.block_size, c.data.random_length_prob)
+        return c.train.batch_size * int(lengths.sum())
+
+    def time_left(self, step: int) -> str:
+        """Of the whole run, validations included."""
+        per_step = (time.perf_counter() - self.started) / (step - self.first_step)
+        seconds = per_step * (self.config.train.steps - step)
+        for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+            if seconds >= 2 * size:
+                return f"{seconds / size:.{int(size > 60)}f} {unit}"
+        return f"{seconds:.0f} s"
 
     def close(self) -> None:
-        if self.active:
-            if self.unwritten:
-                with contextlib.suppress(OSError):  # of which the user has been warned
-                    append(self.path, self.unwritten)
-            self.bar.close()
-            if self.wandb:
-                self.wandb.finish()
-
-    def _costs(self) -> dict:
-        memory = peak_memory(self.procs.device)
-        return {"memory_bytes": memory, "skipped_steps": self.progress.skipped}
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
 
     def _print(self, text: str, file=None) -> None:
-        """A line above the progress bar, not through it."""
-        tqdm.write(text, file=file or sys.stdout)
-        sys.stdout.flush()
+        if self.procs.main:
+            tqdm.write(text, file=file or sys.stdout)  # above the progress bar
+            sys.stdout.flush()
 
-    def _write(self, line: dict) -> None:
-        warned, self.unwritten = bool(self.unwritten), f"{self.unwritten}{to_json(line)}\n"
+    def _write(self, row: dict) -> None:
+        if not self.procs.main:
+            return
+        row |= {"grad_norm": self.norm, "tokens": self.tokens}
+        row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
+        row |= {"memory_bytes": peak_memory(self.procs.device)}
         try:
-            append(self.path, self.unwritten)
-            self.unwritten = ""
-        except OSError as error:  # a full disk, say, is no reason to lose the run
-            if not warned:
-                self.warn(f"cannot write {self.path}: {error}; its lines wait until there is room")
+            with open(self.path, "a") as file:
+                file.write(to_json(row) + "\n")
+        except OSError as error:  # a full disk must not end the run
+            self.warn(f"a row of {self.path} is lost: {error}")
         if self.wandb:
-            numbers = {key: v for key, v in line.items() if isinstance(v, int | float)}
-            step = numbers.pop("step")
-            self.wandb.log(numbers, step=step)
+            numbers = {key: v for key, v in row.items() if isinstance(v, int | float)}
+            self.wandb.log(numbers, step=numbers.pop("step"))
 
 
-def append(path: Path, text: str) -> None:
-    """Add text to a file, or nothing: what a full disk has cut short is taken back."""
-    with open(path, "ab", buffering=0) as file:
-        size, rest = file.tell(), memoryview(text.encode())
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            os.truncate(path, size)
-            raise
-
-
-# ---- what is counted -----------------------------------------------------------------------------
-
-
-def tokens_of(config: Config, steps: range, block_size: int) -> int:
-    """Tokens in the global batches of these steps. block_size: of the data."""
-    lengths = batch_lengths(config.seed, steps, block_size, config.data.random_length_prob)
-    return config.train.batch_size * int(lengths.sum())
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes: the most that was allocated on this GPU, or that this process had resident; None where
-    it is not told."""
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were allocated on a GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
 
 
-# ---- metrics.jsonl -------------------------------------------------------------------------------
-
-
-Value = int | float | list[int | float | None] | Literal["unknown"] | None
-
-
-class Line(TypedDict, extra_items=Value):
-    """A line of metrics.jsonl: numbers, null where they are not finite, but for an unknown mfu and
-    the lists of val_curve_KIND."""
-
-    step: NonNegative
-
-
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without any that a kill or a full disk cut short or that holds
-    what no line does."""
-    return [line for _, line in parsed_lines(path) if line is not None]
+    """The rows of metrics.jsonl, without lines that a kill or a full disk cut short."""
+    rows, lines = [], path.read_text(errors="replace").splitlines() if path.is_file() else ()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
-def parsed_lines(path: Path) -> Iterator[tuple[str, dict | None]]:
-    """The place of each line of metrics.jsonl, and what it holds; None where that is no line."""
-    for place, text in read_lines(path, "metrics") if path.is_file() else ():
-        found = None
-        with contextlib.suppress(FileError):
-            line = from_json(text, Line, place)
-            if all(fits(key, value) for key, value in line.items()):
-                found = line
-        yield place, found
-
-
-def fits(key: str, value: Value) -> bool:
-    """Whether a value is of the kind that its key has."""
-    if isinstance(value, list) or key.startswith("val_curve_"):
-        return isinstance(value, list) and key.startswith("val_curve_")
-    if isinstance(value, int) and abs(value) >= 2**63:  # which NumPy has no number for
-        return False
-    return value != "unknown" or key == "mfu"
-
-
-def drop_later_lines(path: Path, step: int) -> None:
-    """Keep the lines of metrics.jsonl up to `step`: the steps after the checkpoint are about to be
-    run again. Where others than the last, which a kill may have cut short, are no lines of a run,
-    the file as it was is kept beside it, and named in a warning."""
-    if not path.exists():
-        return
-    lines = list(parsed_lines(path))
-    if odd := [place for place, line in lines[:-1] if line is None]:
-        kept = path.with_name(f"{path.name}.damaged")
-        shutil.copyfile(path, kept)
-        print(f"warning: {odd[0]} is no line of a run; all is kept in {kept}", file=sys.stderr)
-    write_jsonl(path, [line for _, line in lines if line is not None and line["step"] <= step])
-
-
-# ---- Weights & Biases ----------------------------------------------------------------------------
+def drop_later_rows(path: Path, step: int) -> None:
+    """Keep the rows up to `step`: the steps after the checkpoint will run again."""
+    if path.exists():
+        write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
 
 
 def start_wandb(config: Config):
-    """Start or continue the Weights & Biases run of this run folder: one id across resumes."""
+    """Start or resume the Weights & Biases run of this run folder."""
     try:
         import wandb
     except ImportError:
-        raise UserError(
-            "wandb.mode is set but wandb is not installed; pip install wandb, or leave it out"
-        ) from None
+        raise UserError("wandb.mode is set but wandb is not installed: pip install wandb") from None
     id_file = config.run_folder / "wandb_id"
     if not id_file.exists():
         write_text(id_file, secrets.token_hex(4))
+    run_id = id_file.read_text(errors="replace").strip()
+    where = {"project": config.wandb.project, "mode": config.wandb.mode, "name": config.name}
+    where |= {"id": run_id, "resume": "allow", "dir": str(config.run_folder)}
     try:
-        return wandb.init(
-            project=config.wandb.project,
-            name=config.name,
-            id=read_bounded(id_file, 100).decode(errors="replace").strip(),
-            resume="allow",
-            mode=config.wandb.mode,
-            dir=str(config.run_folder),
-            config=asdict(config),
-        )
+        return wandb.init(**where, config=asdict(config))
     except wandb.errors.Error as error:
-        raise UserError(
-            f"Weights & Biases did not start: {error}; log in, or pass --wandb.mode offline"
-        ) from error
+        raise UserError(f"wandb: {error}; log in, or pass --wandb.mode offline") from error

@@ -1,13 +1,10 @@
 """Muon: momentum whose update is made orthogonal, for the matrices of the blocks.
 
-Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. torch.optim.Muon does the same for
-one process; here queries, keys and values are orthogonalised apart, a step whose gradients are not
-finite is left out without waiting for the device, and processes share the work.
+Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.optim.Muon, it treats
+queries, keys and values as three matrices, skips steps on the device, and divides the work.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -16,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from training.averages import local
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial that Newton-Schulz iterates
-STEPS = 5
+COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz
 STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the iteration
 
 
@@ -28,37 +24,20 @@ class Muon(torch.optim.Optimizer):
         U <- orthogonal(mu M + (1 - mu) G)                          Nesterov's form
         W <- (1 - lr wd) W - lr sqrt(max(1, rows / columns)) U
 
-    U turns a vector without making it longer, whatever the size of W, and the factor keeps the
-    typical change of an output the same where there are more outputs than inputs. So does a rate
-    keep its meaning from width to width.
-
-    With several processes, the iteration, which is most of the work, is made once for every matrix,
-    by its owner. Replicas (DDP) have all of G and M each, and gather the results. Shards (FSDP2)
-    are sent to the owner, whose result goes back in shards. Everything else is done element by
-    element where a weight lies, and so is M, the only state: what a checkpoint holds does not
-    depend on the owners.
-
-    `found_inf`, a tensor on the device or None: 1 leaves out the step, as in fused AdamW.
-    """
+    The factor makes a rate carry over from width to width. M, the only state, is sharded as W is.
+    found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self,
-        matrices: Iterable[Tensor],
-        fused: Iterable[Tensor] = (),
-        lr: float = 0.02,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
+        self, matrices: list, fused: list, lr: float, weight_decay: float, momentum: float
     ):
-        """matrices: weights (rows, columns). fused: weights (3 D, D) of queries, keys and values,
-        three matrices in one."""
+        """matrices: weights (rows, columns). fused: weights (3 D, D) of queries, keys, values."""
         common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        groups = [{"params": list(matrices), "parts": 1}, {"params": list(fused), "parts": 3}]
+        groups = [{"params": matrices, "parts": 1}, {"params": fused, "parts": 3}]
         super().__init__([group for group in groups if group["params"]], common)
         self.found_inf = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the weights by their gradients."""
         weights = [
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -75,33 +54,26 @@ class Muon(torch.optim.Optimizer):
             local(p).sub_(update * (go * group["lr"] * scale))
 
     def _momentum(self, p: Tensor, momentum: float, finite: Tensor | None) -> Tensor:
-        """Let this process's part of a gradient into its average; return Nesterov's update, with
-        the shape and placement of p."""
+        """Average the gradient in; returns Nesterov's update, sharded as p is."""
         state, gradient = self.state[p], local(p.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         average, share = local(state["momentum_buffer"]), 1 - momentum
         if finite is not None:
-            # NaN times 0 is NaN, so what is not finite has to go before it is multiplied.
-            gradient = gradient.where(finite, torch.zeros_like(gradient))
+            gradient = gradient.where(finite, torch.zeros_like(gradient))  # NaN times 0 is NaN
             share = share * finite.to(gradient.dtype)
         average.lerp_(gradient, share)
         update = gradient.lerp(average, momentum)
         if isinstance(p, DTensor):
-            update = DTensor.from_local(
-                update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-            )
+            whole = {"shape": p.shape, "stride": p.stride()}
+            return DTensor.from_local(update, p.device_mesh, p.placements, **whole)
         return update
 
 
-# ---- orthogonal matrices -------------------------------------------------------------------------
-
-
 def orthogonalise(matrices: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """Each matrix (rows, columns) with its singular values moved close to 1; parts: how many
-    matrices, one below the other, it is made of. On a GPU in bfloat16."""
+    """Matrices (rows, columns), or the parts that each consists of, with singular values near 1."""
     pieces = [piece for m, n in zip(matrices, parts, strict=True) for piece in m.chunk(n)]
-    # Matrices of one shape are one batch, and a tall one is wide on its side.
+    # Matrices of one shape, or transposed to it, are one batch.
     shapes: dict[tuple[int, int], list[int]] = {}
     for i, piece in enumerate(pieces):
         shapes.setdefault(tuple(sorted(piece.shape)), []).append(i)
@@ -129,21 +101,39 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.to(dtype)
 
 
-# ---- several processes ---------------------------------------------------------------------------
-
-
 def orthogonal_updates(updates: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """`orthogonalise`, shared among the processes: of DTensors, cut by rows, the local parts."""
+    """`orthogonalise`, each matrix by one process, its owner. Of DTensors, sharded by rows, owners
+    get the shards and send shards back; replicas are sent whole."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return orthogonalise([local(u) for u in updates], parts)
     owners = assign([u.numel() * min(u.shape) for u in updates], world)
-    exchange = _through_owners if isinstance(updates[0], DTensor) else _gather_from_owners
-    return exchange(updates, parts, owners, world)
+    owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(world)]
+    rank, sharded = dist.get_rank(), isinstance(updates[0], DTensor)
+    mine, shards = owned[rank], [local(u) for u in updates]
+    whole, sizes = [updates[i] for i in mine], [[u.numel()] * world for u in updates]
+    if sharded:
+        for i, u in enumerate(updates):  # FSDP2 divides rows as torch.chunk does
+            rows = [len(chunk) for chunk in torch.empty(len(u)).chunk(world)]
+            sizes[i] = [n * u.shape[1] for n in rows + [0] * (world - len(rows))]
+        sent = [[shards[i] for i in matrices] for matrices in owned]
+        received = exchange(sent, [[sizes[i][r] for i in mine] for r in range(world)], shards[0])
+        whole = [torch.cat(of_matrix) for of_matrix in zip(*received, strict=True)]
+        whole = [m.view(updates[i].shape) for i, m in zip(mine, whole, strict=True)]
+    results = [m.flatten() for m in orthogonalise(whole, [parts[i] for i in mine])]
+    if sharded:
+        pieces = [m.split(sizes[i]) for i, m in zip(mine, results, strict=True)]
+    else:
+        pieces = [[m] * world for m in results]
+    sent = [[of_matrix[r] for of_matrix in pieces] for r in range(world)]
+    back = exchange(sent, [[sizes[i][rank] for i in matrices] for matrices in owned], shards[0])
+    order = [i for matrices in owned for i in matrices]
+    found = dict(zip(order, (m for of_owner in back for m in of_owner), strict=True))
+    return [found[i].view(shard.shape) for i, shard in enumerate(shards)]
 
 
 def assign(costs: list[int], world: int) -> list[int]:
-    """The owner of each piece of work: the costliest first, each to whom has the least so far."""
+    """The owner of each piece of work: the costliest first, each to the least loaded process."""
     loads, owners = [0] * world, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owners[i] = min(range(world), key=loads.__getitem__)
@@ -151,67 +141,13 @@ def assign(costs: list[int], world: int) -> list[int]:
     return owners
 
 
-def _gather_from_owners(
-    updates: list[Tensor], parts: list[int], owners: list[int], world: int
-) -> list[Tensor]:
-    """Of replicas: every process makes its matrices orthogonal, and all get all of them."""
-    owned = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(world)]
-    mine = owned[dist.get_rank()]
-    results = orthogonalise([updates[i] for i in mine], [parts[i] for i in mine])
-    length = max(sum(updates[i].numel() for i in indices) for indices in owned)
-    packed = updates[0].new_zeros(length)  # all_gather takes equal lengths
-    if mine:
-        flat = torch.cat([result.flatten() for result in results])
-        packed[: len(flat)] = flat
-    gathered = packed.new_empty(world * length)
-    dist.all_gather_into_tensor(gathered, packed)
-    every = [updates[0]] * len(updates)
-    for rank, indices in enumerate(owned):
-        sizes = [updates[i].numel() for i in indices]
-        pieces = gathered[rank * length :][: sum(sizes)].split(sizes)
-        for i, piece in zip(indices, pieces, strict=True):
-            every[i] = piece.view(updates[i].shape)
-    return every
-
-
-def _through_owners(
-    updates: list[DTensor], parts: list[int], owners: list[int], world: int
-) -> list[Tensor]:
-    """Of shards: every process sends its rows of each matrix to the owner and gets those of the
-    result back."""
-    rank, by_owner = dist.get_rank(), sorted(range(len(updates)), key=owners.__getitem__)
-    mine = [i for i in by_owner if owners[i] == rank]
-
-    def elements(i: int, holder: int) -> int:
-        """Of matrix i, in the shard of a process: FSDP2 cuts rows as torch.chunk does."""
-        size = -(-len(updates[i]) // world)
-        return max(0, min(size, len(updates[i]) - holder * size)) * updates[i].shape[1]
-
-    # What I send to every other process, and what every other process sends to me.
-    sent = [sum(elements(i, rank) for i in by_owner if owners[i] == o) for o in range(world)]
-    received = [sum(elements(i, holder) for i in mine) for holder in range(world)]
-    shards = torch.cat([local(updates[i]).flatten() for i in by_owner])
-    gathered = shards.new_empty(sum(received))
-    dist.all_to_all_single(gathered, shards, received, sent)
-
-    # gathered: of process 0 its rows of all my matrices, then those of process 1, and so on.
-    pieces = [
-        from_one.split([elements(i, holder) for i in mine])
-        for holder, from_one in enumerate(gathered.split(received))
-    ]
-    whole = [
-        torch.cat([of_one[k] for of_one in pieces]).view(updates[i].shape)
-        for k, i in enumerate(mine)
-    ]
-    results = [m.flatten() for m in orthogonalise(whole, [parts[i] for i in mine])]
-    cut = [
-        result.split([elements(i, holder) for holder in range(world)])
-        for result, i in zip(results, mine, strict=True)
-    ]
-    answers = [of_matrix[holder] for holder in range(world) for of_matrix in cut]
-    answers = torch.cat(answers) if answers else gathered
-    shards_back = torch.empty_like(shards)
-    dist.all_to_all_single(shards_back, answers, sent, received)
-    sizes = [elements(i, rank) for i in by_owner]
-    back = dict(zip(by_owner, shards_back.split(sizes), strict=True))
-    return [back[i].view(-1, u.shape[1]) for i, u in enumerate(updates)]
+def exchange(
+    sent: list[list[Tensor]], sizes: list[list[int]], like: Tensor
+) -> list[tuple[Tensor, ...]]:
+    """Send a list of tensors to every process. Returns flat tensors of these sizes from each."""
+    flat = torch.cat([like.new_empty(0), *(m.flatten() for to_one in sent for m in to_one)])
+    lengths = [sum(m.numel() for m in to_one) for to_one in sent]
+    result = flat.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(result, flat, [sum(from_one) for from_one in sizes], lengths)
+    rest = iter(result.split([size for from_one in sizes for size in from_one]))
+    return [tuple(itertools.islice(rest, len(from_one))) for from_one in sizes]

@@ -1,11 +1,5 @@
 """One model on several processes: replicas (DDP) or shards (FSDP2), with activation checkpointing
-and compilation.
-
-The model knows nothing of all this: everything is done to it from outside. Whatever the processes,
-a weight of a new model follows from the run's seed and the weight's name alone.
-"""
-
-from __future__ import annotations
+and compilation, all from outside the model."""
 
 import contextlib
 import functools
@@ -18,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils import checkpoint
 
 from data.loader import LENGTHS
 from model import AOGPT
@@ -28,165 +22,117 @@ from runtime.processes import Processes
 from training.config import Config
 from variants import build_model, init_weight
 
-# What selective activation checkpointing keeps. Which attention PyTorch calls depends on the
-# device; a build has only those that it can run.
-MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-ATTENTION = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(torch.ops.aten, name)
-)
-
-# ---- building ------------------------------------------------------------------------------------
+# What selective activation checkpointing saves: matrix products, and attention, which has an
+# operation of its own on every device.
+SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
 
 
 def build(
     config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
 ) -> AOGPT:
-    """A model on its device, cut among the processes under fsdp.
+    """A model on its device, sharded under fsdp, block by block, so that no process ever holds more
+    than one block in full.
 
-    The model begins on the meta device, without memory. Each block is made real and cut before the
-    next one, so that no process ever holds more than one block in full.
-
-    Args:
-        weights: initial values by name; None: new ones.
-        empty: leave the weights at 0, for a checkpoint that is about to be read.
+    weights: initial values by name; None: new ones. empty: zeros, for a checkpoint to be read into.
     """
     with torch.device("meta"):
         model = build_model(config.model)
     shard = sharding(config, procs)
+
+    @torch.no_grad()
+    def materialize(prefix: str) -> None:
+        for name, p in list(model.named_parameters()):
+            if p.is_meta and name.startswith(prefix):
+                value = torch.zeros(p.shape) if weights is None else weights[name].to(p.dtype)
+                if weights is None and not empty:
+                    # From a generator per weight, on the CPU: the same on any device.
+                    seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
+                    generator = torch.Generator().manual_seed(int.from_bytes(seed))
+                    init_weight(config.model, name, value, generator)
+                parent, _, leaf = name.rpartition(".")
+                parameter = nn.Parameter(value.to(procs.device, copy=weights is not None))
+                setattr(model.get_submodule(parent), leaf, parameter)
+
     for i, block in enumerate(model.blocks):
-        materialize(model, f"blocks.{i}.", weights, config, procs, empty)
+        materialize(f"blocks.{i}.")
         checkpoint_activations(block, config)
         shard(block)
-    materialize(model, "", weights, config, procs, empty)
+    materialize("")
     model.make_angles(procs.device)
-    if config.model.tied_head:  # each has been given a tensor of its own
+    if config.model.tied_head:  # each has a tensor of its own by now
         model.head.weight = model.wte.weight
     shard(model)
     return model
 
 
-@torch.no_grad()
-def materialize(
-    model: AOGPT,
-    prefix: str,
-    weights: Mapping[str, Tensor] | None,
-    config: Config,
-    procs: Processes,
-    empty: bool,
-) -> None:
-    """Give memory and values to the weights below `prefix` that are still on the meta device."""
-    for name, p in list(model.named_parameters()):
-        if not p.is_meta or not name.startswith(prefix):
-            continue
-        if empty:  # drawing the weights of a large model, to be overwritten, takes minutes
-            value = torch.zeros(p.shape, device=procs.device)
-        elif weights is not None:
-            value = weights[name].to(procs.device, p.dtype, copy=True)
-        else:
-            # A generator for each weight: were there one for all, a weight would depend on those
-            # drawn before it. On the CPU, so that it does not depend on the device either.
-            seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
-            value = torch.empty(p.shape)
-            init_weight(
-                config.model, name, value, torch.Generator().manual_seed(int.from_bytes(seed))
-            )
-            value = value.to(procs.device)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, nn.Parameter(value))
-
-
 def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
-    """A function that cuts the weights of a module among all processes; under ddp it does nothing.
-
-    Blocks are gathered in the precision of matrix work, which halves the traffic, what remains in
-    float32 (autocast rounds it where it is used), and gradients are reduced in float32: the numbers
-    are those of ddp, but for the rounding of norm weights and of the shares of mixed values.
-    """
+    """A function that shards the weights of a module, under ddp none. Blocks are gathered in the
+    precision of matrix products, everything else and all gradients in float32."""
     if config.train.parallel == "ddp":
         return lambda module: None
-    # FSDP2 warns that views of outputs must not be written into; nobody writes into the losses.
+    # FSDP2 warns of writing into views of outputs, which nobody does.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
     dtype = pick_dtype(config.train.dtype, procs.device)
-    block_dtype = None if dtype == torch.float32 else dtype
 
     def shard(module: nn.Module) -> None:
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if isinstance(module, AOGPT) else block_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
+        cast = dtype != torch.float32 and not isinstance(module, AOGPT)
+        precision = {"param_dtype": dtype if cast else None, "reduce_dtype": torch.float32}
+        policy = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     return shard
 
 
 def checkpoint_activations(block: nn.Module, config: Config) -> None:
-    """Let the backward pass of a block compute again what train.activation_checkpointing says,
-    instead of keeping it: time for memory."""
-    kind = config.train.activation_checkpointing
-    if kind == "none":
-        return
-    options = {"use_reentrant": False, "preserve_rng_state": config.model.dropout > 0}
+    """Let the backward pass compute again what train.activation_checkpointing says."""
+    kind, dropout = config.train.activation_checkpointing, config.model.dropout > 0
+    options = {"use_reentrant": False, "preserve_rng_state": dropout}
     if kind == "selective":
-        # Attention with dropout draws random numbers. Were its result kept and it not run again,
-        # the dropout after it would draw those numbers instead of its own.
-        kept = MATRIX_PRODUCTS if config.model.dropout else MATRIX_PRODUCTS + ATTENTION
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(kept))
-    block.forward = functools.partial(checkpoint, block.forward, **options)
+        # Attention with dropout runs again: saved, it would leave its random numbers to the next.
+        saved = SAVED[:2] if dropout else SAVED
 
+        def policy(context, operation, *arguments, **keywords) -> checkpoint.CheckpointPolicy:
+            save = operation.__name__.startswith(saved)
+            return checkpoint.CheckpointPolicy["MUST_SAVE" if save else "PREFER_RECOMPUTE"]
 
-# ---- training ------------------------------------------------------------------------------------
+        options["context_fn"] = functools.partial(
+            checkpoint.create_selective_checkpoint_contexts, policy
+        )
+    if kind != "none":
+        block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
 
 
 @contextlib.contextmanager
 def compiled(model: AOGPT, config: Config, procs: Processes):
-    """Compile the model in place, if the configuration says so, and let it be compiled inside the
-    block as often as it has to be: once for every shape it is called with.
-
-    These are at most LENGTHS in training, and the whole and the last batch of an evaluation: more
-    than torch.compile's default limit, past which it would silently go on uncompiled.
-    """
+    """Inside the block the model is compiled, if train.compile says so, once for every shape: up to
+    LENGTHS in training, and the whole and the last batch of a validation."""
     if not config.train.compile:
         yield
         return
     if procs.device.type == "cpu" and not has_compiler():
-        raise UserError(
-            "train.compile needs a C++ compiler on a CPU and there is none; pass --train.no-compile"
-        )
+        raise UserError("train.compile needs a C++ compiler on a CPU: pass --train.no-compile")
     if isinstance(model, FSDPModule):
-        # FSDP gathers the weights of a block right before it: that stays outside of compiled code.
+        # FSDP gathers the weights of a block right before it, outside of compiled code.
         for block in model.blocks:
             block.compile(dynamic=False)
         model.head_loss = torch.compile(model.head_loss, dynamic=False)
     else:
         model.compile(dynamic=False)
+    # Past torch.compile's default limit of 8 it would go on uncompiled, without a word.
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield
 
 
 def replicate(model: AOGPT, procs: Processes) -> nn.Module:
-    """What a training step calls: the model in DDP where processes hold replicas of it, else the
-    model."""
+    """What a training step calls: the model, in DDP if processes hold replicas of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
-    # Buffers follow from the configuration, so there is none to send around.
     return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def gradient_exchange(
-    model: nn.Module, last: bool, config: Config
-) -> contextlib.AbstractContextManager:
-    """A context for the forward and backward pass of one micro-batch. Gradients are exchanged in
-    the last one of a step, or, to hold fewer of them under fsdp, in each."""
-    exchange = last or config.train.reduce_every_micro_batch
+def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractContextManager:
+    """A context for a micro-batch, after which processes exchange gradients or go on adding up."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
     elif isinstance(model, DistributedDataParallel) and not exchange:
@@ -195,8 +141,6 @@ def gradient_exchange(
 
 
 def reshard(model: nn.Module) -> None:
-    """Under fsdp, forget the weights that a forward pass has gathered; call it after passes without
-    a backward, which would do so. Kept, they would hide a change of the weights from the next
-    pass."""
+    """Under fsdp, forget gathered weights after a pass without a backward: they may change."""
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -1,0 +1,324 @@
+"""Prompts come first and bear no loss, and padding is not there."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import ALONE, change, encoder_config, metrics, prepared, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import LEVEL, TOKENS, chi_square_p, make_system, random_orders, random_tokens
+
+import train
+from data.loader import TokenDataset
+from data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
+from data.tokenizers import get_tokenizer
+from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
+from orders import OrderConfig, Roles, orders_at
+from runtime.errors import UserError
+from training.batches import make_batch, roles_of
+from training.config import Config, TrainConfig
+from variants import group_starts
+
+ROLES = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 2, 2], [0, 0, 0, 2, 2, 2], [0] * 6])
+LENGTHS = [6, 4, 3, 6]
+
+
+def rows_of(tokens, order):
+    """Each record alone, without what is absent, and the part of its order that it has."""
+    for row, length in enumerate(LENGTHS):
+        yield row, tokens[row : row + 1, :length], order[row : row + 1, :length]
+
+
+def config_of(system, batch=4):
+    model = make_system(system).config
+    kind = "ao_ar"
+    if model.is_encoder:
+        kind = "score_entropy" if model.noise else "k_dce"
+    orders = OrderConfig("l2r" if model.l2r_only else "random")
+    sizes = TrainConfig(batch_size=batch, micro_batch_size=1)
+    objective = ObjectiveConfig("ar" if model.l2r_only else kind)
+    return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
+
+
+# ---- examples and their prompt masks -------------------------------------------------------------
+
+words = st.text(st.characters(exclude_characters="[]", codec="utf-8"), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(words, st.booleans()), min_size=1, max_size=6), words, st.booleans())
+def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
+    example = "".join(as_prompt(text) if prompt else text for text, prompt in parts) + last
+    ids, roles = encode_example(example, get_tokenizer("bytes"), 200, end)
+    expected = [(b, PROMPT if p else PREDICTED) for text, p in parts for b in text.encode()]
+    expected += [(b, PREDICTED) for b in last.encode()] + [(256, PREDICTED)] * end
+    expected += [(256, PADDING)] * (200 - len(expected))
+    assert list(zip(ids, roles, strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    "example, says",
+    [
+        ("[GIVEN]a", "without its other mark"),
+        ("a[/GIVEN]b", "without its other mark"),
+        ("[GIVEN]a[GIVEN]b[/GIVEN]", "without its other mark"),
+        ("[GIVEN]a[/GIVEN]", "nothing left to predict"),
+        ("", "nothing left to predict"),
+    ],
+)
+def test_marks_that_do_not_fit_are_refused(example, says):
+    with pytest.raises(UserError, match=f"here: .*{says}"):
+        spans(example, "here")
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_examples_are_prepared_one_a_block(tmp_path, capsys):
+    rows = [{"prompt": f"{i}+1=", "text": str(i + 1)} for i in range(30)]
+    rows.append({"text": "a[GIVEN]b[/GIVEN]c"})
+    rows.append({"text": "abc\u00e9d", "given": "01011"})
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    for again in ({}, {}, {"overwrite": True}):
+        options = {"block_size": 8, "split": "test"} | again
+        folder = prepared("records", tmp_path / "data", source, **options)
+    assert capsys.readouterr().out.count("nothing to do") == 1
+    data = TokenDataset(folder, "test", 8, verify=True)
+    assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
+    blocks, roles = data.blocks([12, 30, 31]), data.roles([12, 30, 31])
+    eot = 256
+    assert blocks.tolist() == [
+        [*b"12+1=13", eot],
+        [*b"abc", *[eot] * 5],
+        [*"abc\u00e9d".encode(), eot, eot],
+    ]
+    assert roles.tolist() == [[1] * 5 + [0] * 3, [0, 1, 0, 0, 2, 2, 2, 2], [0, 1, 0, 1, 1, 1, 0, 2]]
+    (folder / "test.roles.bin").write_bytes(bytes(256))
+    with pytest.raises(UserError, match="test.roles.bin does not match its checksum"):
+        TokenDataset(folder, "test", 8, verify=True)
+    (folder / "test.roles.bin").write_bytes(b"\0")
+    with pytest.raises(UserError, match="has 1 bytes, but 256 tokens need 256"):
+        TokenDataset(folder, "test", 8)
+
+
+EIGHT = {"block_size": 8}
+
+
+@pytest.mark.parametrize(
+    "name, rows, options, says",
+    [
+        ("records", [{"prompt": "a", "text": "b"}], {}, "needs --block-size N"),
+        ("records", [{"prompt": "a", "text": "b" * 9}] * 2, EIGHT, "has 11 tokens"),
+        ("records", [{"prompt": "a", "text": "b"}], EIGHT, "a single record makes no"),
+        ("records", [{"prompt": "[GIVEN]a", "text": "b"}], EIGHT, "line 1: .*one of"),
+        ("records", [{"prompt": "a", "text": "b", "given": "0"}], EIGHT, "one of them"),
+        ("records", [{"text": "abc", "given": "01"}], EIGHT, "line 1: .*it has 2"),
+        ("records", [{"text": "abc", "given": "0 1"}], EIGHT, "each of the 3"),
+        ("records", [{"text": "abc", "given": "111"}], EIGHT, "nothing left"),
+        ("records", [{"prompt": 1, "text": "b"}], EIGHT, "line 1: .*'prompt' holds int"),
+        ("records", [{"text": ""}], EIGHT, "line 1: .*nothing left to predict"),
+        ("records", [{"text": "b"}], EIGHT | {"protocol": "full"}, "leave out --protocol"),
+        ("copy", None, EIGHT, "records of copy have 17 tokens"),
+        ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
+        ("copy", None, {"split": "train"}, "splits of its own"),
+        ("copy", None, {"seed": 1}, "splits of its own"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):
+    source = () if rows is None else (write_rows(tmp_path / "rows.jsonl", rows),)
+    with pytest.raises(UserError, match=says):
+        prepared(name, tmp_path / "out", *source, **options)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- orders, weights, masks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_given_comes_first_and_what_is_absent_last(seed):
+    order = random_orders(4, 6, seed)
+    roles = Roles.of(ROLES)
+    assert roles.lengths.tolist() == LENGTHS
+    for row, mine, drawn in zip(ROLES.tolist(), roles.first_given(order), order, strict=True):
+        of_role = [[p for p in drawn.tolist() if row[p] == role] for role in range(3)]
+        assert mine.tolist() == sorted(of_role[PROMPT]) + of_role[PREDICTED] + of_role[PADDING]
+
+
+SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(system):
+    """Whatever stands at absent positions, and however the batch is cut into micro-batches. 1e-12:
+    float64 sums of ten terms; 1e-6 where the weights of the loss are float32."""
+    model, config = make_system(system), config_of(system)
+    tokens, roles = random_tokens(TOKENS, 4, 6, 0), Roles.of(ROLES)
+    order = roles.first_given(orders_at(config.order, 3, 5, range(4), 6))
+    direct = 0.0
+    for row, own, its_order in rows_of(tokens, order):
+        scored = roles.predicted[row].gather(0, its_order[0])
+        direct -= (model.token_log_probs(own, its_order)[0] * scored).sum()
+    losses = []
+    for row in range(4):  # micro-batches of one
+        one = Roles(roles.predicted[row : row + 1], roles.given[row : row + 1])
+        mean = float(roles.predicted.sum()) / 4
+        junk = torch.where(roles.predicted | roles.given, tokens, 1)[row : row + 1]
+        batch = make_batch(junk, config, 5, range(row, row + 1), one, mean)
+        losses.append(train.training_loss(model, batch, config, 5))
+    assert torch.stack(losses).mean().item() == pytest.approx(direct.item() / 15, abs=1e-6)
+    nll = token_nll(model, tokens, config.order, 3, 5, range(4), 4, roles=roles)
+    assert torch.equal(nll.isnan(), ~roles.predicted)
+    assert nll.nansum().item() == pytest.approx(direct.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD", "SEDD"])
+def test_groups_begin_after_what_is_given(system, group):
+    """Against each record alone, cut by hand: 1e-12, float64."""
+    model, roles = make_system(system), Roles.of(ROLES)
+    tokens, orders = random_tokens(TOKENS, 4, 6, 1), OrderConfig("random")
+    nll = token_nll(model, tokens, orders, 3, 0, range(4), 4, group=group, roles=roles)
+    order = roles.first_given(orders_at(orders, 3, 0, range(4), 6))
+    for row, own, its_order in rows_of(tokens, order):
+        first = int(roles.given[row].sum())
+        for step in range(first, LENGTHS[row]):
+            start = step - (step - first) % group
+            if model.config.is_encoder:
+                masked = torch.zeros(1, LENGTHS[row], dtype=torch.bool)
+                masked[0, its_order[0, start:]] = True
+                expected = -model.masked_log_probs(own, masked)[0, its_order[0, step]]
+            elif system == "two_stream":
+                starts = group_starts(its_order, group, torch.tensor([first]))
+                expected = -model.token_log_probs(own, its_order, starts)[0, step]
+            else:
+                known = torch.tensor([start])
+                expected = -model.parallel_log_probs(own, its_order, known)[0, step]
+            assert nll[row, its_order[0, step]].item() == pytest.approx(expected.item(), abs=1e-12)
+    starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))
+    assert starts.tolist() == [[0, 1, 2, 3, 3, 5], [0, 0, 2, 2, 4, 4]]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed):
+    """k_dce: the number is uniform on 1 to n, and of a number all sets are as frequent."""
+    roles = Roles.of(torch.tensor([[0, 1, 0, 0, 2]]).expand(6000, 5))
+    for masks in (
+        masks_at(ObjectiveConfig("k_dce"), seed, 0, range(6000), 6000, 5, roles),
+        evaluation_masks(seed, 1, range(6000), 6000, 5, roles),
+    ):
+        assert not (masks.masked & ~roles.predicted).any()
+        assert torch.equal(masks.lengths, torch.full((6000,), 4))
+        size = masks.masked.sum(dim=1)
+        assert torch.equal(masks.weight, 3 / size)
+        sets = [s for k in (1, 2, 3) for s in itertools.combinations((0, 2, 3), k)]
+        found = collections.Counter(tuple(row.nonzero().flatten().tolist()) for row in masks.masked)
+        observed = torch.tensor([found[s] for s in sets]).double()
+        expected = torch.tensor([6000 / 3 / (3 if len(s) < 3 else 1) for s in sets]).double()
+        assert chi_square_p(observed, expected) > LEVEL
+
+
+@pytest.mark.parametrize("kind", ["k_dce", "lambda_dce", "t_dce", "score_entropy"])
+def test_masks_where_all_is_predicted_are_those_of_text(kind):
+    """SEDD's weights are another formula for the same number: 1e-9, relative, float64."""
+    config, rows = ObjectiveConfig(kind), range(8)
+    plain = masks_at(config, 0, 3, rows, 8, 6)
+    roles = Roles.of(torch.zeros(8, 6))
+    records = masks_at(config, 0, 3, rows, 8, 6, roles)
+    assert torch.equal(plain.masked, records.masked)
+    torch.testing.assert_close(plain.weight.double(), records.weight.double(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(plain.sigma, records.sigma)
+
+
+@pytest.mark.parametrize("system", ["RADD", "SEDD", "encoder AO-GPT"])
+def test_an_encoder_does_not_see_what_is_absent(system):
+    model, config = make_system(system), config_of(system)
+    roles, tokens = Roles.of(ROLES), random_tokens(TOKENS, 4, 6, 2)
+    other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
+    losses = [
+        train.training_loss(model, make_batch(t, config, 0, range(4), roles, 3.75), config, 0)
+        for t in (tokens, other)
+    ]
+    assert torch.equal(*losses) and losses[0].isfinite()
+    batch = make_batch(tokens, config, 0, range(4), roles, 3.75)
+    if not model.config.noise:  # by hand, record by record
+        total = 0.0
+        for row, own, _ in rows_of(tokens, tokens):
+            masked = batch.masks.masked[row : row + 1, : LENGTHS[row]]
+            n, k = int(roles.predicted[row].sum()), int(masked.sum())
+            total -= n / k * model.masked_log_probs(own, masked).sum().item()
+        assert losses[0].item() == pytest.approx(total / 15, rel=1e-6)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Records of different lengths: a prompt and the same letters again."""
+    folder, rng = tmp_path_factory.mktemp("questions"), np.random.default_rng(0)
+    rows = []
+    for _ in range(300):
+        word = "".join(rng.choice(list("abcd"), size=rng.integers(2, 7)))
+        rows.append({"prompt": f"{word}=", "text": word})
+    return prepared("records", folder / "data", write_rows(folder / "r.jsonl", rows), block_size=16)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "gpt", "two_stream"])
+def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
+    questions, tmp_path, kind
+):
+    config = tiny_config(questions, tmp_path, steps=6)
+    if kind == "encoder":
+        config = encoder_config(config)
+    elif kind == "gpt":
+        config = change(config, order=OrderConfig("l2r"), model__target="none")
+    elif kind == "two_stream":
+        objective = ObjectiveConfig("groupwise", group=2)
+        config = change(config, model__target="two_stream", objective=objective)
+    assert train.train(config, ALONE) == 0
+    losses = metrics(config, "val_loss_l2r" if kind == "gpt" else "val_loss_random")
+    # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that counts, and 0 for
+    # the others would show.
+    assert losses.keys() == {5, 6} and all(4 < loss < 7 for loss in losses.values())
+
+
+def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(
+    questions, data, tmp_path
+):
+    """Fine-tuning: the weights of a run on text, records of 16 tokens under blocks of 24."""
+    sizes = {"steps": 5, "model__block_size": 24}
+    text = tiny_config(data, tmp_path, "text", **sizes)
+    assert train.train(text, ALONE) == 0
+    init = str(text.run_folder)
+    tuned = tiny_config(questions, tmp_path, "tuned", **sizes, train__init_from=init)
+    assert train.train(tuned, ALONE) == 0
+    assert metrics(tuned, "tokens")[5] == 5 * 8 * 16
+    with pytest.raises(ValueError, match="set the model's block_size to 16 or more"):
+        train.train(tiny_config(questions, tmp_path, "small", model__block_size=8), ALONE)
+
+
+def test_the_mean_is_over_the_tokens_of_the_global_batch(questions, tmp_path):
+    data = TokenDataset(questions, "train", 16)
+    config = tiny_config(questions, tmp_path)
+    whole, mean = roles_of(data, config, 3, range(8))
+    part, same = roles_of(data, config, 3, range(2, 4))
+    assert mean == same == whole.predicted.sum() / 8
+    assert torch.equal(part.predicted, whole.predicted[2:4])
+    tokens = data.batch(config.seed, 3, range(8), 8)
+    assert torch.equal((tokens == ord("=")).sum(1), torch.ones(8).long())
+    assert torch.equal(whole.given.sum(1), (tokens == ord("=")).long().argmax(1) + 1)
+
+
+def test_a_model_that_reads_from_left_to_right_needs_prompts(tmp_path):
+    source = write_rows(tmp_path / "r.jsonl", [{"text": "a[GIVEN]b[/GIVEN]c"}] * 40)
+    folder = prepared("records", tmp_path / "data", source, block_size=16)
+    l2r = {"order": OrderConfig("l2r"), "model__target": "none"}
+    with pytest.raises(ValueError, match="do not stand at its beginning"):
+        train.train(tiny_config(folder, tmp_path, **l2r), ALONE)
+    with pytest.raises(ValueError, match="records, which are not cut"):
+        train.train(tiny_config(folder, tmp_path, data__random_length_prob=0.5), ALONE)

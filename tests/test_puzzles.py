@@ -1,0 +1,218 @@
+"""Puzzles: examples are right, splits have nothing in common, limits are exact."""
+
+import collections
+import itertools
+import math
+
+import numpy as np
+import pytest
+from helpers import prepared
+
+from data import puzzles
+from data.loader import TokenDataset
+from data.prompts import PROMPT, spans
+from data.puzzles import TASKS
+
+
+def made(name, count, seed=0):
+    """(key, example, text without marks) of some examples."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        key = TASKS[name].draw(rng)
+        example = TASKS[name].example(key, rng)
+        yield key, example, "".join(text for text, _ in spans(example))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_examples_fill_their_block_and_their_answer_is_right_and_hardly_any_other(name):
+    task = TASKS[name]
+    for _, example, text in made(name, 20):
+        assert len(text) == task.length and text.isascii()
+        assert task.is_right(text, text)
+        at = 0
+        for part, role in spans(example):
+            changed = text[:at] + chr(ord(part[0]) ^ 1) + text[at + 1 :]
+            if role == PROMPT and name not in ("sudoku6", "parity"):
+                assert not task.is_right(changed, text)
+            at += len(part)
+        # Too short, as up to an early end-of-text, or too long.
+        for other in (text[:-1] + "!", text[:-1], text[: len(text) // 2], "", text + text[-1]):
+            assert not task.is_right(other, text)
+
+
+# What tells the key of an example: its first or its last characters.
+KEY_OF = {
+    "sudoku6": slice(36, None),
+    "star": slice(0, 22),
+    "addition": slice(0, 12),
+    "mirror": slice(0, 12),
+    "parity": slice(0, 20),
+    "colouring": slice(0, 25),
+    "copy": slice(0, 8),
+    "replace": slice(0, 8),
+    "shuffle": slice(0, 8),
+}
+
+
+@pytest.mark.parametrize("name", KEY_OF)
+def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
+    task, keys = TASKS[name], {}
+    shares = collections.Counter(task.split_of(key) for key, *_ in made(name, 400))
+    assert shares.keys() == {"train", "val", "test"} and shares["train"] > 5 * shares["test"]
+    folder = prepared(name, tmp_path / name, limit=300)
+    for split in ("train", "val", "test"):
+        data = TokenDataset(folder, split, task.length, verify=True)
+        assert data.num_blocks == (300 if split == "train" else 1000)
+        rows = [bytes(row.tolist()).decode() for row in data.blocks(range(300))]
+        keys[split] = {row[KEY_OF[name]] for row in rows}
+        assert {task.split_of(key) for key in keys[split]} == {split}
+    assert not keys["train"] & keys["test"] and not keys["train"] & keys["val"]
+    if name == "mirror":
+        assert all(row[:12] == row[:12:-1] and row[12] == "=" for row in rows)
+
+
+def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
+    folder, task = prepared("reversal", tmp_path / "facts", limit=50), TASKS["reversal"]
+    for split in ("val", "test"):
+        data = TokenDataset(folder, split, task.length)
+        rows = {tuple(row) for row in data.blocks(range(data.num_blocks)).tolist()}
+        assert len(rows) == data.num_blocks == 100
+    told, asked = set(), set()
+    for key, example, _ in made("reversal", 12_000):
+        (told if task.split_of(key) == "train" else asked).add(example)
+    for example in asked:
+        name, other = example[:4], example[-12:-8]
+        assert example.endswith("[/GIVEN]")
+        assert f"{name}:{other}" in told and f":{other}{name}" not in told
+    assert any(example[0] == ":" for example in told)
+
+
+def other_edges(key):
+    pairs = [key[i : i + 2] for i in range(0, len(key) // 2 * 2, 2)]
+    return "".join(pair[::-1] for pair in reversed(pairs)) + "="
+
+
+VARIANTS = {
+    "sudoku6": lambda key: key.translate(str.maketrans("123456", "351642")),
+    "addition": lambda key: "+".join(reversed(key[:-1].split("+"))) + "=",
+    "colouring": other_edges,
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_puzzle_are_in_one_split(name):
+    keys = [key for key, *_ in made(name, 60)]
+    others = list(map(VARIANTS[name], keys))
+    assert others != keys
+    assert [*map(TASKS[name].split_of, others)] == [*map(TASKS[name].split_of, keys)]
+
+
+# ---- single puzzles ------------------------------------------------------------------------------
+
+
+def lines_of(board):
+    """Rows, columns and boxes."""
+    cells = np.array(list(map(int, board))).reshape(6, 6)
+    boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
+    return (*cells, *cells.T, *boxes)
+
+
+def number_of_solutions(cells):
+    """By trying every digit in the first empty cell: slow, and made without `solutions`."""
+    if "0" not in cells:
+        return 1
+    at = cells.index("0")
+    row, column = divmod(at, 6)
+    seen = {
+        d
+        for i, d in enumerate(cells)
+        if i // 6 == row or i % 6 == column or (i // 12, i % 6 // 3) == (row // 2, column // 3)
+    }
+    rest = [cells[:at] + digit + cells[at + 1 :] for digit in "123456" if digit not in seen]
+    return sum(map(number_of_solutions, rest))
+
+
+def test_a_sudoku_has_one_solution_and_keeps_the_rules():
+    for _, example, _ in made("sudoku6", 30):
+        (shown, _), (board, _) = spans(example)
+        assert all(sorted(line) == [1, 2, 3, 4, 5, 6] for line in lines_of(board))
+        assert all(a in ("0", b) for a, b in zip(shown, board, strict=True))
+        assert number_of_solutions(shown) == 1 and list(puzzles.solutions(shown)) == [board]
+    assert len(set(puzzles.first_row_in_order())) == 39_168  # of 28,200,960 boards, over 6!
+
+
+def test_solutions_are_all_that_there_are():
+    """Of a board with the first five rows filled in, and of one with two digits that can be swapped
+    in places: by trying everything."""
+    board = puzzles.first_row_in_order()[1234]
+    assert list(puzzles.solutions(board[:30] + "0" * 6)) == [board]
+    puzzle, by_hand = board.translate(str.maketrans("12", "00")), set()
+    for digits in itertools.product("12", repeat=puzzle.count("0")):
+        left = iter(digits)
+        trial = "".join(next(left) if cell == "0" else cell for cell in puzzle)
+        if all(len(set(line)) == 6 for line in lines_of(trial)):
+            by_hand.add(trial)
+    assert set(puzzles.solutions(puzzle)) == by_hand and len(by_hand) >= 2
+
+
+def test_a_star_has_one_path_and_arms_of_one_length():
+    for _, example, _ in made("star", 30):
+        (graph, _), (path, _) = spans(example)
+        edges = [graph[i : i + 2] for i in range(0, 18, 2)]
+        centre, end = graph[19:21]
+        assert path[0] == centre and path[-1] == end and len(path) == 4
+        assert all(a + b in edges for a, b in itertools.pairwise(path))
+        out = collections.Counter(edge[0] for edge in edges)
+        assert out.pop(centre) == 3 and set(out.values()) == {1}
+        assert len({letter for edge in edges for letter in edge}) == 10
+        again = "".join(edges[::-1]) + graph[18:20] + edges[0][1] + "="
+        assert TASKS["star"].split_of(again) == TASKS["star"].split_of(graph)
+
+
+def test_other_colourings_are_right_if_they_fit():
+    for _, example, text in made("colouring", 20):
+        (borders, _), (colours, _) = spans(example)
+        renamed = borders + colours.translate(str.maketrans("RGB", "GBR"))
+        assert TASKS["colouring"].is_right(renamed, text)
+        assert not TASKS["colouring"].is_right(borders + "R" * 8, text)
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def answers_of(name, n):
+    """All answers to one question of n letters, which are equally probable."""
+    word = range(n)
+    return {
+        "copy": [tuple(word)],
+        "replace": [tuple(-1 if i == j else i for i in word) for j in word],
+        "shuffle": list(itertools.permutations(word)),
+    }[name]
+
+
+def exact_limit(name, groups):
+    """By the definition: the positions of a group are drawn independently from their conditionals
+    given all before them; summed over everything that is drawn."""
+    answers = answers_of(name, sum(groups))
+
+    def right(known, rest):
+        fitting = [a for a in answers if a[: len(known)] == known]
+        if not fitting or not rest:
+            return float(bool(fitting))
+        at, size = len(known), rest[0]
+        counts = [collections.Counter(a[at + i] for a in fitting) for i in range(size)]
+        marginals = [[(v, c / len(fitting)) for v, c in count.items()] for count in counts]
+        return sum(
+            math.prod(p for _, p in drawn) * right(known + tuple(v for v, _ in drawn), rest[1:])
+            for drawn in itertools.product(*marginals)
+        )
+
+    return right((), list(groups))
+
+
+@pytest.mark.parametrize("name", ["copy", "replace", "shuffle"])
+@pytest.mark.parametrize("groups", [[4], [1, 3], [3, 1], [2, 2], [1, 1, 1, 1], [2, 1, 1], [5]])
+def test_limits_are_those_of_independent_draws_from_exact_conditionals(name, groups):
+    assert TASKS[name].limit(groups) == pytest.approx(exact_limit(name, groups), abs=1e-12)
+    if set(groups) == {1}:
+        assert TASKS[name].limit(groups) == pytest.approx(1)

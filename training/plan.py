@@ -1,0 +1,173 @@
+"""The memory, time and traffic of a run, from its configuration alone.
+
+    python -m training.plan configs/aogpt_7b.toml --world-size 64
+
+Options of train.py, such as --train.parallel fsdp, override keys of the config.
+Bytes of the fullest process. Exact: weights, gradients, optimizer, ema.
+Estimated: in_use (cast or gathered weights, gradients that wait), activations
+(saved for the backward pass), working (the head, or a block computed again).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Interval
+
+from model import AOGPT
+from runtime.command_line import run_script
+from runtime.validation import Count, check_values
+from training.config import Config, from_command_line, refuse
+from training.gpus import GPU, GPUS
+from training.optimizers import muon_matrices
+from variants import build_model, flops_per_token, head_chunk, parameter_counts
+
+FLOAT = 4  # bytes of weights, gradients and optimizer state
+RESERVED = 0.1  # share of a GPU's memory that is left for CUDA, NCCL and gaps between tensors
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    config: Config
+    parameters: dict[str, int]
+    memory: dict[str, int]  # bytes of the fullest GPU by part
+    memory_usable: int  # of the GPU, less what is reserved
+    largest_micro_batch_size: int  # that fits and divides a GPU's share of the batch, or 0
+    tokens_per_step: int
+    seconds_per_step: float
+    sent_per_step: int  # bytes from every GPU to others
+    checkpoint_bytes: int  # weights, their first average and the optimizer's state
+
+    @property
+    def memory_total(self) -> int:
+        return sum(self.memory.values())
+
+
+def find_gpu(name: str) -> GPU:
+    return GPUS[name]
+
+
+def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4) -> RunPlan:
+    """utilisation: assumed share of the GPUs' bfloat16 peak. Raises UserError for a number of GPUs
+    that the batch cannot be divided among."""
+    t, m, model = config.train, config.model, meta_model(config)
+    needs = f"must be a multiple of train.micro_batch_size ({t.micro_batch_size})"
+    uneven = f"train.batch_size ({t.batch_size}) {needs} times {world_size} GPUs"
+    refuse(t.batch_size % (t.micro_batch_size * world_size), uneven)
+    share, usable = t.batch_size // world_size, int(gpu.memory_gib * 2**30 * (1 - RESERVED))
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    memory = {size: memory_of(config, model, world_size, size) for size in sizes}
+    fitting = [size for size in sizes if sum(memory[size].values()) <= usable]
+    tokens, flops = t.batch_size * m.block_size, flops_per_token(m, m.block_size)
+    if t.activation_checkpointing == "block":  # the forward pass of the blocks again
+        flops += 24 * m.n_layer * m.n_embd**2 + 4 * m.n_layer * m.n_embd * m.block_size
+    return RunPlan(
+        config,
+        parameters=parameter_counts(model),
+        memory=memory[t.micro_batch_size],
+        memory_usable=usable,
+        largest_micro_batch_size=max(fitting, default=0),
+        tokens_per_step=tokens,
+        seconds_per_step=tokens * flops / (world_size * gpu.flops * utilisation),
+        sent_per_step=sent_bytes(config, model, world_size),
+        checkpoint_bytes=2 * FLOAT * count(model) + state_bytes(config, model, 1)["optimizer"],
+    )
+
+
+def meta_model(config: Config) -> AOGPT:
+    """The model without its weights: names, shapes and counts."""
+    with torch.device("meta"):
+        return build_model(config.model)
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
+    """Weights, gradients, optimizer state and averaged weights of the fullest process."""
+    shards = world_size if config.train.parallel == "fsdp" else 1
+    muon = muon_matrices(model) if config.optim.kind == "muon" else {}
+    weights = optimizer = 0
+    for name, p in model.named_parameters():
+        size = FLOAT * -(-len(p) // shards) * math.prod(p.shape[1:])  # FSDP2 shards rows
+        weights += size
+        optimizer += size if name in muon else 2 * size + FLOAT  # AdamW counts its steps
+    averages = (1 + len(config.optim.more_ema_decays)) * weights
+    return {"weights": weights, "gradients": weights, "optimizer": optimizer, "ema": averages}
+
+
+def memory_of(config: Config, model: AOGPT, world_size: int, sequences: int) -> dict[str, int]:
+    """Bytes by part, with micro-batches of so many sequences."""
+    t, m, f, fsdp = config.train, config.model, FLOAT, config.train.parallel == "fsdp"
+    h = f if t.dtype == "float32" else 2  # of matrix products; every known GPU has bfloat16
+    total, block, outside = count(model), count(model.blocks[0]), count(model) - count(model.blocks)
+    in_use = (outside if fsdp else total) * h * (h < f)  # copies of autocast
+    in_use += fsdp * ((3 * h + f) * block + 2 * f * outside)  # two blocks, gradients of one
+    together = t.batch_size > sequences * world_size and not t.reduce_every_micro_batch
+    in_use += f * total * (together and (fsdp or world_size > 1))  # gradients before reduction
+
+    tokens = sequences * m.block_size
+    whole = 16 * h + 2 * f + m.has_adaln * (6 * h + 2 * f)  # bytes of a block per token and D
+    saved = {"none": whole, "selective": 10 * h + f, "block": f}[t.activation_checkpointing]
+    per_block = (2 if m.target == "two_stream" else 1) * tokens * m.n_embd
+    logits = 2 * h * tokens if t.compile else 12 * min(tokens, head_chunk(m.vocab_size, "cuda"))
+    head = logits * m.vocab_size + f * m.n_embd * (m.vocab_size + tokens)
+    activations, working = m.n_layer * per_block * saved, max(head, per_block * (whole - saved))
+    estimated = {"in_use": in_use, "activations": activations, "working": working}
+    return state_bytes(config, model, world_size) | estimated
+
+
+def sent_bytes(config: Config, model: AOGPT, world_size: int) -> int:
+    """By every GPU in a step. ddp: an all-reduce of gradients. fsdp: a reduce-scatter of them, and
+    two all-gathers of the weights in every micro-batch."""
+    t, total, ddp = config.train, FLOAT * count(model), config.train.parallel == "ddp"
+    micro_steps = t.batch_size // (t.micro_batch_size * world_size)
+    sent = total * (micro_steps if t.reduce_every_micro_batch else 1)
+    sent += sent if ddp else micro_steps * total * (2 if t.dtype == "float32" else 1)
+    if config.optim.kind == "muon":  # all its updates, or shards to their owners and back
+        updates = FLOAT * sum(p.numel() for p in muon_matrices(model).values())
+        sent += updates if ddp else 2 * updates // world_size
+    return sent * (world_size - 1) // world_size
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    world_size: Count = 1  # GPUs, one per process
+    gpu: Literal[*GPUS] = "NVIDIA H100 80GB HBM3"  # their device name
+    mfu: Annotated[float, Interval(gt=0, le=1)] = 0.4  # assumed share of their bfloat16 peak
+
+
+def main() -> None:
+    import tyro
+
+    names = {"prog": "python -m training.plan CONFIG.toml", "description": __doc__}
+    o, rest = tyro.cli(PlanOptions, return_unknown_args=True, **names)
+    check_values(o)
+    config = from_command_line(rest, __doc__)
+    plan = plan_run(config, o.world_size, find_gpu(o.gpu), o.mfu)
+    title = f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}"
+    print(title, plan_text(plan), sep="\n")
+
+
+def plan_text(plan: RunPlan) -> str:
+    t, total, usable = plan.config.train, plan.memory_total, plan.memory_usable
+    verdict = f"{'fits' if total <= usable else 'does NOT fit'} in {usable / 2**30:,.2f} GiB"
+    parameters, days = sum(plan.parameters.values()), plan.seconds_per_step * t.steps / 86400
+    conditioning = f"{plan.parameters['conditioning'] / parameters:.1%} of them conditioning"
+    rows = [("parameters", f"{parameters / 1e6:,.1f} M", conditioning)]
+    rows += [(part, f"{n / 2**30:,.2f} GiB", "") for part, n in plan.memory.items()]
+    rows += [
+        ("memory of a GPU", f"{total / 2**30:,.2f} GiB", f"{verdict}, {RESERVED:.0%} left free"),
+        ("largest micro-batch", f"{plan.largest_micro_batch_size}", f"here {t.micro_batch_size}"),
+        ("time of a step", f"{plan.seconds_per_step:,.2f} s", f"{plan.tokens_per_step:,} tokens"),
+        ("time of the run", f"{days:,.1f} days", f"{t.steps:,} steps"),
+        ("sent by each GPU", f"{plan.sent_per_step / 1e9:,.2f} GB", "a step"),
+        ("a checkpoint", f"{plan.checkpoint_bytes / 1e9:,.1f} GB", ""),
+    ]
+    return "\n".join(f"  {a:<20}{b:>12}   {note}".rstrip() for a, b, note in rows)
+
+
+if __name__ == "__main__":
+    run_script(main)
