@@ -70,7 +70,7 @@ def open_questions(
 class Answers:
     """What a model has answered."""
 
-    records: list[dict]  # of each row: text, answer (the text as filled in), right
+    records: list[dict]  # of each row: text, answer (the text as filled in), right, step, nfe
     samples: Generation
     seconds: float
     limit: float | None  # share of right answers that is possible with these groups: `Task.limit`
@@ -118,9 +118,11 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
         end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)
         return tokenizer.decode(tokens[:end])
 
-    for true, (filled, _, _) in zip(questions.tokens.tolist(), samples.rows(), strict=True):
-        pair = {"text": text(true[: len(filled)]), "answer": text(filled)}
-        records.append(pair | {"right": is_right(pair["answer"], pair["text"])})
+    rows = zip(questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True)
+    for true, (filled, step, _), nfe in rows:
+        record = {"text": text(true[: len(filled)]), "answer": text(filled)}
+        record["right"] = is_right(record["answer"], record["text"])
+        records.append(record | {"step": step, "nfe": nfe})
     return records
 
 
