@@ -9,7 +9,7 @@ records  every example in a block of its own, and its prompt mask in a second fi
 
 import math
 import os
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,17 +145,15 @@ def encode_all(
 
 
 def batches(pieces: Iterable[RoutedPiece]) -> Iterator[tuple[str, list[Piece]]]:
-    """Pieces of one split that follow each other, about BATCH characters at once."""
-    current, batch, size = None, [], 0
+    """The pieces of each split in order, about BATCH characters at once."""
+    waiting, sizes = defaultdict(list), Counter()
     for split, text, end in pieces:
-        if batch and (size >= BATCH or split != current):
-            yield current, batch
-            batch, size = [], 0
-        current = split
-        batch.append((text, end))
-        size += len(text) + 128  # what a piece takes beside its characters
-    if batch:
-        yield current, batch
+        waiting[split].append((text, end))
+        sizes[split] += len(text) + 128  # what a piece takes beside its characters
+        if sizes[split] >= BATCH:
+            yield split, waiting.pop(split)
+            sizes[split] = 0
+    yield from waiting.items()
 
 
 class SplitFile:

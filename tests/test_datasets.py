@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from data import catalogue, packing
 from data import prepare as prepare_module
 from data.detokenisers import RULES, detokenise
-from data.loader import TokenDataset, evaluation_split, load_meta, read_tokens
+from data.loader import TokenDataset, load_meta, read_tokens
 from data.prepare import clear_leftovers
 from data.puzzles import TASKS
 from runtime.errors import UserError
@@ -126,39 +126,26 @@ def test_detokenisers(name):
 
 def test_detokenisers_on_real_lines(real_data):
     ptb = (real_data / "ptb" / "ptb.test.txt").read_text().splitlines()
-    assert detokenise("ptb", ptb[0].strip()) == "no it wasn't black monday"
     start = "the 1 stock specialist firms on the big board floor the buyers"
     assert detokenise("ptb", ptb[3].strip()).startswith(start)
     wiki = (real_data / "wikitext" / "wiki.test.tokens").read_text(encoding="utf-8")
     wiki = [detokenise("wikitext", line) for line in wiki.splitlines(keepends=True)[:12]]
     assert wiki[1] == " = Robert Boulter =\n" and wiki[6] == " == Career ==\n"
-    assert wiki[3].startswith(
-        " Robert Boulter is an English film, television and theatre actor. He had a guest-starring "
-        "role on the television series The Bill in 2000. This"
-    )
     assert ' he portrayed "Scott Parry" in the episode, "In Safe Hands". ' in wiki[11]
-    with open(real_data / "lambada" / "lambada_test.jsonl", encoding="utf-8") as file:
-        first = detokenise("lambada", json.loads(next(file))["text"])
+    line = (real_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").split("\n")[0]
+    first = detokenise("lambada", json.loads(line)["text"])
     assert first.startswith("\nIn my palm is a clear stone, and inside it is a small ivory")
 
 
 # ---- packing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        (1, [(0, 1)]),
-        (7, [(i, i + 1) for i in range(7)]),
-        (10, [(0, 2), (2, 4), *((i, i + 1) for i in range(4, 10))]),
-        # the PTB test set
-        (3761, [(0, 471), *((471 + 470 * i, 471 + 470 * (i + 1)) for i in range(7))]),
-        (8001, [(0, 1000), (1000, 1001), *((1001 + 1000 * i, 2001 + 1000 * i) for i in range(7))]),
-    ],
-)
-def test_groups(rows, expected):
-    """Rows of one token in blocks of one token."""
-    assert list(packing.kept_ranges(np.arange(1, rows + 1), 1)) == expected
+def test_groups():
+    """Of PTB's test set and of 8,001 rows: rows of one token in blocks of one token."""
+    ptb = [(0, 471), *((471 + 470 * i, 471 + 470 * (i + 1)) for i in range(7))]
+    many = [(0, 1000), (1000, 1001), *((1001 + 1000 * i, 2001 + 1000 * i) for i in range(7))]
+    for rows, expected in ((3761, ptb), (8001, many)):
+        assert list(packing.kept_ranges(np.arange(1, rows + 1), 1)) == expected
 
 
 @given(
@@ -229,55 +216,39 @@ def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
 def test_both_protocols_and_what_meta_says(tmp_path):
     rows = "".join(f" the {i} th row 's text is n't long \n" for i in range(40))
     source = write(tmp_path / "a.txt", rows)
-    full = prepared("ptb", tmp_path / "full", source, protocol="full")
     rows = [f"the {i} th row's text isn't long" for i in range(40)]
+    full = prepared("ptb", tmp_path / "full", source, protocol="full")
     assert documents(full) == rows
-    meta, keys = load_meta(full), ("protocol", "block_size", "detokeniser", "split")
-    assert [meta[key] for key in keys] == ["full", None, "ptb", "test"]
-    assert meta["splits"]["test"]["dropped_tokens"] == 0
-    assert meta["packing"].endswith("nothing dropped")
-    assert meta["notes"] == ["40 rows, where the published test split has 3,761"]
-
     sedd = prepared("ptb", tmp_path / "sedd", source, block_size=32)
-    meta = load_meta(sedd)
-    assert [meta[key] for key in keys] == ["sedd", 32, "ptb", "test"]
-    assert meta["splits"]["test"]["documents"] == 40
-    for words in ("8 shards", "1000 rows", "blocks of 32"):
-        assert words in meta["packing"]
-    data = TokenDataset(sedd, "test", 32)
+    for folder, *expected in ((full, "full", None), (sedd, "sedd", 32)):
+        meta, keys = load_meta(folder), ("protocol", "block_size", "detokeniser", "split")
+        assert [meta[key] for key in keys] == [*expected, "ptb", "test"]
+        assert meta["notes"] == ["40 rows, where the published test split has 3,761"]
+        assert meta["splits"]["test"]["documents"] == 40
+        assert (meta["splits"]["test"]["dropped_tokens"] == 0) == (folder == full)
+    assert meta["packing"].startswith("8 shards of rows, groups of 1000 rows, blocks of 32")
+    data, whole = (TokenDataset(folder, "test", 32) for folder in (sedd, full))
     shard = b"".join(row.encode() + b"\xff" for row in rows[:5])  # 5 of 40: a shard is a group
     assert data.blocks(range(3)).flatten().tolist() == [256 if i == 255 else i for i in shard[:96]]
     assert data.tail().shape == (1, 0)
-    whole = TokenDataset(full, "test", 32)
     blocks = [whole.blocks(range(whole.num_blocks)).flatten(), whole.tail()[0]]
     assert torch.cat(blocks).tolist() == read_tokens(full, "test").tolist()
 
 
-def test_local_text_is_packed_when_asked(tmp_path):
-    texts = [f"{i} 's" * 20 for i in range(100)]
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    options = {"protocol": "sedd", "block_size": 16, "val_fraction": 0.2}
-    entries = load_meta(prepared("text", tmp_path / "sedd", source, **options))["splits"]
-    assert [entries[split]["documents"] for split in ("train", "val")] == [80, 20]
-    assert all(entry["tokens"] % 16 == 0 < entry["dropped_tokens"] for entry in entries.values())
-    one = prepared("text", tmp_path / "one", source, split="test")
-    assert documents(one) == texts and evaluation_split(load_meta(one)) == "test"
-
-
-@pytest.mark.parametrize(
-    ("name", "tokenizer"),
-    [("text", "bytes"), ("lm1b", "bytes"), pytest.param("text", "gpt2", marks=needs_gpt2)],
-)
-def test_the_number_of_workers_changes_nothing(tmp_path, name, tokenizer):
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+def test_text_is_packed_when_asked_whatever_the_number_of_workers(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     words = ["alpha", "beta", "gamma 's", "delta", "naïve", "1234"]
-    texts = (" ".join(rng.choice(words, 2000)) for _ in range(500))
+    texts = [" ".join(rng.choice(words, 2000)) for _ in range(500)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    options = {"tokenizer": tokenizer, "block_size": 100, "protocol": "sedd"}
+    options = {"tokenizer": tokenizer, "block_size": 100, "protocol": "sedd", "val_fraction": 0.2}
     one, three = (
-        prepared(name, tmp_path / f"{n}" / "o", source, workers=n, **options) for n in (1, 3)
+        prepared("text", tmp_path / f"{n}" / "o", source, workers=n, **options) for n in (1, 3)
     )
     assert tree(one) == tree(three) and "meta.json" in tree(one)
+    entries = load_meta(one)["splits"]
+    assert [entries[split]["documents"] for split in ("train", "val")] == [400, 100]
+    assert all(entry["tokens"] % 100 == 0 < entry["dropped_tokens"] for entry in entries.values())
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -345,38 +316,35 @@ WIKI = " \n = Title = \n \n One @-@ two . \n"
 
 def test_rows_of_every_kind_of_file(tmp_path):
     published = [line if line.strip() else "" for line in WIKI.splitlines(keepends=True)]
-    tokens = write(tmp_path / "wiki.test.tokens", WIKI)
     rows = write_jsonl(tmp_path / "rows.jsonl", published)
     files = [
-        tokens,
+        write(tmp_path / "wiki.test.tokens", WIKI),
         write(tmp_path / "crlf.txt", WIKI.replace("\n", "\r\n")),
         rows,
         parquet(tmp_path / "rows.parquet", published),
         pack(write(tmp_path / "wiki.test.raw", WIKI), ".gz"),
         pack(rows, ".xz"),
     ]
-    expected = ["", " = Title =\n", "", " One-two.\n"]
     for number, file in enumerate(files):
         folder = prepared("wikitext103", tmp_path / f"o{number}", file, protocol="full")
-        assert documents(folder) == expected, file
+        assert documents(folder) == ["", " = Title =\n", "", " One-two.\n"], file
         assert load_meta(folder)["source"][0]["sha256"] == sha256_file(file)
-    two = prepared("wikitext2", tmp_path / "two", tokens, protocol="full")
-    assert documents(two, "train") == expected
 
 
 def test_rows_of_the_other_sets(tmp_path):
-    def rows(name, source):
-        return documents(prepared(name, tmp_path / name, source, protocol="full"))
-
     news = write(tmp_path / "news.en.heldout-00000-of-00050", " The man 's hat . \nWho ?\n")
-    assert rows("lm1b", news) == ["The man's hat.", "Who?"]
     passages = write_jsonl(tmp_path / "p.jsonl", [" “ a\n\nb ” ", "c"])
-    assert rows("lambada", passages) == ['\n" a\n\nb "', "\nc"]
     sentences = write_jsonl(tmp_path / "s.jsonl", [" no it was n't ", ""], field="sentence")
-    assert rows("ptb", sentences) == ["no it wasn't", ""]
-    rows("wikitext103", write(tmp_path / "a.tokens", "a <unk> b\n"))
-    notes = load_meta(tmp_path / "wikitext103")["notes"]
-    assert len(notes) == 2 and "<unk>" in notes[1]
+    unknown = write(tmp_path / "a.tokens", "a <unk> b\n")
+    for name, split, source, expected in (
+        ("lm1b", "test", news, ["The man's hat.", "Who?"]),
+        ("lambada", "test", passages, ['\n" a\n\nb "', "\nc"]),
+        ("ptb", "test", sentences, ["no it wasn't", ""]),
+        ("wikitext2", "train", unknown, ["a <unk> b\n"]),
+    ):
+        folder = prepared(name, tmp_path / name, source, protocol="full")
+        assert documents(folder, split) == expected
+    assert "<unk>" in load_meta(folder)["notes"][1]
 
 
 def rows_of(name: str, split: str, rows: tuple, options: dict, **changes) -> list[str]:
@@ -552,14 +520,12 @@ PROXY = {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY}
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
-        (["ptb", "--split", "dev"], {}, ["--split of ptb is 'dev'", "'train', 'val', 'test'"]),
         (["ptb"], PROXY, ["ptb.test.txt: ", "ptb --source FILE"]),
         (
             ["wikitext2"],
             {"HF_HUB_OFFLINE": "1"},
             ["Salesforce/wikitext: the hub failed", "wikitext2 --source FILE.parquet"],
         ),
-        (["openwebtext"], {"HF_HUB_OFFLINE": "1"}, ["the hub failed", "--source FILE.parquet"]),
         (["wikitext2"], {"PYTHONPATH": "{tmp}"}, ["pip install datasets", "--source FILE"]),
         (
             ["text", "--source", "{tmp}/a.txt", "--tokenizer", "gpt2"],
