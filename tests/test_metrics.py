@@ -54,6 +54,22 @@ def test_a_validation_row_holds_losses_of_both_weights_curves_and_costs(run):
             assert line[key] == steps[line["step"]][key], key
 
 
+@pytest.mark.parametrize(
+    "order, target, names, best",
+    [
+        (OrderConfig("l2r"), "none", ["l2r"], "l2r"),
+        (OrderConfig("mixture", 1.0), "none", ["l2r"], "l2r"),
+        (OrderConfig("mixture"), "input", ["l2r", "random"], "random"),
+        (OrderConfig("fixed_random"), "none", ["l2r", "fixed"], "fixed"),
+        (OrderConfig("slots", block=4), "adaln", ["l2r", "random", "own"], "own"),
+    ],
+)
+def test_a_run_is_judged_by_its_own_orders(data, order, target, names, best):
+    config = tiny_config(data, "", order=order, model__target=target)
+    assert list(validation.validation_orders(config)) == names
+    assert validation.best_by(config) == best
+
+
 def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     """And by the last stage of its schedule, from the first step on."""
     stages = StageConfig(0, "l2r", group=1), StageConfig(3, "random", group=4)
@@ -135,6 +151,9 @@ def test_a_curve_is_the_mean_over_sequences_of_the_loss_at_every_step(run, data,
     last = lines_of(run)[-1]
     # batches of 4 and 3 against one of 7: float32 rounding only
     np.testing.assert_allclose(last[f"val_curve_{kind}"], expected, rtol=1e-5)
+    raw = -load_model(run, "raw").token_log_probs(val_data(data, 7), order).double().mean()
+    assert last[f"val_loss_{kind}_raw"] == pytest.approx(raw.item(), rel=1e-6)
+    assert abs(last[f"val_loss_{kind}_raw"] - last[f"val_loss_{kind}"]) > 1e-3
     assert np.mean(last[f"val_curve_{kind}"]) == pytest.approx(last[f"val_loss_{kind}"], rel=1e-12)
     whole = any_order(model, data, config).curve
     for points in (1, 5):
