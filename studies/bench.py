@@ -1,38 +1,169 @@
-"""Measure speed, as ratios between systems that run side by side; memory; and what precision costs.
+"""Measure speed as ratios between systems that run side by side, and memory.
 
-Examples:
-    python -m studies.bench decode --size medium --batch-size 32 --steps 64 256 1024 --plot decoding.png
-    python -m studies.bench train --size small --batch-size 16 --markdown training.md --profile traces
-    python -m studies.bench lengths --size tiny --threads 1 --lengths 256 512 1024 2048 4096 8192
-    python -m studies.bench memory --lengths 1024 2048 4096 8192 --batch-sizes 1 8
-    python -m studies.bench loading --size bench --repeats 12
-    python -m studies.bench tf32 out/quickstart --dataset stories
+python -m studies.bench decode --size medium --batch-size 32 --steps 64 256 1024
+python -m studies.bench decode --size tiny --threads 1 --lengths 256 512 1024 2048
+python -m studies.bench decode --lengths 1024 2048 4096 --memory 1 8 --systems ours encoder
+python -m studies.bench train --size small --batch-size 16 --markdown training.md
+python -m studies.bench gpu     # against targets; the second half of make gpu
 """
 
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 import tyro
 
 from runtime.command_line import run_script
-from studies.benchmarks.decode import DecodeOptions, bench_decode
-from studies.benchmarks.lengths import LengthsOptions, bench_lengths
-from studies.benchmarks.loading import LoadingOptions, bench_loading
-from studies.benchmarks.memory import MemoryOptions, bench_memory
-from studies.benchmarks.tf32 import TF32Options, bench_tf32
-from studies.benchmarks.train import TrainOptions, bench_train
+from runtime.devices import pick_device
+from runtime.files import write_json, write_text
+from runtime.reports import command, commit, markdown_table, versions
+from studies import bench_common as common
+from studies.bench_common import SIZES
+from studies.decoding_memory import bench_memory
+from studies.decoding_speed import DecodeOptions, bench_decode
+from studies.runs import run_alone
+from studies.step_speed import TrainOptions, bench_train
+from training.config import Config
+from training.plan import find_gpu, plan_run
 
-BENCHMARKS = {
-    "decode": (DecodeOptions, bench_decode),
-    "lengths": (LengthsOptions, bench_lengths),
-    "loading": (LoadingOptions, bench_loading),
-    "memory": (MemoryOptions, bench_memory),
-    "train": (TrainOptions, bench_train),
-    "tf32": (TF32Options, bench_tf32),
-}
+MFU_GOALS = {"small": 0.45, "medium": 0.50}
+HEAD = ["check", "target", "measured", "verdict"]
 
 
-def main() -> None:
-    kinds = {name: kind for name, (kind, _) in BENCHMARKS.items()}
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Measure training and decoding on a GPU against their targets; without a GPU, a tiny model
+    without targets."""
+
+    out: Path = Path("out") / "gpu"
+    """Folder of the report: gpu.md, gpu.json and the JSON of every measurement."""
+
+
+def main() -> int | None:
+    kinds = {"decode": DecodeOptions, "train": TrainOptions, "gpu": GpuOptions}
     options = tyro.extras.subcommand_cli_from_dict(kinds, description=__doc__)
-    next(bench for kind, bench in BENCHMARKS.values() if type(options) is kind)(options)
+    if isinstance(options, GpuOptions):
+        return bench_gpu(options.out)
+    if isinstance(options, TrainOptions):
+        bench_train(options)
+    else:
+        (bench_memory if options.memory else bench_decode)(options)
+    return None
+
+
+def bench_gpu(out: Path) -> int:
+    """Print and write a line for each check; the exit status is 1 if one misses its target."""
+    device = pick_device("auto")
+    if device.type != "cuda":
+        print("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
+    out.mkdir(parents=True, exist_ok=True)
+    made = {"command": command(), "commit": commit(), "versions": versions()}
+    made["machine"] = common.machine(device)
+    rows = []
+    for check in on_a_gpu(out, device) if device.type == "cuda" else on_a_cpu(out):
+        rows.append(check)
+        print("  ".join(check), flush=True)
+        checks = [dict(zip(HEAD, row, strict=True)) for row in rows]
+        write_json(out / "gpu.json", made | {"rows": checks})
+    head = f"    {made['command']}\n\nCommit {made['commit']}, {made['machine']['name']}.\n"
+    write_text(out / "gpu.md", "\n".join([head, *markdown_table(HEAD, rows, left=2), ""]))
+    wrong = sum(row[-1] == "FAILS" for row in rows)
+    print(f"\n{len(rows)} lines, {wrong} miss their target; {out / 'gpu.md'}")
+    return 1 if wrong else 0
+
+
+def check(name: str, measured: str, target: str = "", ok: bool | None = None) -> list[str]:
+    """A line; ok is None for a figure without a target."""
+    return [name, target, measured, {True: "ok", False: "FAILS", None: ""}[ok]]
+
+
+def measure(out: Path, name: str, *words: str) -> tuple[dict[str, dict], list[list[str]]]:
+    """The rows of a benchmark by system, and a line if it failed. A process of its own does not end
+    the others if it does."""
+    file = out / f"{name}.json"
+    done = run_alone("studies.bench", *words, "--json", str(file), "--overwrite")
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        return {}, [check(name, said[-1][:200], "to run", False)]
+    return {row["system"]: row for row in json.loads(file.read_text())["rows"]}, []
+
+
+def on_a_cpu(out: Path) -> Iterator[list[str]]:
+    words = "--size", "tiny", "--systems", "aogpt-eager", "gpt-eager", "--length", "64"
+    rows, failed = measure(out, "train_tiny", "train", *words)
+    yield from failed or [
+        check(f"{n}: tokens/s", f"{r['tokens_per_second']:,.0f}") for n, r in rows.items()
+    ]
+    words = "--batch-size", "2", "--length", "64", "--slow-calls", "2"
+    yield from decoding(out, "tiny", 16, *words)
+
+
+def on_a_gpu(out: Path, device: torch.device) -> Iterator[list[str]]:
+    memory = torch.cuda.get_device_properties(device).total_memory
+    for size in ("small", "medium"):
+        for batch_size in (16, 32, 64):
+            planned = planned_bytes(size, batch_size)
+            if planned < 1.3 * memory:  # compiled, it takes less
+                yield from training(out, size, batch_size, planned)
+    for steps in (1024, 256, 64):
+        yield from decoding(out, "medium", steps, "--batch-size", "32", "--compile")
+
+
+def training(out: Path, size: str, batch_size: int, planned: int) -> Iterator[list[str]]:
+    name, goal = f"{size}, micro-batch {batch_size}", MFU_GOALS[size]
+    words = "--size", size, "--batch-size", str(batch_size), "--repeats", "10"
+    systems = "--systems", "aogpt", "gpt", *(("rotary-only", "per-token") * (batch_size == 16))
+    rows, failed = measure(out, f"train_{size}_{batch_size}", "train", *words, *systems)
+    yield from failed
+    for system, row in rows.items():
+        yield check(f"{name}, {system}: tokens/s", f"{row['tokens_per_second']:,.0f}")
+    if rows:
+        ours = rows["aogpt"]
+        ratio, mfu, share = ours["ratios"]["gpt"][0], ours["mfu"], ours["peak_bytes"] / planned
+        yield check(f"{name}: step x plain GPT's", f"{ratio:.3f}", "<= 1.08", ratio <= 1.08)
+        text, ok = ("unknown", None) if mfu is None else (f"{mfu:.1%}", mfu >= goal)
+        yield check(f"{name}: MFU", text, f">= {goal:.0%}", ok)
+        within = 0.6 <= share <= 1.05  # compiling saves some of the planned activations
+        yield check(f"{name}: peak memory / plan", f"{share:.2f}", "0.6 to 1.05", within)
+
+
+def planned_bytes(size: str, batch_size: int) -> int:
+    """What `python -m training.plan` says of the same step."""
+    config = Config(model=SIZES[size][0])
+    settings = {"batch_size": batch_size, "micro_batch_size": batch_size, "dtype": "bfloat16"}
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))
+    return plan_run(config, 1, find_gpu("NVIDIA H100 80GB HBM3")).memory_total
+
+
+def decoding(out: Path, size: str, steps: int, *words: str) -> Iterator[list[str]]:
+    """The targets are Medium's, that of the encoder at 1,024 steps."""
+    words = (
+        *words,
+        "--size",
+        size,
+        "--steps",
+        str(steps),
+        "--systems",
+        "ours",
+        "baseline",
+        "encoder",
+    )
+    rows, failed = measure(out, f"decode_{size}_{steps}", "decode", *words)
+    yield from failed
+    if rows:
+        name, floor = f"decoding, {steps} steps", rows["ours"]["times_floor"]
+        encoder, baseline = (rows[system]["times_ours"] for system in ("encoder", "baseline"))
+        goals = [("<= 2.5", floor <= 2.5)] * (size == "medium")
+        far = [(">= 100", encoder >= 100)] * (size == "medium" and steps == 1024)
+        yield check(f"{name}: ms a call", f"{rows['ours']['ms_per_call']:.3g}")
+        yield check(f"{name}: x floor", f"{floor:.2f}", *sum(goals, ()))
+        yield check(f"{name}: encoder x ours", f"{encoder:.1f}", *sum(far, ()))
+        yield check(f"{name}: plain cached sampler x ours", f"{baseline:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,117 +1,174 @@
-"""Tasks where order matters, or does not: AO-GPT, an encoder, a plain GPT and a two-stream decoder
-of equal size, decoded in many ways, and how often they are right.
+"""Tasks in which order matters, or does not: systems of equal size, decoded in many ways.
 
-    python -m studies.tasks --jobs 2                 # train what is missing of all tasks; results/tasks.md
-    python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/*.json
+    python -m studies.tasks --jobs 2                 # train what is missing of all tasks, decode
+    python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.json and so on
     python -m studies.tasks star --quick             # does it run? A few steps of every system
-    python -m studies.tasks page                     # results/tasks.md, of all tasks that have results
+    python -m studies.tasks page                     # results/tasks.md, of all that has results
 
-Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A data set that is not there
-is made first; runs that are there are not trained again, nor those whose results stand in
-results/tasks/star.runs.jsonl (remove it to repeat them), and one that was cut off goes on.
+Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A missing dataset is
+made first. Finished runs are not trained again, nor those with a row in
+results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run is resumed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import functools
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
 import tyro
 
+from checkpoints import Loaded, load
 from data.prepare import Prepare, prepare
 from data.puzzles import TASKS
+from evaluation.answers import ON_PAGE, Answers, Questions, answer, open_questions, page_of
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
+from runtime.processes import Processes
 from runtime.reports import versions
-from runtime.validation import Count, check_values, damaged, read_results
-from studies.experiments import suite
-from studies.experiments.arms import ROOT
-from studies.experiments.tasks import (
-    RECIPE,
-    RESULTS,
-    TaskExperiment,
-    board_page,
-    figure,
-    load_tasks,
-    page,
-    run_task,
-    task_table,
-)
+from runtime.validation import Count, check_values, damaged, read_results, read_toml
+from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from studies.answer_pages import ANY_ORDER, CONFIGS, RECIPE, RESULTS, figure, page, task_table
+from studies.experiment import OUT, Experiment, read_run_configs
+from studies.runner import Results, RunOptions, train
+from studies.runs import ROOT, finished_run
+from training.config import Config
+
+BATCH = 100  # records decoded together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(RunOptions):
     tasks: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[TASK ...]")
     ] = ()
     """Tasks of studies/configs/tasks/systems.toml, or: page. By default all, and then the page."""
-    seeds: Count | None = None
-    """By default as many as the file asks for. What fewer come to, or fewer records, is written to
-    out/findings/part."""
-    jobs: Count = 1
-    """Runs side by side, on a CPU; each has one thread."""
     limit: Count | None = None
     """Only the first records of the test split."""
-    quick: bool = False
-    """A few steps of every system, untuned: to see that everything runs. Results go to
-    out/findings/quick."""
 
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     torch.set_num_threads(1)  # decoding is timed
-    known = load_tasks()
+    known, decoders = load_tasks()
     if a.tasks == ("page",):
         write_page(known)
         return
-    if "page" in a.tasks:
-        raise UserError("page is of all tasks that have results: give it alone")
     for name in a.tasks:
         if name not in known:
-            raise UserError(f"there is no task {name!r}; choose of {', '.join(known)}, or page")
-    for name in a.tasks or known:
-        run(known[name], a)
-    if not a.tasks and is_whole(a, known):
+            raise UserError(
+                f"there is no task {name!r}; choose of {', '.join(known)}, or give page alone"
+            )
+    complete = [run(name, known[name], decoders, a) for name in a.tasks or known]
+    if not a.tasks and all(complete):
         write_page(known)
 
 
-def is_whole(a: Arguments, tasks: dict[str, TaskExperiment]) -> bool:
-    """Whether nothing of what the file asks for is left out."""
-    seeds = max(of.experiment.seeds for of in tasks.values())
-    return (a.seeds or seeds) >= seeds and a.limit is None and not a.quick
+def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
+    """An experiment for each task, with what it asks as its title; decoding options by name."""
+    values = read_toml(CONFIGS / "systems.toml")
+    run_configs, tune = values.pop("run_configs"), values.pop("tune")
+    tasks, decoders = values.pop("tasks"), values.pop("decoders")
+    found = {}
+    for task, changes in tasks.items():
+        title = changes.pop("says")
+        changes |= {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
+        inheriting = {name: {"from": "recipe"} | table for name, table in run_configs.items()}
+        systems = read_run_configs({"recipe": changes | {"tune": tune}} | inheriting, task)
+        del systems["recipe"]
+        of = {"name": f"tasks/{task}", "title": title, "recipes": {RECIPE: systems}}
+        found[task] = Experiment(**values | of)
+    return found, decoders
 
 
-def run(of: TaskExperiment, a: Arguments) -> None:
-    """Train what is missing of a task, decode, and write and print what came of it."""
-    if not (ROOT / "data" / of.task / "meta.json").exists():
-        prepare(Prepare(of.task))
-    seeds = a.seeds or of.experiment.seeds
-    total = suite.number_of_runs(of.experiment, [RECIPE], seeds, a.quick)
-    keep = None if a.quick else RESULTS / f"{of.task}.runs.jsonl"
-    whole = is_whole(a, {of.task: of})
-    folder = RESULTS if whole else suite.OUT / ("quick" if a.quick else "part") / "tasks"
-    with suite.RunsBar(of.task, total) as bar:
-        found = run_task(of, seeds, a.jobs, a.quick, a.limit, bar.done, keep)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{of.task}.json"
-    write_json(file, {"task": of.task, "arms": found, "versions": versions()})
-    print(*task_table(found), f"wrote {file}", sep="\n")
-    if whole and TASKS[of.task].board:
-        write_text(file.with_suffix(".html"), board_page(of, found))
+def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Arguments) -> bool:
+    """Train what is missing of a task, decode, and write and print the results. Returns whether
+    they are complete."""
+    if not (ROOT / "data" / task / "meta.json").exists():
+        prepare(Prepare(task))
+    seeds = a.seeds or experiment.seeds
+    results = Results(None if a.quick else RESULTS / f"{task}.runs.jsonl")
+    found = train(experiment, [RECIPE], seeds, results, jobs=a.jobs, quick=a.quick)
+    entries, systems = found[RECIPE], experiment.recipes[RECIPE]
+
+    def config(system: str, seed: int) -> Config:
+        tuned = entries[system]["tuned"]
+        return experiment.config(RECIPE, systems[system], seed, tuned, a.quick)
+
+    for seed in range(seeds):
+        for entry in entries.values():
+            entry["runs"][seed]["decoders"] = {}
+        for name, values in decoders.items():  # times are compared: one system after the other
+            settings = [f"limit {a.limit}", *(f"{key} {value}" for key, value in values.items())]
+            for system, entry in entries.items():
+                if options := decoding_options(values, task, config(system, seed)):
+                    make = functools.partial(decode, config(system, seed), options, a.limit)
+                    answers = results.of(config(system, seed), [settings], make)
+                    entry["runs"][seed]["decoders"][name] = answers
+    complete = seeds >= experiment.seeds and a.limit is None and not a.quick
+    folder = RESULTS if complete else OUT / ("quick" if a.quick else "part") / "tasks"
+    file, origin = folder / f"{task}.json", {"torch": versions()["torch"]}
+    write_json(file, {"experiment": experiment.name, "recipes": found} | origin)
+    print(*task_table(entries), f"wrote {file}", sep="\n")
+    if complete and TASKS[task].board:
+        html = board_page(task, config("aogpt", 0), decoders[ANY_ORDER])
+        write_text(file.with_suffix(".html"), html)
+    return complete
 
 
-def write_page(known: dict[str, TaskExperiment]) -> None:
+def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions | None:
+    """Options with the task's temperature; None if the model does not support them, as a plain GPT
+    only decodes left to right."""
+    options = replace(
+        DecodingOptions(**values), temperature=TASKS[task].temperature, batch_size=BATCH
+    )
+    options = with_mode_defaults(options)
+    with contextlib.suppress(UserError):
+        check_mode(options, config.model)
+        return options
+
+
+def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
+    """`Answers.summary` of a run on the test split, after a warm-up."""
+    finished_run(config)
+    loaded, questions = load_once(config, limit)
+    answer_alone(loaded, questions.first(options.batch_size), options, config.seed)
+    return answer_alone(loaded, questions, options, config.seed).summary()
+
+
+@functools.lru_cache(maxsize=8)  # the systems of a task, which decode in turn
+def load_once(config: Config, limit: int | None) -> tuple[Loaded, Questions]:
+    loaded = load(config.run_folder)
+    return loaded, open_questions(config.data.folder, "test", loaded, limit)
+
+
+def answer_alone(
+    loaded: Loaded, questions: Questions, options: DecodingOptions, seed: int
+) -> Answers:
+    return answer(loaded, questions, options, seed, Processes(0, 1, torch.device("cpu")))
+
+
+def board_page(task: str, config: Config, values: dict) -> str:
+    """HTML on which some records fill in, the most confident positions first."""
+    finished_run(config)
+    loaded, questions = load_once(config, ON_PAGE)
+    answers = answer_alone(loaded, questions, decoding_options(values, task, config), config.seed)
+    return page_of(loaded, questions, answers, {"task": task, "decoded": ANY_ORDER})
+
+
+def write_page(known: dict[str, Experiment]) -> None:
     """The page and the figure of all tasks that have results."""
     files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
     if not files:
         raise UserError(f"no results in {RESULTS} yet: name a task first")
     with damaged(RESULTS, "make its files again: python -m studies.tasks TASK"):
         found = {task: read_results(file, "make it again") for task, file in files.items()}
-        results = {task: values["arms"] for task, values in found.items()}
-        image, text = figure(results), page(known, results)
+        results = {task: values["recipes"][RECIPE] for task, values in found.items()}
+        text, image = page(known, results), figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS.with_suffix(".md"), text)
     print(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")

@@ -11,7 +11,7 @@ from reference import DECODERS, ENCODERS, make_system, order_through, random_tok
 import eval_infill
 from data.tokenizers import get_tokenizer
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
-from studies.experiments.measures import of_infilling
+from studies.measures import of_infilling
 
 T, TOKENS = 9, 11
 

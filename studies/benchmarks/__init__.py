@@ -1,1 +1,0 @@
-"""Speed, as ratios between systems that run side by side: what bench.py calls."""

@@ -1,0 +1,255 @@
+"""An experiment: run configs under recipes, what is measured of their runs, and claims about it.
+
+A run config is a base configuration with a few keys changed:
+
+    [base]                                  # a configuration, as train.py takes it
+    [run_configs.fast]
+    from = "slow"                           # optional: a run config above, whose changes it inherits
+    description = "the rate decays linearly"
+    tune = { "optim.lr" = [1e-3, 2e-3, 4e-3] }
+    "optim.schedule" = "linear"
+
+A recipe is a set of changes with a value to tune; all run configs are trained under each recipe.
+Runs with the same seed see the same batches and are validated under the same orders, so that
+differences between run configs are paired.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
+from runtime.errors import UserError
+from runtime.validation import FileError, damaged, from_values, read_toml, schema
+from studies.measures import Measure
+from studies.runs import ROOT
+from studies.verdicts import Claim, Ratio
+from training import config as configuration
+from training.config import Config
+
+CONFIGS = ROOT / "studies" / "configs" / "findings"
+OUT = Path("out") / "findings"
+HELPER_SEED = 1000  # a seed that no run config has
+QUICK = {
+    "train.steps": 150,
+    "train.compile": False,  # compiling takes longer than these steps
+    "optim.warmup_steps": 15,
+    "eval.interval": 50,
+    "eval.sequences": 64,
+}
+
+Values = dict[str, float]
+"""A dotted key of the configuration and its value, or nothing where no key is tuned."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str
+    changes: dict
+    """Dotted keys of the configuration whose values differ from the base."""
+    tune: dict[str, list]
+    """A dotted key and the values to try; at most one key."""
+    description: str = ""
+
+    @property
+    def choices(self) -> list[Values]:
+        """What can be tried, in the order of the values under `tune`."""
+        if len(self.tune) > 1:
+            raise UserError(f"{self.name} tunes {', '.join(self.tune)}: choose one of them")
+        return [{key: v} for key, values in self.tune.items() for v in values] or [{}]
+
+    @property
+    def untuned(self) -> Values:
+        """The middle choice."""
+        return self.choices[len(self.choices) // 2]
+
+
+# Other keys of the table are dotted keys of a configuration.
+RunConfigTable = schema(
+    TypedDict(
+        "RunConfigTable", {"from": str, "description": str, "tune": dict[str, list]}, total=False
+    )
+)
+
+
+def read_run_configs(tables: dict[str, dict], source: str) -> dict[str, RunConfig]:
+    """Run configs from the tables of a TOML file, which `source` names in errors."""
+    found: dict[str, RunConfig] = {}
+    for name, table in from_values(tables, dict[str, RunConfigTable], source).items():
+        parent = table.pop("from", None)
+        if parent is not None and parent not in found:
+            raise FileError(f"{source}: {name} is from {parent!r}, which is no run config above it")
+        inherited = found[parent] if parent else RunConfig("", {}, {})
+        description, tune = table.pop("description", ""), table.pop("tune", inherited.tune)
+        tune = {key: values for key, values in tune.items() if key not in table}
+        changes = {k: v for k, v in (inherited.changes | table).items() if k not in tune}
+        found[name] = RunConfig(name, changes, tune, description)
+    return found
+
+
+def config_of(base: dict, run_config: RunConfig, seed: int, tuned: Values, out: Path) -> Config:
+    """The configuration of one run; its folder is OUT/NAME."""
+    values = copy.deepcopy(base)
+    words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
+    name = "_".join([run_config.name, *words, f"s{seed}"])
+    changes = run_config.changes | tuned | {"name": name, "seed": seed, "out": str(out)}
+    for key, value in changes.items():
+        table = values
+        *path, last = key.split(".")
+        for part in path:
+            table = table.setdefault(part, {})  # an unknown key is refused below, by its name
+        table[last] = value
+    return configuration.from_dict(values, f"run config {run_config.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    name: str
+    title: str = ""
+    source: str = ""
+    """Where the claims were made."""
+    setting: str = ""
+    meaning: str = ""
+    """What came out, in words; the verdicts are computed."""
+    kind: str = "training"
+    """The loss or figure that is compared; training: the loss under the training orders."""
+    claims: list[Claim] = field(default_factory=list)
+    ratios: list[Ratio] = field(default_factory=list)
+    seeds: int = 3
+    goal: float | None = None
+    """A loss: how many tokens until a run reaches it?"""
+
+    base: dict = field(default_factory=dict)
+    recipes: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
+    """The run configs under each recipe."""
+    descriptions: dict[str, str] = field(default_factory=dict)
+    """Of the recipes."""
+    alone: dict[str, RunConfig] = field(default_factory=dict)
+    """The run configs without a recipe."""
+    helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
+    """By recipe: runs from which others start, or with which they are measured; not tuned."""
+    measures: list[Measure] = field(default_factory=list)
+    models: str = ""
+    """Another experiment, whose base, recipes and run configs, and so whose runs, are used."""
+    bench: Measure | None = None
+    """In place of run configs: a benchmark, whose systems are compared."""
+    scale: dict[str, dict | str] = field(default_factory=dict)
+    """Changes at the paper's scale (see `at_scale`): under `all`, by run config, and under `fast`
+    by run config in the fast recipe only; `command`: what measures each RUN."""
+    out: Path | None = None
+    """Folder of the runs; by default OUT/NAME."""
+
+    figure: str = ""
+    """curves, families, sweep, averages, lines, points or frontier (studies/figures.py)."""
+    shown: list[str] = field(default_factory=list)
+    """Losses and figures in the table, in a sweep and as points."""
+    x: dict[str, float] = field(default_factory=dict)
+    """The x coordinate of each run config (sweep) or figure (lines); the figures drawn (points)."""
+    x_label: str = ""
+    y_label: str = "nats per token"
+
+    def trained(self, recipe: str) -> list[RunConfig]:
+        """The run configs to train; of another experiment's models those that are measured."""
+        return [
+            one
+            for one in self.recipes[recipe].values()
+            if not self.models or any(measure.applies_to(one.name) for measure in self.measures)
+        ]
+
+    def config(
+        self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False
+    ) -> Config:
+        """The configuration of one run. A fixed order differs from seed to seed."""
+        changes = run_config.changes | (QUICK if quick else {})
+        if self.out is None:
+            changes["order.seed"] = seed
+        start = changes.get("train.init_from")
+        if start in self.helpers.get(recipe, {}):
+            changes["train.init_from"] = str(self.helper(recipe, start, quick).run_folder)
+        out = self.out or OUT / ("quick" if quick else "") / (self.models or self.name)
+        changed = replace(run_config, changes=changes)
+        return config_of(self.base, changed, seed, tuned, out / recipe)
+
+    def helper(self, recipe: str, name: str, quick: bool = False) -> Config:
+        run_config = self.helpers[recipe][name]
+        return self.config(recipe, run_config, HELPER_SEED, run_config.untuned, quick)
+
+    def at_scale(self, recipe: str) -> dict[str, Config]:
+        """By run config, the run that tests the same at the paper's scale: aogpt_small.toml, or the
+        `config` that `scale` names (in the fast recipe its _fast twin), with the changes of the run
+        config or, where a `config` is named, of `scale` alone. None where there is no such file."""
+        found: dict[str, Config] = {}
+        if recipe not in ("fast", "paper" if "paper" in self.recipes else "sinusoidal"):
+            return found
+        for name in self.recipes[recipe]:
+            scaled = self.scale.get("all", {}) | self.scale.get(name, {})
+            if recipe == "fast":
+                scaled |= self.scale.get("fast", {}).get(name, {})
+                scaled.pop("optim.decay_steps", None)  # its rate is 0 at the end of every run
+            changes = {} if "config" in scaled else self.alone[name].changes
+            file = scaled.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
+            path = ROOT / "configs" / f"{file}.toml"
+            if path.is_file():
+                folder = "fast" if recipe == "fast" else "paper"  # the recipe of that file
+                out = OUT / "at_scale" / self.name / folder
+                run_config = RunConfig(name, changes | scaled, {})
+                found[name] = config_of(read_toml(path), run_config, 0, {}, out)
+        return found
+
+
+def experiment_names() -> list[str]:
+    """E2 before E10."""
+    return sorted((p.stem for p in CONFIGS.glob("E*.toml")), key=lambda name: int(name[1:]))
+
+
+def load_experiment(name: str) -> Experiment:
+    """Read studies/configs/findings/NAME.toml. Raises UserError if there is no such file."""
+    path = CONFIGS / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(experiment_names())
+        raise UserError(f"there is no experiment {name!r}; choose one of {known}")
+    with damaged(path, "compare it with another experiment's"):
+        return experiment_of(name, read_values(name), f"experiment {name}")
+
+
+def read_values(name: str) -> dict:
+    """The values of an experiment's file. Its base and recipes are laid over those of common.toml:
+    a recipe over the one with its name, or the one that it is `from`."""
+    values, common = read_toml(CONFIGS / f"{name}.toml"), read_toml(CONFIGS / "common.toml")
+    if "models" in values:
+        of_models = read_values(values["models"])
+        return values | {part: of_models[part] for part in ("base", "recipes", "run_configs")}
+    if "run_configs" in values:
+        base, recipes = common["base"], common["recipes"]
+        for key, table in values.get("base", {}).items():
+            base[key] = base.get(key, {}) | table if isinstance(table, dict) else table
+        values["base"] = base
+        values["recipes"] = {
+            name: recipes.get(recipe.pop("from", name), {}) | recipe
+            for name, recipe in values["recipes"].items()
+        }
+    return values
+
+
+def experiment_of(name: str, values: dict, source: str) -> Experiment:
+    """The experiment of a file's values; `source` names it in errors."""
+    tables, helper_tables = values.pop("run_configs", {}), values.pop("helpers", {})
+    x = values.pop("x", {}) | {n: table.pop("x") for n, table in tables.items() if "x" in table}
+    recipes, helpers, descriptions = {}, {}, {}
+    for recipe, changes in values.pop("recipes", {}).items():
+        descriptions[recipe] = changes.get("description", "")
+        chosen = changes.pop("run_configs", list(tables))
+        # A run config inherits from its recipe, as from a run config above it.
+        inheriting = {n: {"from": "recipe"} | t for n, t in (tables | helper_tables).items()}
+        read = read_run_configs({"recipe": changes} | inheriting, source)
+        recipes[recipe] = {n: read[n] for n in tables if n in chosen}
+        helpers[recipe] = {n: read[n] for n in helper_tables}
+    for key, kind in {"claims": Claim, "ratios": Ratio, "measures": Measure}.items():
+        values[key] = from_values(values.get(key, []), list[kind], source)
+    if "bench" in values:
+        values["bench"] = from_values(values["bench"], Measure, source)
+    parts = {"recipes": recipes, "helpers": helpers, "descriptions": descriptions, "x": x}
+    return Experiment(name=name, alone=read_run_configs(tables, source), **parts, **values)

@@ -1,0 +1,185 @@
+"""Figures of a run besides its validation losses: this project's scripts are run on it, each in a
+process of its own, and their JSON is read. Figures are {name: [value, standard error or None]}.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.generators import NATS_OF_TEXT
+from data.loader import TokenDataset, read_tokens
+from data.tokenizers import END_OF_TEXT, get_tokenizer
+from evaluation.text_measures import mean_and_reach, unigram_entropy
+from runtime.errors import UserError
+from studies.runs import run_alone
+
+Measured = dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A script and its arguments."""
+
+    script: str
+    arguments: tuple[str, ...]
+    """{run} is the run to measure, {data} its dataset, {NAME} one of the experiment's helpers."""
+    quick: tuple[str, ...] = ()
+    """Added by --quick."""
+    run_configs: tuple[str, ...] = ()
+    """Those that it can measure; by default all."""
+
+    def applies_to(self, name: str) -> bool:
+        return not self.run_configs or name in self.run_configs
+
+    def words(self, quick: bool) -> tuple[str, ...]:
+        return self.arguments + (self.quick if quick else ())
+
+
+def measured_by(command: list[str]) -> Measured:
+    """The figures of a script. Raises UserError with its last words if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        done = run_alone(*command, "--json", str(file))
+        if done.returncode:
+            raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+        return READERS[command[0]](json.loads(file.read_text()))
+
+
+def finite(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def of_perplexity(result: dict) -> Measured:
+    """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; with _mM for ensembles of M,
+    _gG for groups of G; gain_ORDERS_mM and DATASET_gain_ORDERS_mM: what an ensemble gains over one
+    order, with a paired error. With several datasets eval_ and gain_ are of the first."""
+    figures: Measured = {}
+    for row in result["results"]:
+        name, size, group = row["orders"], row["ensemble"], row["group"]
+        name += f"_m{size}" * (size > 1) + f"_g{group}" * (group > 1)
+        found = {name: [row["nll"], finite(row["monte_carlo_error"])]}
+        if row["gain"] is not None:
+            found[f"gain_{name}"] = [row["gain"], finite(row["gain_error"])]
+        bits = finite(row["bits_per_byte"])
+        for what, (nats, error) in found.items():
+            figures.setdefault(what if what.startswith("gain_") else f"eval_{what}", [nats, error])
+            if bits is not None:
+                per_nat = bits / row["nll"]
+                figures[f"{row['dataset']}_{what}"] = [nats * per_nat, error and error * per_nat]
+    return figures
+
+
+def of_generation(result: dict) -> Measured:
+    """judge_SETTING and entropy_SETTING (nats per token), nfe_SETTING; SETTING as in
+    t0.9_p0.95_mdm64."""
+    figures: Measured = {}
+    for row in result["rows"]:
+        s = row["sampler"]
+        size = next(filter(None, (s[key] for key in ("steps", "group_size", "draft"))))
+        name = f"t{s['temperature']:g}_p{s['top_p']:g}_{s['mode']}{size}"
+        figures[f"judge_{name}"] = [row["nll"], finite(row["standard_error"])]
+        for key in ("entropy", "nfe"):
+            figures[f"{key}_{name}"] = [row[key], finite(row[f"{key}_standard_error"])]
+    return figures
+
+
+def at_entropy(figures: Measured, entropy: float) -> Measured:
+    """matched_mdmSTEPS: the judge's loss at this entropy of the samples, interpolated linearly
+    between the two settings around it; nothing if all settings are on one side."""
+    settings: dict[str, list[tuple[float, float]]] = {}
+    for name, (loss, _) in figures.items():
+        if name.startswith("judge_"):
+            setting = name.removeprefix("judge_")
+            of_samples = figures[f"entropy_{setting}"][0]
+            settings.setdefault(setting.rpartition("_")[2], []).append((of_samples, loss))
+    found: Measured = {}
+    for steps, points in settings.items():
+        for (low, below), (high, above) in itertools.pairwise(sorted(points)):
+            if low <= entropy <= high:
+                share = (entropy - low) / (high - low)
+                found[f"matched_{steps}"] = [below + share * (above - below), None]
+    return found
+
+
+def of_infilling(result: dict) -> Measured:
+    """nll_left, nll_both (nats per token of the middle); gain, their difference, and gain_low, the
+    lower end of its 95% interval over sentences; rouge1_GIVEN_MODE and so on; GIVEN is passage for
+    last words. Without errors: all runs see the same sentences, and nothing is sampled."""
+    figures: Measured = {}
+    nll = {row["given"]: row["nll"] for row in result["rows"]}
+    for given, values in nll.items():
+        figures[f"nll_{given}"] = [statistics.mean(values), None]
+    for row in result["rows"]:
+        for key in ("rouge_1", "rouge_2", "rouge_l"):
+            name = f"{key.replace('_', '')}_{row['given']}_{row['mode']}"
+            figures[name] = [statistics.mean(row[key]), None]
+    if {"left", "both"} <= nll.keys():
+        pairs = zip(nll["left"], nll["both"], strict=True)
+        mean, half_width = mean_and_reach([left - both for left, both in pairs])
+        figures |= {"gain": [mean, None], "gain_low": [finite(mean - half_width), None]}
+    return figures
+
+
+def of_bench(result: dict) -> dict[str, dict]:
+    """Of bench decode --lengths: by system {"description", "repeats"}, the figures of each repeat:
+    KIND_LENGTH and KIND, its exponent in the length. KIND is seconds, forwards, peak or planned."""
+    systems = {}
+    for name, exponents in result["exponents"].items():
+        repeats = [{} for _ in range(result["settings"]["repeats"])]
+        rows = [row for row in result["rows"] if row["name"] == name]
+        for ending, columns in [
+            ("", exponents),
+            *((f"_{r['length']}", r["by_repeat"]) for r in rows),
+        ]:
+            for kind, values in columns.items():
+                for figures, value in zip(repeats, values, strict=True):
+                    figures[kind + ending] = [value, None]
+        systems[name] = {"description": rows[0]["description"], "repeats": repeats}
+    return systems
+
+
+READERS: dict[str, Callable[[dict], dict]] = {
+    "studies.bench": of_bench,
+    "eval_ppl.py": of_perplexity,
+    "eval_gen.py": of_generation,
+    "eval_infill.py": of_infilling,
+}
+
+
+@functools.cache
+def least_loss(folder: str, sequences: int, size: int) -> float | None:
+    """Nats per token that the generating distribution gives the first validation sequences in
+    blocks of `size`; None if it is unknown."""
+    exact = NATS_OF_TEXT.get(Path(folder).name)
+    if not exact:
+        return None
+    data = TokenDataset(folder, "val", size)
+    blocks = data.blocks(list(range(min(sequences, data.num_blocks))))
+    text = get_tokenizer(data.meta["tokenizer"]).decode(blocks.flatten())
+    return sum(map(exact, text.split(END_OF_TEXT)[:-1])) / blocks.numel()
+
+
+@functools.cache
+def unigram(folder: str) -> float:
+    """Entropy of single tokens of the validation text, nats."""
+    counts = np.bincount(read_tokens(Path(folder), "val"))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+@functools.cache
+def entropy_of_blocks(folder: str, size: int) -> float:
+    """`unigram_entropy` of a block of the validation text, mean of the first thousand blocks."""
+    data = TokenDataset(folder, "val", size)
+    blocks = data.blocks(list(range(min(1000, data.num_blocks))))
+    return statistics.mean(map(unigram_entropy, blocks.tolist()))

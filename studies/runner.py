@@ -1,0 +1,272 @@
+"""The runner of findings, speedrun and tasks: run configs are tuned alike with seed 0, trained over
+seeds and measured, and what every run came to is saved as a row of a JSONL file.
+
+With the file at hand its runs are not trained again. A row is {"run": folder, "key": ..., "result":
+{"seed", "commit", "tokens", "losses", "measured", "tokens_per_second"}}: validation losses by kind
+at each evaluation, and figures {name: [value, standard error or None]}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.loader import find_dataset
+from runtime.errors import UserError
+from runtime.files import json_object, read_lines, write_jsonl
+from runtime.reports import commit
+from runtime.validation import Count, damaged
+from studies.experiment import Experiment, RunConfig, Values
+from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
+from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
+from training import config as configuration
+from training.config import Config
+from training.plan import meta_model
+
+Found = dict[str, dict[str, dict]]
+"""By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
+"parameters", "runs": [the result of each seed]}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    seeds: Count | None = None
+    """By default as many as the experiment says. Fewer give results in out/findings/part."""
+    jobs: Count = 1
+    """Runs in parallel on a CPU, each with one thread."""
+    quick: bool = False
+    """A few steps of every run config, untuned, to see that everything runs. Results go to
+    out/findings/quick."""
+
+
+class Results:
+    """The rows of a JSONL file, and those that are added; its methods may be called by threads."""
+
+    def __init__(self, file: Path | None = None):
+        """file: None saves nothing."""
+        self.file, self.lock = file, threading.Lock()
+        self.rows: dict[str, dict] = {}
+        if file and file.exists():
+            with damaged(file, "remove it, and its runs are trained again"):
+                rows = [json_object(text, place) for place, text in read_lines(file, "results")]
+                self.rows = {row["key"]: row for row in rows}
+
+    def of(self, config: Config, commands: list[list[str]], make: Callable[[], dict]) -> dict:
+        """The result of a run that is measured by these commands: the saved one, or else that of
+        `make`, which is saved."""
+        key = key_of(config, commands)
+        if key not in self.rows:
+            row = {"run": str(config.run_folder), "key": key, "result": make()}
+            with self.lock:
+                self.rows[key] = row
+                if self.file:
+                    write_jsonl(self.file, self.rows.values())
+        return self.rows[key]["result"]
+
+
+def key_of(config: Config, commands: list[list[str]]) -> str:
+    """Identifies a run and its measures. Keys with their default values do not count, so that a new
+    option invalidates no results."""
+    changed = configuration.differences(Config(), config)
+    text = json.dumps(
+        [{key: new for key, (_, new) in changed.items()}, commands], sort_keys=True, default=str
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def commits_of(results: Iterable[dict]) -> str:
+    """All commits of some results, each once; a run that was resumed has several."""
+    return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
+
+
+def search(choices: list, loss_of: Callable[[Values], float]) -> list[tuple[Values, float]]:
+    """Try the middle choice and both neighbours, then neighbours of the best one, until both of its
+    own have been tried: where the loss is flat, chance would lead away from better values. Returns
+    those tried, in their order, with their losses; nothing if there is only one choice."""
+    if len(choices) == 1:
+        return []
+    middle = len(choices) // 2
+    tried = {middle: loss_of(choices[middle])}
+    while True:
+        best = min(tried, key=tried.get)
+        wanted = (middle + 1, middle - 1, best + 1, best - 1)
+        left = [n for n in wanted if 0 <= n < len(choices) and n not in tried]
+        if not left:
+            return [(choices[place], tried[place]) for place in sorted(tried)]
+        tried[left[0]] = loss_of(choices[left[0]])
+
+
+def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
+    """The choice whose run ended lowest; the middle one if none was tried. Raises UserError if all
+    runs diverged, which have infinite losses."""
+    if not tried:
+        return run_config.untuned
+    values, loss = min(tried, key=lambda of_one: of_one[1])
+    if loss == math.inf:
+        raise UserError(f"no run of {run_config.name} ended: lower the values that it tunes")
+    return values
+
+
+def train(
+    experiment: Experiment,
+    recipes: list[str],
+    seeds: int,
+    results: Results,
+    *,
+    jobs: int = 1,
+    processes: int = 1,
+    quick: bool = False,
+) -> Found:
+    """Tune every run config with seed 0, then train its other seeds with the best value, and
+    measure them, `jobs` runs at a time. Nothing is tuned with `quick`.
+
+    Runs are tuned at full length: in short runs, still on the unigram plateau, rates cannot be told
+    apart, and the best one there is not the best one later."""
+    chosen = [(recipe, one) for recipe in recipes for one in experiment.trained(recipe)]
+    tries = [0 if quick or len(one.choices) == 1 else 3 for _, one in chosen]  # usually
+    total = sum(tries) + seeds * len(chosen)
+    bar = tqdm(desc=experiment.name, total=total, unit="run", smoothing=1, disable=None)
+    runner, pool = Runner(experiment, results, processes, quick, bar), ThreadPoolExecutor(jobs)
+    found: Found = {recipe: {} for recipe in recipes}
+    try:
+        tuning = [pool.submit(runner.tune, recipe, one) for recipe, one in chosen]
+        tried = [future.result() for future in tuning]
+        best = [best_of(one, pairs) for (_, one), pairs in zip(chosen, tried, strict=True)]
+        runs = [
+            [pool.submit(runner.run, recipe, one, seed, tuned) for seed in range(seeds)]
+            for (recipe, one), tuned in zip(chosen, best, strict=True)
+        ]
+        for (recipe, one), pairs, tuned, of_one in zip(chosen, tried, best, runs, strict=True):
+            model = meta_model(experiment.config(recipe, one, 0, tuned))
+            grid = one.choices
+            found[recipe][one.name] = {
+                "description": one.description,
+                "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
+                "tuned": tuned,
+                "at_boundary": bool(pairs) and tuned in (grid[0], grid[-1]),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "runs": [future.result() for future in of_one],
+            }
+    finally:  # after an error or an interrupt no further run starts
+        pool.shutdown(cancel_futures=True)
+        bar.close()
+    return found
+
+
+class Runner:
+    """Makes the runs of an experiment; its methods may be called by threads."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        results: Results,
+        processes: int = 1,
+        quick: bool = False,
+        bar: tqdm | None = None,
+    ):
+        self.experiment, self.results, self.processes = experiment, results, processes
+        self.quick, self.bar, self.lock = quick, bar, threading.Lock()
+
+    def tune(self, recipe: str, run_config: RunConfig) -> list[tuple[Values, float]]:
+        """What `search` tries with seed 0."""
+
+        def loss_of(tuned: Values) -> float:
+            config = self.experiment.config(recipe, run_config, 0, tuned, self.quick)
+            losses = self.result(recipe, config, [])["losses"]
+            return losses["training"][-1] if losses else math.inf
+
+        return [] if self.quick else search(run_config.choices, loss_of)
+
+    def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
+        """The result of a run with the experiment's measures."""
+        config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
+        folders = {name: c.run_folder for name, c in self.helpers(recipe).items()}
+        places = {"run": config.run_folder, "data": config.data.folder} | folders
+        commands = [
+            [measure.script, *(word.format(**places) for word in measure.words(self.quick))]
+            for measure in self.experiment.measures
+            if measure.applies_to(run_config.name)
+        ]
+        return self.result(recipe, config, commands)
+
+    def result(self, recipe: str, config: Config, commands: list[list[str]]) -> dict:
+        """The result of a run, which is trained and measured if it is not there."""
+
+        def make() -> dict:
+            for word in (word for command in commands for word in command):
+                if word.startswith("data/"):  # missing data should not stop us after hours of runs
+                    find_dataset(word)
+            with self.lock:  # the first run trains the helpers, the others wait
+                for helper in self.helpers(recipe).values():
+                    finished_run(helper)
+            result = result_of(config, finished_run(config, self.processes))
+            tqdm.write(f"{config.name}: {result['losses'].get('training', ['diverged'])[-1]}")
+            for command in commands if result["tokens"] else ():
+                result["measured"] |= measured_by(command)
+            if any(name.startswith("judge_") for name in result["measured"]):
+                entropy = entropy_of_blocks(config.data.folder, config.model.block_size)
+                result["measured"] |= at_entropy(result["measured"], entropy)
+                result["measured"]["entropy_of_text"] = [entropy, None]
+            return result
+
+        found = self.results.of(config, [words for _, *words in commands], make)
+        if self.bar is not None:
+            self.bar.update()
+        return found
+
+    def helpers(self, recipe: str) -> dict[str, Config]:
+        names = self.experiment.helpers.get(recipe, {})
+        return {name: self.experiment.helper(recipe, name, self.quick) for name in names}
+
+    def helper_results(self, recipes: list[str]) -> Found:
+        return {
+            recipe: {
+                name: self.results.of(config, [], lambda c=config: result_of(c, finished_run(c)))
+                for name, config in self.helpers(recipe).items()
+            }
+            for recipe in recipes
+        }
+
+
+def benchmark(experiment: Experiment, quick: bool) -> Found:
+    """The systems of a benchmark in place of run configs; its repeats stand in for seeds."""
+    bench = experiment.bench
+    found = {}
+    for name, system in measured_by([bench.script, *bench.words(quick)]).items():
+        row = {"commit": commit(), "tokens": [], "losses": {}}
+        runs = [row | {"measured": figures} for figures in system["repeats"]]
+        description = {"description": system["description"], "tuning": [], "tuned": {}}
+        found[name] = description | {"runs": runs}
+    return {"side by side": found}
+
+
+def result_of(config: Config, lines: list[dict] | None) -> dict:
+    """What is saved of a run. losses: `training`, those under its training orders, and others by
+    kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the distance
+    of the last loss from the least possible one, where that is known."""
+    main, losses, tokens = main_loss(config), {}, []
+    measured = {"unigram": [unigram(config.data.folder), None]}
+    for line in validations_of(config, lines):
+        tokens.append(line["tokens"])
+        values = {"training": line[main], "training_error": line.get(main.replace("loss", "error"))}
+        for key, value in line.items():
+            for prefix, ending in (("val_loss_", ""), ("val_error_", "_error")):
+                if key.startswith(prefix):
+                    values[key.removeprefix(prefix) + ending] = value
+        for key, value in values.items():
+            # Six digits are beyond the accuracy of everything here, and halve the file.
+            losses.setdefault(key, []).append(None if value is None else round(value, 6))
+    least = least_loss(config.data.folder, config.eval.sequences, config.model.block_size)
+    if least is not None and tokens:
+        measured["excess"] = [round(line[main] - least, 6), None]
+    result = {"seed": config.seed, "commit": trained_by(config), "tokens": tokens}
+    result |= {"losses": losses, "measured": measured}
+    return result | {"tokens_per_second": speed_of(lines)}

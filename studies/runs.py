@@ -1,0 +1,101 @@
+"""Runs of train.py, each in a process of its own with one thread, resumed if interrupted."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from runtime.errors import UserError
+from runtime.files import write_text
+from runtime.reports import commit
+from training import config as configuration
+from training.config import Config
+from training.metrics import read_metrics
+from training.validation import best_by
+
+ROOT = Path(__file__).resolve().parents[1]
+# By default glibc returns large tensors to the system as soon as they are freed, and the system
+# clears the pages of the next one: nearly half of a step's time with a vocabulary of 50,000.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+
+def main_loss(config: Config) -> str:
+    """The key of metrics.jsonl that a run is judged by: the loss under its training orders."""
+    return f"val_loss_{best_by(config)}"
+
+
+def validations_of(config: Config, lines: list[dict] | None) -> list[dict]:
+    return [line for line in lines or () if main_loss(config) in line]
+
+
+def speed_of(lines: list[dict] | None) -> float | None:
+    """Tokens per second, median of the logged steps; the first line contains the start."""
+    speeds = [line["tokens_per_second"] for line in lines or () if "loss" in line]
+    return statistics.median(speeds[1:] or speeds) if speeds else None
+
+
+def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
+    """The metrics of a run, which is trained to its end first if necessary; None if it diverged,
+    which is a result, too. Raises UserError if training fails otherwise, or was stopped."""
+    if not has_ended(config):
+        file, commits = write_config(config), commits_file(config)
+        known = trained_by(config).split(", ") if commits.exists() else []
+        write_text(commits, ", ".join(dict.fromkeys([*known, commit()])))
+        done = run_alone("train.py", str(file), processes=processes)
+        if done.returncode and "not finite" in done.stderr:
+            return None
+        if done.returncode:
+            status = f"ended with status {done.returncode}"
+            raise UserError(f"{config.run_folder}: {done.stderr.strip()[-500:] or status}")
+        if not has_ended(config):  # a signal stopped it
+            raise UserError(f"{config.run_folder} stopped before its last step; run it again")
+    return read_metrics(config.run_folder / "metrics.jsonl")
+
+
+def has_ended(config: Config) -> bool:
+    """Whether this run has been trained to its end. Raises UserError if the folder holds a run of
+    another configuration."""
+    file = config.run_folder / "config.toml"
+    if not file.exists():
+        return False
+    if changed := configuration.differences(configuration.load_toml(file), config):
+        raise UserError(
+            f"{config.run_folder} holds a run with another {', '.join(changed)}: the run config has "
+            "been changed since; remove the folder, or give the run config another name"
+        )
+    lines = validations_of(config, read_metrics(file.with_name("metrics.jsonl")))
+    return any(line["step"] == config.train.steps for line in lines)
+
+
+def commits_file(config: Config) -> Path:
+    return config.run_folder.with_name(f"{config.name}.commit")
+
+
+def trained_by(config: Config) -> str:
+    """The commit of the code that trained a run; several if another one resumed it."""
+    file = commits_file(config)
+    return file.read_text() if file.exists() else "unknown"
+
+
+def write_config(config: Config) -> Path:
+    """Write the file that a run is trained from, beside its folder; `python train.py FILE` trains
+    the same run by hand."""
+    file = config.run_folder.with_name(f"{config.name}.toml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, configuration.to_toml(config))
+    return file
+
+
+def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
+    """Run a script (FILE.py) or module (studies.bench) to its end, in processes of one thread."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    target = [ROOT / script] if script.endswith(".py") else ["-m", script]
+    return subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), *target, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | KEEP_MEMORY,
+        capture_output=True,
+        text=True,
+    )
