@@ -130,11 +130,8 @@ def decoding_nll(
     length = torch.full((B,), T) if roles is None else roles.lengths
     given = None if roles is None else roles.given[:, : int(length.max())]
     plan = l2r_plan(B, length, given, group)  # equals are taken from left to right
-    step, pace = plan.step, rule.pace
-    if pace or rule.block:  # positions of equal step are those to choose from
-        step = torch.where(step >= 0, plan.order // (rule.block or max(T, 1)), step)
-        pace = pace or Pace(most=group)
-    plan = dataclasses.replace(plan, step=step, pace=pace, unmask_by=rule.score)
+    pace = rule.pace or (Pace(most=group) if rule.block else None)
+    plan = dataclasses.replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     texts = tokens[:, : plan.order.shape[1]].cpu()
     got = generate(model, plan, texts, forced=texts)
     nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)

@@ -16,7 +16,7 @@ import eval_gen
 import sample
 from checkpoints import load as load_checkpoint
 from checkpoints import load_model, store
-from data.tokenizers import BytesTokenizer, get_tokenizer
+from data.tokenizers import BytesTokenizer
 from evaluation import judges, sample_sets, scoring
 from runtime.processes import Processes
 
@@ -252,32 +252,6 @@ def test_the_same_ids_are_scored_directly_and_others_through_text(
     assert_same(direct["per_sample"], through["per_sample"])
 
 
-def test_gpt2s_ids_are_known_to_a_judge_that_has_them(tmp_path):
-    """A tokenizer of transformers with GPT-2's vocabulary (its merges do not matter for ids that
-    are there already)."""
-    import tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-    try:
-        gpt2 = get_tokenizer("gpt2")
-    except ValueError:
-        pytest.skip("GPT-2's tokenizer is not at hand")
-    symbols = byte_symbols()
-    vocabulary = {"".join(symbols[b] for b in gpt2._bytes_of([i])): i for i in range(gpt2.eot)}
-    GPT2LMHeadModel(GPT2Config(n_embd=2, n_layer=1, n_head=1, n_positions=8)).save_pretrained(
-        tmp_path
-    )
-    for shift, same in ((0, True), (1, False)):
-        shifted = {symbol: (i + shift) % gpt2.eot for symbol, i in vocabulary.items()}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=shifted, merges=[]))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-        wrapped.save_pretrained(tmp_path)
-        judge = load(tmp_path)
-        assert judge.has_ids_of("gpt2") is same and not judge.has_ids_of("bytes")
-
-
 def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(bigram):
     """The judge's tokenizer knows a, b and c only. Such a row of a file is an error instead."""
     tokens = [list(text.encode()) for text in ("xyz", TEXT)]
@@ -351,31 +325,6 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
         # the length is known here where it was left out
         for key in ours["settings"].keys() & theirs["settings"].keys() - {"length"}:
             assert ours["settings"][key] == theirs["settings"][key], key
-
-
-def test_compile_reaches_the_engine(report, run, byte_judge, monkeypatch):
-    compiled, generate = [], eval_gen.modes.generate
-    monkeypatch.setattr(
-        eval_gen.modes,
-        "generate",
-        lambda *a, compile, **k: compiled.append(compile) or generate(*a, **k),
-    )
-    common = [run, "--judge", byte_judge, "--num-samples", 2, "--steps", 4]
-    report(*common)
-    report(*common, "--compile")
-    half = len(compiled) // 2
-    assert half and compiled == [False] * half + [True] * half
-
-
-def test_batches_change_no_number(report, run, byte_judge):
-    common = [run, "--judge", byte_judge, *"--num-samples 7 --steps 4 16".split()]
-    common += ["--settings", "1,1", "0.7,0.95", "--batch-size"]
-    expected = report(*common, 1)
-    for size in (3, 20):
-        again = report(*common, size)
-        for row in range(4):
-            assert_same(scores_of(again, row), scores_of(expected, row))
-            assert again["rows"][row]["token_forwards"] == expected["rows"][row]["token_forwards"]
 
 
 @pytest.mark.slow
@@ -458,25 +407,6 @@ def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, enc
         common = [run, encoder, "--judge", run, "--num-samples", 2, "--mode"]
         rows = report(*common, *options.split())["rows"]
         assert [row["seconds"] for row in rows] == [1] * count
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ([], "mdm 16"),
-        (["--mode", "even", "--infill", "a[MASK:3] b[MASK:2]"], "even 5"),
-        (["--mode", "l2r"], "l2r 1"),
-        (["--mode", "speculative"], "speculative 8"),
-    ],
-)
-def test_a_file_of_sample_py_is_named_by_the_size_of_steps_that_it_was_made_with(
-    script, run, tmp_path, options, name
-):
-    path = tmp_path / "samples.jsonl"
-    assert script(sample, run, *options, "--num-samples", 2, "--jsonl", path)[0] == 0
-    status, out, err = script(eval_gen, "--samples", path, "--judge", run)
-    assert status == 0, err
-    assert f"| {name} " in out
 
 
 def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import assert_user_error, read_lines, run_script, torchrun
-from reference import DECODERS, ENCODERS, SYSTEMS, make_system, mask_sets
+from reference import DECODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks
 from checkpoints import Loaded
@@ -207,27 +207,6 @@ def test_any_order_estimates_are_unbiased_given_the_context(adapter, system):
         assert abs(statistics.fmean(values) - exact) < 4 * error, one.args
 
 
-@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
-def test_more_draws_come_closer_and_a_single_position_is_exact(adapter, system):
-    model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
-
-    def estimates(end, draws):
-        for seed in range(8):
-            lm = adapter(model, order="random", num_orders=draws, seed=seed, batch_size=64)
-            yield lm.loglikelihood([request("order", end)])[0][0]
-
-    exact = any_order(model, *tokens_of("order", " of"))
-    errors = [
-        math.sqrt(statistics.fmean((v - exact) ** 2 for v in estimates(" of", draws)))
-        for draws in (1, 64)
-    ]
-    # 64 draws: an eighth of the error expected; from 8 repetitions each, the ratio is within a
-    # factor of 3
-    assert errors[1] < 3 / 8 * errors[0]
-    single = any_order(model, *tokens_of("order", "s"))
-    assert list(estimates("s", 1)) == pytest.approx([single] * 8, abs=EXACT)
-
-
 def test_the_masks_of_a_request_are_stratified_over_their_sizes(adapter):
     """As many masks as positions: one of each size, each weighing n / k, all within the
     continuation."""
@@ -269,24 +248,6 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
     if order == "random":
         other = adapter(system, order=order, num_orders=3, seed=1).loglikelihood(asked[7:8])[0][0]
         assert abs(other - whole[7][0]) > 1e-6
-
-
-def test_a_loaded_model_s_padded_masks_agree_with_masked_log_probs(adapter):
-    """One row of a mixed batch, by hand: weight times the sum over the masked positions."""
-    for system in ENCODERS:
-        lm = adapter(system, num_orders=4)
-        rows = [
-            lm.scoring_pass(*tokens_of(*one.args), draw)
-            for one in requests_of(TEXTS, ENDS[:3])
-            for draw in range(4)
-        ]
-        for row, (value, _) in zip(rows, lm.score(rows), strict=True):
-            masked = torch.zeros(1, len(row.tokens), dtype=torch.bool)
-            masked[0, row.order[row.first :]] = True
-            expected = row.weight * float(
-                lm.model.masked_log_probs(torch.tensor([row.tokens]), masked).sum()
-            )
-            assert value == pytest.approx(expected, abs=EXACT * row.weight)
 
 
 # ---- rolling -------------------------------------------------------------------------------------
@@ -355,16 +316,6 @@ def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(adapter):
     with torch.no_grad():
         lm.model.head.bias[EOT] += 1000
     assert lm.generate_until([request("the", {"max_gen_toks": 12})]) == [""]
-
-
-def test_compile_reaches_the_engine(adapter, monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        harness, "generate", lambda *a, compile, **k: given.append(compile) or generate(*a, **k)
-    )
-    for compile in (False, True):
-        adapter(compile=compile).generate_until([request("a", {"max_gen_toks": 2})])
-    assert given == [False, True]
 
 
 SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
