@@ -129,9 +129,9 @@ SYSTEMS = {  # changes of the model, objective, orders
 
 def system(base, name, **changes):
     model, objective, order = SYSTEMS[name]
-    base = replace(base, name=name.replace(" ", "_"), model=replace(base.model, **model))
-    objective, order = ObjectiveConfig(objective), OrderConfig(order)
-    return change(replace(base, objective=objective, order=order), **changes)
+    model = replace(base.model, **model)
+    config = {"model": model, "objective": ObjectiveConfig(objective), "order": OrderConfig(order)}
+    return change(replace(base, name=name.replace(" ", "_"), **config), **changes)
 
 
 @pytest.fixture(scope="module")
