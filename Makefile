@@ -83,7 +83,7 @@ eval-smoke: $(VENV)/.requirements-dev
 		--orders random --ensemble 1 4 --max-sequences 8 --json $(SMOKE)/two.json --overwrite
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8 \
 		--per-token $(SMOKE)/tokens.npz --overwrite
-	@echo "== 4/8 bfloat16, and how far it is from float32"
+	@echo "== 4/8 bfloat16"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json --overwrite
 	@echo "== 5/8 an encoder, trained for 300 steps: its ELBO"
 	$(PY) train.py configs/debug/encoder.toml --name encoder --out $(SMOKE) --train.steps 300 \
