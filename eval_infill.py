@@ -5,8 +5,7 @@
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
 The likelihood of the sentence is measured given both sides, and given only what is before it; and
-samples are compared with it by ROUGE. A plain GPT can only continue. The last word of a passage
-(--last-word) is predicted from all that is before it.
+samples are compared with it by ROUGE. A plain GPT can only continue.
 """
 
 from __future__ import annotations
@@ -72,26 +71,26 @@ def main() -> None:
     outputs = Outputs(files, [*a.runs, a.data, DATA / a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
-    rows = []
+    rows, cells = [], []
     for run in a.runs:
         loaded = load(run, a.weights, device, a.block_size)
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
-    cells = []
     for row in rows:
         mean, half = mean_and_reach(row["nll"])
         scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
         given = row["run"], row["given"], row["mode"]
         cells.append([*given, f"{mean:.4f}", f"± {half:.4f}", *scores])
     lines = [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
+    origin = provenance(a, dtype, device, rows=rows)
+    origin["settings"] |= origin["settings"].pop("decoding")
     with outputs:
-        outputs.write_json(a.json, provenance(a, dtype, device, rows=rows))
+        outputs.write_json(a.json, origin)
         outputs.write(table, "\n".join(lines) + "\n")
         print(*lines, sep="\n")
 
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
-    """The passages, in blocks of the model's size."""
     dataset = open_eval_set(a.data, a.split, loaded, verify=False).dataset
     tokenizer, size = get_tokenizer(loaded.tokenizer), loaded.model.config.block_size
     if a.last_word:
@@ -116,9 +115,9 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
         nll = torch.cat([middle_nll(model, part, both) for part in parts]).tolist()
         ways = ["l2r", "random", "adaptive"] if both else ["l2r"]
         for mode in [a.decoding.mode] if a.decoding.mode else ways:
-            row = {"run": run, "given": side, "mode": mode, "nll": nll}
             options = modes.with_mode_defaults(dataclasses.replace(a.decoding, mode=mode))
             modes.check_mode(options, model.config)
+            row = {"run": run, "given": side, "mode": mode, "nll": nll}
             rows.append(row | rouge(fill_in(loaded, passages, both, options, a.seed)))
     return rows
 
@@ -133,13 +132,11 @@ def fill_in(
     plan = modes.mode_plan(options, length, known, torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    planned, alone = (
-        modes.PlannedSamples(plan, tokens, uniforms),
-        Processes(0, 1, torch.device("cpu")),
-    )
-    done = modes.generate_distributed(loaded.model, planned, options, loaded.vocab_size, alone)
+    planned = modes.PlannedSamples(plan, tokens, uniforms)
+    alone, size = Processes(0, 1, torch.device("cpu")), loaded.vocab_size
+    samples = modes.generate_distributed(loaded.model, planned, options, size, alone)
     decode = get_tokenizer(loaded.tokenizer).decode
-    pairs = zip(passages.middle(done.tokens), passages.middle(passages.tokens), strict=True)
+    pairs = zip(passages.middle(samples.tokens), passages.middle(passages.tokens), strict=True)
     return [(decode(sample), decode(true)) for sample, true in pairs]
 
 

@@ -10,7 +10,6 @@ orders of the context.
 from __future__ import annotations
 
 import io
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -20,13 +19,12 @@ import torch
 import torch.nn.functional as F
 import tyro
 from annotated_types import Interval
-from torch import Tensor
 
-from checkpoints import Loaded, load
+from checkpoints import load
 from evaluation import likelihood
 from evaluation import perplexity_table as tables
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
-from evaluation.eval_sets import EvalSet, open_eval_set
+from evaluation.eval_sets import open_eval_set
 from evaluation.likelihood import Scorer, Scores, Task
 from model import ModelConfig
 from orders import ORDER_SETTINGS, parse_order, parse_settings
@@ -108,7 +106,7 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError("--bound iw needs --num-orders, and no --target-se")
     for option, values in (("datasets", names), ("orders", a.orders), ("ensemble", a.ensemble)):
         if values is not None and not values:
-            raise UserError(f"--{option} is empty; give at least one value")
+            raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
     if len(set(names)) < len(names):
         raise UserError(f"--datasets {' '.join(a.datasets)}: give each a name of its own")
     table = a.json and a.json.with_suffix(".md")
@@ -194,98 +192,57 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     scorers = scorers_of(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
-    whole_text = any(
-        s.ensembles != (1,) or isinstance(s, likelihood.ScoreEntropy) for s in scorers.values()
-    )
-    for eval_set in eval_sets:
-        if whole_text and eval_set.dataset.of_records:
-            raise UserError(
-                f"{eval_set.name} holds prompts, which neither --ensemble nor score_entropy takes "
-                "into account; leave them out"
-            )
+    needs_text = [n for n, s in scorers.items() if s.ensembles != (1,) or n == "score_entropy"]
+    if needs_text and any(eval_set.dataset.of_records for eval_set in eval_sets):
+        raise UserError(f"ensembles and score_entropy take no prompts; leave out {needs_text[0]}")
     runner = likelihood.BatchRunner(procs, dtype, config.block_size, a.batch_size)
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    report = Report(a, loaded, scorers, eval_sets, origin) if procs.main else None
+    origin["frequencies"] = {s.name: s.frequencies() for s in eval_sets} if procs.main else {}
+    done, lines, per_token = [], [], a.per_token is not None
     for eval_set in eval_sets:
         for name, scorer in scorers.items():
             task = Task(loaded, eval_set, name, scorer)
-            per_token = a.per_token is not None
             scores = likelihood.score(task, runner, a.seed, a.max_draws, a.target_se, per_token)
-            if report:  # written after every task, so that a job that is killed loses none
-                report.add(task, scores)
-                report.write(outputs)
-    if report:
+            done.append((task, scores))
+            if procs.main:  # after every task, so that a job that is killed loses none
+                lines = report(a, done, origin, outputs)
+    if procs.main:
         with outputs:
-            print("\n".join(report.lines()))
+            print("\n".join(lines))
 
 
-@dataclass
-class Report:
-    """What has been scored so far, on the main process."""
-
-    a: Arguments
-    loaded: Loaded
-    scorers: dict[str, Scorer]
-    eval_sets: list[EvalSet]
-    origin: dict
-
-    def __post_init__(self):
-        self.frequencies = {s.name: s.frequencies() for s in self.eval_sets}
-        self.results: list[dict] = []
-        self.arrays: dict[str, np.ndarray] = {}  # of --per-token
-        self.losses: dict[str, dict[str, Tensor]] = {}  # by text and orders, (N, D)
-        self.weights: dict[str, Tensor] = {}  # by text, (N,)
-
-    def add(self, task: Task, scores: Scores) -> None:
-        text = task.eval_set.name
-        self.results += tables.result_rows(task, scores, self.a.weights)
-        self.losses.setdefault(text, {})[task.name] = scores.losses
-        scored = task.scored_tokens().double()
-        self.weights[text] = scored / scored.mean()
-        if scores.token_nll is not None:
-            # 1 is the ensemble size: ensembles do not score every token.
-            self.arrays[f"{text}/{task.name}/1/nll"] = scores.token_nll.numpy()
-
-    def disagreements(self) -> list[dict]:
-        found = (
-            tables.disagreements(text, losses, self.weights[text])
-            for text, losses in self.losses.items()
-        )
-        return list(itertools.chain.from_iterable(found))
-
-    def lines(self) -> list[str]:
-        """The table and its notes."""
-        a, lines = self.a, [self.loaded.describe(), ""]
-        lines += tables.markdown(self.results, self.frequencies)
-        lines += ["", *tables.notes(self.results, a.target_se)]
-        without = [name for name, scorer in self.scorers.items() if scorer.ensembles == (1,)]
-        if set(a.ensemble) != {1} and without:
+def report(
+    a: Arguments, done: list[tuple[Task, Scores]], origin: dict, outputs: Outputs
+) -> list[str]:
+    """Write the files that are asked for; the lines of the table and its notes."""
+    results = [row for task, scores in done for row in tables.result_rows(task, scores, a.weights)]
+    found = {"results": results} | origin
+    lines = [done[0][0].loaded.describe(), "", *tables.markdown(results, origin["frequencies"])]
+    lines += ["", *tables.notes(results, a.target_se)]
+    if set(a.ensemble) != {1}:
+        without = dict.fromkeys(task.name for task, _ in done if task.scorer.ensembles == (1,))
+        if without:
             lines.append(f"no ensembles of {', '.join(without)}: they are of uniform orders")
-        if set(a.ensemble) != {1} and a.per_token:
-            lines.append(f"{a.per_token} holds M = 1 only: ensembles do not score every token")
-        if a.disagreement:
-            lines += ["", *tables.disagreement_table(self.disagreements())]
-        return lines
-
-    def write(self, outputs: Outputs) -> None:
-        """The files that are asked for."""
-        a, found = self.a, {"results": self.results, "frequencies": self.frequencies}
-        if a.disagreement:
-            found["disagreements"] = self.disagreements()
-        if a.json:
-            outputs.write_json(a.json, found | self.origin)
-            outputs.write(a.json.with_suffix(".md"), "\n".join(self.lines()) + "\n")
         if a.per_token:
-            outputs.write(a.per_token, npz_of(self.eval_sets, self.arrays))
+            lines.append(f"{a.per_token} holds M = 1 only: ensembles do not score every token")
+    if a.disagreement:
+        found["disagreements"] = tables.disagreements(done)
+        lines += ["", *tables.disagreement_table(found["disagreements"])]
+    outputs.write_json(a.json, found)
+    outputs.write(a.json and a.json.with_suffix(".md"), "\n".join(lines) + "\n")
+    if a.per_token:
+        outputs.write(a.per_token, npz_of(done))
+    return lines
 
 
-def npz_of(eval_sets: list[EvalSet], arrays: dict[str, np.ndarray]) -> bytes:
-    """An .npz file of arrays: TEXT/ORDERS/1/nll (N, T), NaN where a token is not scored;
-    TEXT/tokens (N, T) in sequence order, -1 after the end of a shorter last row; TEXT/blocks
-    (N,)."""
-    arrays = dict(arrays)
-    for eval_set in eval_sets:
+def npz_of(done: list[tuple[Task, Scores]]) -> bytes:
+    """An .npz file of arrays: TEXT/ORDERS/1/nll (N, T), NaN where a token is not scored (1: not an
+    ensemble); TEXT/tokens (N, T) in sequence order, -1 after the end of a shorter last row;
+    TEXT/blocks (N,)."""
+    arrays, file = {}, io.BytesIO()
+    for (_, eval_set, name, _), scores in done:
+        arrays[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll.numpy()
         blocks = min(eval_set.count, eval_set.dataset.num_blocks)
         tokens = eval_set.tokens(range(blocks))
         if eval_set.count > blocks:
@@ -294,7 +251,6 @@ def npz_of(eval_sets: list[EvalSet], arrays: dict[str, np.ndarray]) -> bytes:
             tokens = torch.cat([tokens, rest])
         arrays[f"{eval_set.name}/tokens"] = tokens.numpy()
         arrays[f"{eval_set.name}/blocks"] = np.arange(eval_set.count)
-    file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     return file.getvalue()
 

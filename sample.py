@@ -39,7 +39,7 @@ from sampling.modes import (
     with_mode_defaults,
 )
 from sampling.page import PageSample, render
-from sampling.records import generation_cost, sample_records, with_settings
+from sampling.records import generation_cost, sample_records
 
 MAX_PROMPTS, PROMPT_CHARACTERS = 100_000, 64 << 20  # of a file, all together
 
@@ -121,7 +121,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     records = sample_records(samples, tokenizer, prompts, a.until_end)
     with outputs:
         if a.jsonl:
-            outputs.write_jsonl(a.jsonl, with_settings(records, cost, settings))
+            rows = [record | cost | {"settings": settings} for record in records]
+            outputs.write_jsonl(a.jsonl, rows)
         if a.html:
             outputs.write(a.html, page(records, tokenizer, settings | cost))
         print_samples(records, tokenizer)

@@ -1,7 +1,7 @@
 """Train an AO-GPT, alone or under torchrun.
 
-    python train.py configs/quickstart.toml
-    torchrun --nproc_per_node=8 train.py configs/aogpt_small.toml --optim.lr 3e-4
+    python train.py configs/quickstart.toml --optim.lr 3e-4
+    torchrun --nproc_per_node=8 train.py configs/aogpt_small.toml
 
 Options override keys of the config file. Those that people change most:
 

@@ -23,7 +23,7 @@ from checkpoints.errors import CheckpointError
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
-from runtime.validation import Count, FileError, NonNegative, from_values, read_json, schema
+from runtime.validation import Count, NonNegative, from_values, read_json, schema
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
@@ -81,7 +81,7 @@ def load(
             model, origin = _from_file(file, weights)
     except CheckpointError:
         raise
-    except (UserError, FileError) as error:
+    except UserError as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
     if block_size is not None:
         set_block_size(model, block_size)

@@ -31,7 +31,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 from checkpoints.errors import CheckpointError
 from runtime.errors import UserError
 from runtime.files import sha256_file, sync_folder, write_text
-from runtime.validation import Count, FileError, NonNegative, from_values, read_json, schema
+from runtime.validation import Count, NonNegative, from_values, read_json, schema
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
@@ -153,7 +153,7 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
         for name in names[share]:
             if sha256_file(path / name) != sums[name]:
                 raise CheckpointError(f"{path} is damaged (checksum of {name})")
-    except (UserError, FileError, OSError) as error:
+    except (UserError, OSError) as error:
         raise CheckpointError(str(error)) from error
     return contents
 

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from model import ModelConfig
 from runtime.errors import UserError
-from runtime.validation import Count, FileError, from_values, schema
+from runtime.validation import Count, from_values, schema
 from variants import check_config
 
 
@@ -47,7 +47,7 @@ def read(
             state = _averaged(state, average, names)
         if unknown := sorted(state.keys() - names.keys()):
             raise UserError(f"the model has no place for {listed(unknown)}")
-    except (UserError, FileError) as error:
+    except UserError as error:
         raise UserError(f"its tensors are named as in {system}, but {error}") from None
     tensors = {names[theirs]: tensor for theirs, tensor in state.items()}
     if tensors.get("start", torch.empty(0)).dim() == 2:  # a table of one row

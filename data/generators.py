@@ -73,13 +73,12 @@ def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
     squares = [[tuple(range(size))]]
     for first in range(1, size):
         rows = [row for row in itertools.permutations(range(size)) if row[0] == first]
-        pairs = itertools.product(squares, rows)
-        squares = [[*above, row] for above, row in pairs if all(map(_differ, above, [row] * size))]
+        squares = [
+            [*above, row]
+            for above, row in itertools.product(squares, rows)
+            if all(a != b for other in above for a, b in zip(other, row, strict=True))
+        ]
     return [np.array(square) for square in squares]
-
-
-def _differ(row: tuple, other: tuple) -> bool:
-    return all(a != b for a, b in zip(row, other, strict=True))
 
 
 def latin5(rng: np.random.Generator) -> str:

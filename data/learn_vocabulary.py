@@ -12,20 +12,18 @@ import base64
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where `data` is a package
 
 import tyro
-from annotated_types import Interval
 
 from data.sources import TEXT_FILES, local_files
 from data.tokenizers import GPT2_WORDS
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
-from runtime.validation import LARGEST, check_values
+from runtime.validation import Count, check_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Learn(OutputOptions):
     """Text files, or .jsonl files whose rows have a "text"."""
     out: Path
     """File to write."""
-    size: Annotated[int, Interval(ge=256, le=LARGEST)] = 2047
+    size: Count = 2047
     """Tokens, 256 of them single bytes; end-of-text comes on top."""
 
 

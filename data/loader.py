@@ -18,7 +18,6 @@ from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.catalogue import DATASETS
-from data.tokenizers import TOKENIZERS
 from runtime import randomness
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -29,7 +28,7 @@ if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPE = np.dtype("<u2")  # of token files; all tokenizers have fewer ids
 LENGTHS = 8  # that a batch can be shortened to: torch.compile makes code for each of them
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
@@ -52,17 +51,13 @@ class Meta(TypedDict):
     tokenizer: str
     vocab_size: Count
     eot: NonNegative
-    dtype: Literal["uint16", "uint32"]
+    dtype: Literal["uint16"]
     splits: dict[str, Split]
     protocol: NotRequired[str]
     block_size: NotRequired[Count | None]
     split: NotRequired[str | None]
     notes: NotRequired[list[str]]
     settings: NotRequired[dict[str, Any]]
-
-
-def dtype_name(vocab_size: int) -> str:
-    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def find_dataset(name) -> Path:
@@ -100,10 +95,6 @@ def load_meta(folder) -> Meta:
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
-    tokenizer = TOKENIZERS.get(meta["tokenizer"])
-    if tokenizer and meta["vocab_size"] != tokenizer.vocab_size:
-        wrong = f"vocab_size is {meta['vocab_size']}, but {tokenizer.name} has"
-        raise UserError(f"{path}: {wrong} {tokenizer.vocab_size} ids; {ADVICE}")
     return meta
 
 
@@ -113,20 +104,18 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
     if split not in meta["splits"]:
         splits = ", ".join(map(repr, meta["splits"]))
         raise UserError(f"{folder} has no split {split!r}; its splits are {splits}")
-    entry, dtype = meta["splits"][split], DTYPES[meta["dtype"]]
+    entry = meta["splits"][split]
     count, token_file = entry["tokens"], Path(folder) / entry["file"]
-    files = [(token_file, entry["sha256"], count * dtype.itemsize)]
+    files = [(token_file, entry["sha256"], count * DTYPE.itemsize)]
     if roles := entry.get("roles"):
         files.append((token_file.with_name(roles["file"]), roles["sha256"], count))
     for path, sha256, size in files:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, although meta.json lists it; {ADVICE}")
         if path.stat().st_size != size:
             found = f"{path.stat().st_size:,} bytes, but {count:,} tokens need {size:,}"
             raise UserError(f"{path} has {found}: it is damaged; copy it, or {ADVICE}")
         if verify and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
-    ids = np.memmap(token_file, dtype, mode="r")
+    ids = np.memmap(token_file, DTYPE, mode="r")
     for start in range(0, count if verify else 1, IDS_AT_ONCE):
         if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta["vocab_size"]:
             known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
@@ -137,7 +126,7 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
     """All ids of a split (n,), memory-mapped. Raises as `check_file` does."""
     meta = load_meta(folder)
-    return np.memmap(check_file(folder, meta, split, verify), DTYPES[meta["dtype"]], mode="r")
+    return np.memmap(check_file(folder, meta, split, verify), DTYPE, mode="r")
 
 
 class TokenDataset:

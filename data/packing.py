@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data.detokenisers import detokenise
-from data.loader import DTYPES, dtype_name
+from data.loader import DTYPE
 from data.prompts import encode_example
 from data.sources import Corpus, Piece, safe_place
 from data.tokenizers import Tokenizer
@@ -108,14 +108,13 @@ def _split_one_document(
 
 def encode_documents(tokenizer: Tokenizer, rules: str | None, batch: list[Piece]) -> Encoded:
     """Ids with end-of-text after every document. rules: of `detokenise`, for whole documents."""
-    dtype = DTYPES[dtype_name(tokenizer.vocab_size)]
     arrays, ends, size = [], [], 0
     for text, end in batch:
         ids = tokenizer.encode_array(detokenise(rules, text) if rules else text)
-        arrays.append(ids.astype(dtype, copy=False))
+        arrays.append(ids.astype(DTYPE, copy=False))
         size += ids.size + end
         if end:
-            arrays.append(np.array([tokenizer.eot], dtype))
+            arrays.append(np.array([tokenizer.eot], DTYPE))
             ends.append(size)
     return np.concatenate(arrays), np.array(ends, np.int64), None
 
@@ -126,8 +125,7 @@ def encode_examples(
     """A block for each piece; end: see `encode_example`."""
     pairs = [encode_example(text, tokenizer, block_size, end) for text, _ in batch]
     ids, roles = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    ids = ids.astype(DTYPES[dtype_name(tokenizer.vocab_size)])
-    return ids, np.arange(1, len(pairs) + 1) * block_size, roles
+    return ids.astype(DTYPE), np.arange(1, len(pairs) + 1) * block_size, roles
 
 
 def encode_all(
@@ -163,9 +161,8 @@ def batches(pieces: Iterable[RoutedPiece]) -> Iterator[tuple[str, list[Piece]]]:
 class SplitFile:
     """The token file of a split as it is written."""
 
-    def __init__(self, path: Path, vocab_size: int, protocol: str, block_size: int | None):
+    def __init__(self, path: Path, protocol: str, block_size: int | None):
         self.path, self.protocol, self.block_size = path, protocol, block_size
-        self.dtype = DTYPES[dtype_name(vocab_size)]
         self.tokens = self.documents = 0
         self._ends: list[np.ndarray] = []  # where shards start depends on the number of rows
         self._files = [open(path, "wb")]
@@ -193,13 +190,13 @@ class SplitFile:
 
     def _pack(self) -> int:
         """Drop what fills no block, in place; returns the number of tokens left."""
-        tokens, size = np.memmap(self.path, self.dtype, mode="r+"), 0
+        tokens, size = np.memmap(self.path, DTYPE, mode="r+"), 0
         for start, stop in kept_ranges(np.concatenate(self._ends), self.block_size):
             if start > size:
                 tokens[size : size + stop - start] = tokens[start:stop]
             size += stop - start
         tokens.flush()
-        os.truncate(self.path, size * self.dtype.itemsize)
+        os.truncate(self.path, size * DTYPE.itemsize)
         if size == 0:
             few = (
                 f"the {self.path.stem} split has {self.tokens:,} tokens in {self.documents:,} rows"

@@ -1,9 +1,8 @@
 """Turn text into token files for training and evaluation.
 
-Writes a folder with train.bin, val.bin or test.bin (token ids, flat, little-endian uint16, uint32
-for more than 65536 ids, end-of-text after every document), train.roles.bin, ... for prompts
-(data/prompts.py) and meta.json. An interrupted run leaves nothing behind; a finished dataset is not
-made twice. The result depends on the source, the options and the seed, not on the workers.
+Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, end-of-text
+after every document), train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves
+nothing behind; a finished dataset is not made twice. The result does not depend on the workers.
 
 examples:
   python data/prepare.py stories
@@ -36,7 +35,7 @@ import tyro
 from annotated_types import Interval
 
 from data.catalogue import DATASETS, SPLITS, Dataset
-from data.loader import DTYPES, check_file, dtype_name, load_meta
+from data.loader import DTYPE, check_file, load_meta
 from data.packing import SplitFile, encode_all, encode_documents, encode_examples, in_words, route
 from data.sources import Corpus
 from data.tokenizers import Tokenizer, get_tokenizer
@@ -132,7 +131,7 @@ def prepare(args: Prepare) -> Path:
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     clear_leftovers(target)
     if is_finished(target, meta, args.overwrite):
-        print(f"{shown(target)} holds this dataset already: nothing to do (--overwrite redoes it)")
+        print(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
     with staging(target) as folder:
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
@@ -159,10 +158,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (args.seed and not drawn, f"{has_splits} --seed"),
         (share and not drawn, f"{has_splits} --val-fraction"),
         (files and source != "always", f"{name} takes no --val or --test files"),
-        (
-            args.split and (files or share),
-            "--split is of all documents: leave out the other splits",
-        ),
+        (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),
         (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
@@ -200,7 +196,7 @@ def metadata(
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "dtype": dtype_name(tokenizer.vocab_size),
+        "dtype": "uint16",
         "protocol": args.protocol,
         "packing": in_words(args.protocol, args.block_size),
         "block_size": args.block_size,
@@ -230,8 +226,8 @@ def write_splits(
     with tqdm(unit=" tokens", unit_scale=True, mininterval=interval) as bar:
         for split, encoded in encode_all(pieces, encode, workers):
             if split not in files:
-                packing = tokenizer.vocab_size, args.protocol, args.block_size
-                files[split] = SplitFile(folder / f"{split}.bin", *packing)
+                path = folder / f"{split}.bin"
+                files[split] = SplitFile(path, args.protocol, args.block_size)
             files[split].write(*encoded)
             bar.update(encoded[0].size)
     if not files:
@@ -268,23 +264,17 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
             check_file(target, found, split, verify=True)
     except (UserError, FileNotFoundError) as error:
         raise UserError(f"{target} holds a damaged dataset ({error}): {advice}") from error
-    # Folders from before there were protocols do not name them.
-    before = {"protocol": "full"} | found.get("settings", {})
-    differences = [
-        f"{key} was {before.get(key)!r}, now {value!r}"
-        for key, value in meta["settings"].items()
-        if before.get(key) != value
-    ] + ["the source has changed"] * (found.get("source") != meta["source"])
-    if differences:
-        made = f"holds a dataset made with other settings ({'; '.join(differences)})"
-        raise UserError(f"{target} {made}: {advice}")
+    before = found.get("settings", {})
+    changed = [key for key, value in meta["settings"].items() if before.get(key) != value]
+    changed += ["source"] * (found.get("source") != meta["source"])
+    if changed:
+        raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
 
 
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, which replaces it at the end; removed where that fails."""
-    clear_leftovers(target)
     beside = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
     try:
         (beside / "new").mkdir(parents=True)
@@ -304,8 +294,8 @@ def clear_leftovers(target: Path) -> None:
     """Remove what killed runs of this machine have left beside `target`."""
     prefix = f".{target.name}.partial-{socket.gethostname()}-"
     for path in target.parent.glob(glob.escape(prefix) + "*"):
-        pid = int(path.name.removeprefix(prefix))
-        if pid == os.getpid() or not is_alive(pid):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
             _remove(path, target)
 
 
@@ -317,9 +307,9 @@ def _remove(beside: Path, target: Path) -> None:
 
 def report(target: Path, meta: dict) -> None:
     """Print what was made, and which command comes next."""
-    name = shown(target)
+    name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
-        size = entry["tokens"] * DTYPES[meta["dtype"]].itemsize / 1e6
+        size = entry["tokens"] * DTYPE.itemsize / 1e6
         line = f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents"
         print(f"{line}  {size:>10,.1f} MB  {entry['dropped_tokens']:,} tokens dropped")
     print(f"in {name}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
@@ -335,12 +325,6 @@ def report(target: Path, meta: dict) -> None:
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
     print(f"next: python train.py configs/{config}.toml{options}")
-
-
-def shown(path: Path) -> str:
-    """The path as the user would type it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 if __name__ == "__main__":

@@ -229,7 +229,6 @@ class Colouring(Task):
 
 DIGITS = 5
 FACTS, NAME = 400, 4  # number of facts, letters of a name
-WORD = 8
 
 
 class Addition(Task):
@@ -283,16 +282,6 @@ class Reversal(Task):
         return f":{other}{name}" if self.split_of(key) == "train" else name + as_prompt(f":{other}")
 
 
-class Mirror(Task):  # letters, and the same ones backwards: every order is as good
-    name, length = "mirror", 2 * 12 + 1
-
-    def draw(self, rng):
-        return letters(rng, 12) + "="
-
-    def answer(self, key, rng):
-        return key[-2::-1]
-
-
 class Parity(Task):  # bits, and the parity of each and all before it: left to right, a step a bit
     name, length = "parity", 2 * 20 + 1
 
@@ -303,64 +292,67 @@ class Parity(Task):  # bits, and the parity of each and all before it: left to r
         return "".join(str(key[: i + 1].count("1") % 2) for i in range(20))
 
 
-class Copy(Task):
-    """Letters, and the same again. The accuracy that parallel decoding can reach is known exactly,
-    as for the next two (ParallelBench, arXiv 2510.04767)."""
-
-    name, length, start = "copy", 2 * WORD + 1, WORD + 1
+class Letters(Task):  # and what is made of them
+    def __init__(self, name, size, change, fits=None, limit=None):
+        self.name, self.size, self.change, self.limit = name, size, change, limit
+        self.length, self.start, self.fits = 2 * size + 1, size + 1, fits or self.fits
 
     def draw(self, rng):
-        return letters(rng, WORD) + "="
+        return letters(rng, self.size) + "="
 
     def answer(self, key, rng):
-        return key[:WORD]
-
-    def limit(self, groups: Sequence[int]) -> float:
-        return 1.0
+        return self.change(key[:-1], rng)
 
 
-class Replace(Copy):
-    """Letters, and the same with one of them, at random, replaced by a question mark."""
-
-    name = "replace"
-
-    def answer(self, key, rng):
-        place = rng.integers(WORD)
-        return key[:place] + "?" + key[place + 1 : WORD]
-
-    def fits(self, answer, key, made):
-        new = [a for a, b in zip(answer, key, strict=False) if a != b]
-        return len(answer) == WORD and new == ["?"]
-
-    def limit(self, groups):
-        """With r positions left and none replaced yet, each is replaced with probability 1 / r,
-        independently within a group; once one is, the others are certain."""
-        left, none_yet, right = sum(groups), 1.0, 0.0
-        for size in groups:
-            right += none_yet * (size / left * (1 - 1 / left) ** (size - 1))
-            none_yet *= (1 - 1 / left) ** size
-            left -= size
-        return right
+def one_replaced(word: str, rng: np.random.Generator) -> str:
+    place = rng.integers(len(word))
+    return word[:place] + "?" + word[place + 1 :]
 
 
-class Shuffle(Copy):  # letters, and the same ones in another order
-    name = "shuffle"
-
-    def answer(self, key, rng):
-        return "".join(key[i] for i in rng.permutation(WORD))
-
-    def fits(self, answer, key, made):
-        return sorted(answer) == sorted(made)
-
-    def limit(self, groups):
-        """With r letters left each position of a group takes any of them with probability 1 / r;
-        all of a group must differ."""
-        left, right = sum(groups), 1.0
-        for size in groups:
-            right *= math.perm(left, size) / left**size
-            left -= size
-        return right
+def is_one_replaced(answer: str, key: str, made: str) -> bool:
+    new = [a for a, b in zip(answer, key, strict=False) if a != b]
+    return len(answer) == len(made) and new == ["?"]
 
 
-ALL = (Sudoku, Star, Addition, Reversal, Mirror, Parity, Colouring, Copy, Replace, Shuffle)
-TASKS: dict[str, Task] = {task.name: task() for task in ALL}
+def replace_limit(groups: Sequence[int]) -> float:
+    """With r positions left and none replaced yet, each is replaced with probability 1 / r,
+    independently within a group; once one is, the others are certain."""
+    left, none_yet, right = sum(groups), 1.0, 0.0
+    for size in groups:
+        right += none_yet * (size / left * (1 - 1 / left) ** (size - 1))
+        none_yet *= (1 - 1 / left) ** size
+        left -= size
+    return right
+
+
+def shuffle_limit(groups: Sequence[int]) -> float:
+    """With r letters left each position of a group takes any of them with probability 1 / r; all of
+    a group must differ."""
+    left, right = sum(groups), 1.0
+    for size in groups:
+        right *= math.perm(left, size) / left**size
+        left -= size
+    return right
+
+
+# Of the last three, the accuracy that parallel decoding can reach is known exactly (ParallelBench,
+# arXiv 2510.04767).
+ALL = (
+    Sudoku(),
+    Star(),
+    Addition(),
+    Reversal(),
+    Letters("mirror", 12, lambda word, rng: word[::-1]),  # every order is as good
+    Parity(),
+    Colouring(),
+    Letters("copy", 8, lambda word, rng: word, limit=lambda groups: 1.0),
+    Letters("replace", 8, one_replaced, is_one_replaced, replace_limit),
+    Letters(
+        "shuffle",
+        8,
+        lambda word, rng: "".join(word[i] for i in rng.permutation(8)),
+        lambda answer, key, made: sorted(answer) == sorted(made),
+        shuffle_limit,
+    ),
+)
+TASKS: dict[str, Task] = {task.name: task for task in ALL}

@@ -49,8 +49,6 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
     for path in paths:
         if path.is_dir():
             raise UserError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file")
         files[path] = find_reader(path.name, readers, str(path))
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         description.append({"file": path.name, **facts})
@@ -58,7 +56,7 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
     def pieces() -> Iterator[Piece]:
         for path, read in files.items():
             with unpacked(path) as stream:
-                yield from not_empty(read(stream, str(path), field), str(path))
+                yield from at_least(1, read(stream, str(path), field), str(path), "leave it out")
 
     return Corpus(pieces, description)
 
@@ -96,12 +94,14 @@ def decoded(stream: BinaryIO, name: str, newline: str | None) -> Iterator[TextIO
         raise UserError(f"{name}: not UTF-8 ({what}); {advice}") from error
 
 
-def not_empty(pieces: Iterable[Piece], name: str) -> Iterator[Piece]:
-    piece = None
+def at_least(number: int, pieces: Iterable[Piece], name: str, advice: str) -> Iterator[Piece]:
+    """The same pieces; raises UserError at the end if they are fewer."""
+    found = 0
     for piece in pieces:
+        found += 1
         yield piece
-    if piece is None:
-        raise UserError(f"{name} holds no documents; leave it out")
+    if found < number:
+        raise UserError(f"{name}: {found:,} of at least {number:,} documents; {advice}")
 
 
 def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
@@ -184,17 +184,17 @@ def read_tables(tables: Callable, field: str, name: str, problem: str) -> Iterat
 
 
 def hub_rows(
-    name: str, repository: str, config: str | None, split: str, field: str, expected: int = 0
+    name: str, repository: str, config: str | None, split: str, field: str, rows: int
 ) -> Corpus:
-    """A split of a dataset on the Hugging Face hub. name: of the dataset here. expected: a number
-    of rows; the split is then downloaded as a whole first, and kept, else streamed."""
+    """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here. rows: how
+    many there are."""
 
     def tables() -> Iterable:
         from datasets import load_dataset
 
-        options = {"split": split, "streaming": not expected}
+        options = {"split": split, "streaming": True}
         try:
-            rows = load_dataset(repository, config, **options)
+            streamed = load_dataset(repository, config, **options)
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
@@ -202,33 +202,33 @@ def hub_rows(
             # keeps a converted copy, in folders CONFIG/SPLIT or CONFIG/partial-SPLIT.
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
             copy = {"data_files": files, "revision": "refs/convert/parquet"}
-            rows = load_dataset(repository, **copy, **options)
-        if expected:
-            check_complete(name, len(rows), expected)
-        return rows.with_format("arrow").iter(ROWS)
+            streamed = load_dataset(repository, **copy, **options)
+        return streamed.with_format("arrow").iter(ROWS)
 
     def pieces() -> Iterator[Piece]:
-        yield from read_tables(
-            tables, field, repository, f"the hub failed; {without_network(name)}"
-        )
+        advice = without_network(name)
+        found = read_tables(tables, field, repository, f"the hub failed; {advice}")
+        yield from at_least(rows, found, repository, advice)
 
     source = {"dataset": repository} | ({} if config is None else {"config": config})
     return Corpus(pieces, [source])
 
 
-def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str) -> Corpus:
+def downloaded_file(
+    name: str, url: str, readers: dict[str, Reader], field: str, rows: int
+) -> Corpus:
     """The file at an address, held in memory."""
 
     def pieces() -> Iterator[Piece]:
         import urllib.request
 
-        read = find_reader(url.rpartition("/")[2], readers, url)
+        read, advice = find_reader(url.rpartition("/")[2], readers, url), without_network(name)
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            raise UserError(f"{url}: {cause(error)}; {without_network(name)}") from error
-        yield from not_empty(read(stream, url, field), url)
+            raise UserError(f"{url}: {cause(error)}; {advice}") from error
+        yield from at_least(rows, read(stream, url, field), url, advice)
 
     return Corpus(pieces, [{"url": url}])
 
@@ -238,12 +238,6 @@ def without_network(name: str) -> str:
         f"pip install datasets, or download the files of {name} where there is a network and pass "
         f"them: python data/prepare.py {name} --source FILE.parquet ... (--help: other kinds)"
     )
-
-
-def check_complete(name: str, found: int, expected: int) -> None:
-    if found < expected:
-        advice = "download the files and pass them with --source"
-        raise UserError(f"{name}: {found:,} of {expected:,} documents were served; {advice}")
 
 
 def cause(error: BaseException) -> str:

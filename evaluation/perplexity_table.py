@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 
-from torch import Tensor
-
 from evaluation.estimates import estimate
 from evaluation.likelihood import Scores, Task
 from evaluation.published import published_perplexity
@@ -129,23 +127,24 @@ def notes(results: list[dict], target_se: float | None) -> list[str]:
 # ---- orders compared -----------------------------------------------------------------------------
 
 
-def disagreements(dataset: str, losses: dict[str, Tensor], weights: Tensor) -> list[dict]:
+def disagreements(done: list[tuple[Task, Scores]]) -> list[dict]:
     """How far the likelihoods of the same texts differ between every two orders, and between two
     draws of the same ones, in nats per token. One joint distribution would give a text the same
-    probability along every order (chain-rule deviation, arXiv 2606.00997).
-
-    losses: by the name of the orders, (N, D) exact likelihoods of each sequence in each draw;
-    weights: (N,) of mean 1, the sequences' shares of tokens."""
-    pairs = [(a, b, losses[a][:, 0], losses[b][:, 0]) for a, b in itertools.combinations(losses, 2)]
-    for name, nll in losses.items():
-        if nll.shape[1] > 1:
-            pairs.append((name, f"{name}, drawn again", nll[:, 0], nll[:, 1]))
+    probability along every order (chain-rule deviation, arXiv 2606.00997)."""
     rows = []
-    for name, other, first, second in pairs:
-        gap = first.double() - second.double()
-        found, distance = estimate(gap, weights=weights), float((weights * gap.abs()).mean())
-        row = {"dataset": dataset, "orders": name, "other": other, "difference": found.nll}
-        rows.append(row | {"standard_error": found.standard_error, "distance": distance})
+    for text in dict.fromkeys(task.eval_set.name for task, _ in done):
+        of_text = [(task, scores) for task, scores in done if task.eval_set.name == text]
+        pairs = [(a, b, 0) for a, b in itertools.combinations(of_text, 2)]
+        pairs += [(a, a, 1) for a in of_text if a[1].losses.shape[1] > 1]
+        for (task, one), (other, two), draw in pairs:
+            gap = one.losses[:, 0].double() - two.losses[:, draw].double()
+            scored = task.scored_tokens().double()
+            weights = scored / scored.mean()
+            found, distance = estimate(gap, weights=weights), float((weights * gap.abs()).mean())
+            row = {"dataset": text, "orders": task.name, "other": other.name}
+            row["other"] += ", drawn again" * draw
+            row |= {"difference": found.nll, "standard_error": found.standard_error}
+            rows.append(row | {"distance": distance})
     return rows
 
 

@@ -66,14 +66,16 @@ def _tokenizer_of(path: Path, samples: list[Sample]) -> str | None:
     if not any("tokens" in sample for sample in samples):
         return None
 
-    def fits(name: str, tokens: list[int], text: str) -> bool:
-        decoder = get_tokenizer(name)
-        return all(0 <= t < decoder.vocab_size for t in tokens) and decoder.decode(tokens) == text
+    def fits(name: str, sample: Sample) -> bool:
+        decoder, tokens = get_tokenizer(name), sample.get("tokens", [])
+        known = all(0 <= token < decoder.vocab_size for token in tokens)
+        return "tokens" in sample and known and decoder.decode(tokens) == sample["text"]
 
-    for name in reversed(TOKENIZERS):  # gpt2 last, which may read its files from the network
-        if all("tokens" in s and fits(name, s["tokens"], s["text"]) for s in samples):
-            return name
-    raise UserError(
-        f'{path}: some "tokens" are missing, or are not those of their "text" in any known '
-        'tokenizer; leave "tokens" out to score the text alone'
-    )
+    # gpt2 last, which may read its files from the network.
+    found = next((name for name in reversed(TOKENIZERS) if fits(name, samples[0])), None)
+    if found is None or not all(fits(found, sample) for sample in samples):
+        raise UserError(
+            f'{path}: some "tokens" are missing, or are not those of their "text" in '
+            f'{found or "any known tokenizer"}; leave "tokens" out to score the text alone'
+        )
+    return found

@@ -202,7 +202,8 @@ def _bounds(hint: Any) -> str:
         limits = {word: getattr(item, name, None) for name, word in BOUNDS.items()}
         words += [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
         words += filter(None, [_bounds(item)])
-    return " and ".join(words).replace("below inf", "finite")
+    text = " and ".join(words).replace("below inf", "finite")
+    return text.replace(f"{LARGEST}", "2**31").replace(f"{2**63}", "2**63")
 
 
 def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Cached decoding: many targets predicted at once from the tokens that are known.
 
-An item is one step i of one row; its key and value go to slot i of the cache. Inputs 0 to `known`
-exist, as input i holds the token of step i - 1: those steps are computed as in training. Every
-later step takes a copy of input `known`, the last known token, with a target of its own; it sees
-the inputs before that one and itself, never another copy. So each is predicted as in training under
-the order (known tokens, target). Example: the order 4 1 5 0 2 3; the tokens of positions 4, 1 and 5
-are known, those of 0 and 2 are wanted next (cached = 0, known = 3, count = 5):
+Input i of a row holds the token of place i - 1 of its order and predicts place i; its key and value
+go to slot i of the cache. Inputs 0 to `known` exist and are computed as in training. Every later
+one is a copy of input `known`, the last known token, with a target of its own; it sees the inputs
+before that one and itself, never another copy. So each is predicted as in training under the order
+(known tokens, target). Example: the order 4 1 5 0 2 3; the tokens of positions 4, 1 and 5 are
+known, those of 0 and 2 are wanted next (cached = 0, known = 3, count = 5):
 
-    step, slot   input token   at position   predicts   sees slots
+    input, slot  token         at position   predicts   sees slots
     0            [None]        0             4          0
     1            x4            5             1          0 1
     2            x1            2             5          0 1 2
@@ -20,7 +20,7 @@ the last target (cached = 4, known = 5, count = 2):
     4            x0            1             2          0 1 2 3 4
     5            x2            3             3          0 1 2 3 4 5
 
-Shapes: B rows, T steps, N items of all rows one after the other, W items of the longest row.
+Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row.
 """
 
 from __future__ import annotations
@@ -36,24 +36,46 @@ from variants.scoring import without_start
 
 
 @dataclass
-class ParallelPass:
-    """The steps that one pass computes: of every row `count` steps from `cached` on. Tensors are on
-    the device; the three numbers, on the host, fix all shapes and may be larger than needed."""
+class Step:
+    """What one pass computes, and what is drawn from it. `rows` is on the device. The numbers are
+    on the host, where they fix all shapes; they may be larger than needed."""
 
-    cached: Tensor  # (B,) inputs that the cache holds
-    known: Tensor  # (B,) tokens that are known, >= cached; steps from `known` on predict the others
-    count: Tensor  # (B,) steps computed; 0 for a row that is finished
-    items: int  # N >= count.sum()
+    rows: Tensor  # (5, B): cached, known, count, candidates, size, as below
+    inputs: int  # N >= count.sum()
     width: int  # W >= count.max()
-    length: int  # cache slots that are read, >= (cached + count).max()
-    grouped: bool = (
-        False  # two streams: what is known but not cached is one group, see `CachedPass`
-    )
+    end: int  # cache slots that are read, >= (cached + count).max()
+    active: int  # rows with candidates: an encoder computes these alone
+    all_candidates: int  # >= candidates.sum()
+    all_size: int  # >= size.sum()
+    unmask_by: str = "order"  # or a score, by which `size` of the candidates are chosen
+    grouped: bool = True  # two streams: what is known but not cached is one group
+
+    def __post_init__(self):
+        self.cached: Tensor  # (B,) inputs that the cache holds
+        self.known: Tensor  # (B,) tokens that are known, >= cached
+        self.count: Tensor  # (B,) inputs computed, from `cached` on; 0 for a row that is finished
+        self.candidates: Tensor  # (B,) places that could be unmasked
+        self.size: Tensor  # (B,) places that are
+        self.cached, self.known, self.count, self.candidates, self.size = self.rows
+
+    def numbers(self) -> tuple:
+        """All fields that are no tensors."""
+        return tuple(v for v in vars(self).values() if not torch.is_tensor(v))
+
+
+def make_steps(
+    cached: Tensor, known: Tensor, count: Tensor, candidates: Tensor, size: Tensor, device, **more
+) -> list[Step]:
+    """Steps of LongTensors (G, B) on the host, which go to the device in one piece."""
+    sums = count.sum(1), count.amax(1), (cached + count).amax(1), (candidates > 0).sum(1)
+    numbers = torch.stack([*sums, candidates.sum(1), size.sum(1)], dim=1).tolist()
+    rows = torch.stack([cached, known, count, candidates, size], dim=1).to(device)
+    return [Step(r, *n, **more) for r, n in zip(rows, numbers, strict=True)]
 
 
 class KVCache:
-    """Keys and values, allocated once: of every layer a tensor (B, length + 1, H, D/H) each. Slot i
-    belongs to step i of a sequence; the last slot takes what nobody reads."""
+    """Keys and values, of every layer a tensor (B, length + 1, H, D/H) each. Slot i is that of
+    input i; the last slot takes what nobody reads."""
 
     def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
         self.unused_slot = length
@@ -70,45 +92,41 @@ class KVCache:
 
 
 class CachedPass(Pass):
-    """Items in rows of different lengths, which attend over the cache."""
+    """Inputs of rows that differ in number, flattened, which attend over the cache."""
 
-    def __init__(
-        self,
-        model: AOGPT,
-        order: Tensor,
-        steps: ParallelPass,
-        cache: KVCache,
-        tables: list[Tensor] | None,
-    ):
-        super().__init__(model.config, None, None if tables else model.condition())
-        self.steps, self.cache, self.tables = steps, cache, tables
-        self.row, self.column, valid = ragged(steps.count, steps.items)
-        # Items too many go to the unused slot.
-        self.slot = torch.where(valid, steps.cached[self.row] + self.column, cache.unused_slot)
+    def __init__(self, model: AOGPT, order: Tensor, step: Step, cache: KVCache, tables):
+        super().__init__(model.config, None)
+        self.step, self.cache, self.tables = step, cache, tables
+        self.row, self.column, valid = ragged(step.count, step.inputs)
+        # Padding goes to the unused slot.
+        self.slot = torch.where(valid, step.cached[self.row] + self.column, cache.unused_slot)
         self.targets = order[self.row, self.slot.clamp(max=order.shape[1] - 1)]  # (N,)
         self.target_angles = None
-        starts = steps.count.cumsum(0) - steps.count
-        columns = torch.arange(steps.width, device=order.device)
-        # (B, W) the item of each cell of a rectangle, for attention; what is past a row's end
-        # repeats another item, and is not read.
-        self.item = (starts[:, None] + columns).clamp(max=steps.items - 1)
+        starts = step.count.cumsum(0) - step.count
+        columns = torch.arange(step.width, device=order.device)
+        # (B, W) where each row's inputs are, for attention; what is past a row's end is not read.
+        self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
         if cache.kernel is None:
             self.mask, self.query_mask = self._masks(model.config, columns)
+        self.per_input = step.inputs < model.config.block_size  # adaLN of inputs, or of positions
+        self.condition = None if tables else model.condition()
+        if self.condition is not None and self.per_input:
+            self.condition = self.condition[self.targets]
 
     def _masks(self, config: ModelConfig, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What inputs, and the queries of two streams, see of the first slots (B, 1, W, length)."""
-        cached, known = (v.view(-1, 1, 1) for v in (self.steps.cached, self.steps.known))
+        """What inputs, and the queries of two streams, see of the first slots (B, 1, W, end)."""
+        cached, known = (v.view(-1, 1, 1) for v in (self.step.cached, self.step.known))
         slots = cached + columns[:, None]  # (B, W, 1)
-        source = torch.minimum(slots, known)  # the input that a step is, or is a copy of
-        keys = torch.arange(self.steps.length, device=cached.device)
+        source = torch.minimum(slots, known)  # the input that each is, or is a copy of
+        keys = torch.arange(self.step.end, device=cached.device)
         seen = (keys < source) | (keys == slots)
         if config.target != "two_stream":
             return without_start(seen, slots, config).unsqueeze(1), None
-        if self.steps.grouped and config.group_attention:  # inputs of a group see all of it
+        if self.step.grouped and config.group_attention:  # inputs of a group see all of it
             seen |= (cached > 0) & (slots <= known) & (keys <= known)
         # A query has no key of its own. It reads the true inputs, 0 to `source`.
-        asked = without_start(keys <= source, source, config).unsqueeze(1)
-        return without_start(seen, slots, config).unsqueeze(1), asked
+        of_query = without_start(keys <= source, source, config).unsqueeze(1)
+        return without_start(seen, slots, config).unsqueeze(1), of_query
 
     def enter(self, layer: int) -> None:
         if layer < len(self.cache.keys):
@@ -117,32 +135,26 @@ class CachedPass(Pass):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(N, H, D/H) each -> (N, D)."""
-        self.keys[self.row, self.slot] = k.to(self.keys.dtype)
-        self.values[self.row, self.slot] = v.to(self.values.dtype)
+        k, v = k.to(self.keys.dtype), v.to(self.values.dtype)
+        self.keys[self.row, self.slot], self.values[self.row, self.slot] = k, v
         if self.cache.kernel is None:
             return self._attend_cache(q, self.mask)
-        s, q = self.steps, q.to(self.keys.dtype)
-        rows = s.cached, s.known, s.count
-        return self.cache.kernel(
-            q, self.keys, self.values, *rows, s.width, self.hide_start
-        ).flatten(1)
+        numbers = self.step.rows[:3], self.step.width, self.hide_start
+        return self.cache.kernel(q.to(k.dtype), self.keys, self.values, *numbers).flatten(1)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend_cache(q, self.query_mask)  # of two streams: k and v are cached already
 
     def _attend_cache(self, q: Tensor, mask: Tensor) -> Tensor:
-        end = self.steps.length
-        y = attention(q[self.item], self.keys[:, :end], self.values[:, :end], mask)
+        end = self.step.end
+        y = attention(q[self.index], self.keys[:, :end], self.values[:, :end], mask)  # (B, W, D)
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        """From tables made once for a whole generation, else for these items alone if they are
-        fewer than the positions."""
         if self.table is not None:
             return self.table[self.targets].chunk(parts, dim=-1)
-        if len(self.targets) < len(self.condition):
-            return linear(self.condition[self.targets]).chunk(parts, dim=-1)
-        return linear(self.condition)[self.targets].chunk(parts, dim=-1)
+        outputs = linear(self.condition)
+        return (outputs if self.per_input else outputs[self.targets]).chunk(parts, dim=-1)
 
     def lookup(self, table: Tensor) -> Tensor:
         return table[self.targets]
@@ -152,18 +164,16 @@ def cached_hidden(
     model: AOGPT,
     ordered: Tensor,
     order: Tensor,
-    steps: ParallelPass,
+    step: Step,
     cache: KVCache,
     tables: list[Tensor] | None = None,
 ) -> Tensor:
-    """(N, D) final hidden states, rows one after the other; the item of step i predicts order[i].
-
-    ordered, order: (B, T) tokens and positions in prediction order; tokens from `known` on are
-    ignored. Nothing waits for the device: shapes follow from the numbers of `steps` alone.
-    """
-    p = CachedPass(model, order, steps, cache, tables)
-    source = torch.minimum(p.slot, steps.known[p.row])
-    before = (source - 1).clamp(min=0)  # the step whose token that input holds
+    """(N, D) final hidden states, rows one after the other. ordered, order: (B, T) tokens and
+    positions in prediction order; tokens from `known` on are ignored. tables: as
+    `modulation_tables` makes them. Nothing waits for the device."""
+    p = CachedPass(model, order, step, cache, tables)
+    source = torch.minimum(p.slot, step.known[p.row])
+    before = (source - 1).clamp(min=0)  # the place whose token that input holds
     in_positions = torch.where(source == 0, 0, order[p.row, before] + 1)
     return model.trunk(model.embed(ordered[p.row, before], in_positions), in_positions, p)
 
@@ -175,6 +185,16 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     if condition is None:
         return None
     return [*(block.adaln(condition) for block in model.blocks), model.adaln_f(condition)]
+
+
+def modulation_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of `modulation_tables`."""
+    return config.block_size * (6 * config.n_layer + 2) * config.n_embd * dtype.itemsize
+
+
+def keeps_modulations(config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> bool:
+    """Whether decoding computes the tables once: not where they are larger than the cache."""
+    return modulation_bytes(config, dtype) <= cache.nbytes
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
@@ -189,19 +209,16 @@ def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
 
 
 def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay rows of different lengths one after the other: row and column of `total` items, and
-    whether they are valid. For counts 3 and 1 and a total of 5:
+    """Flatten rows of `counts` (B,) entries: row, column and whether they are valid, of `total`
+    entries, a host number >= counts.sum(). For counts 3 and 1 and a total of 5:
 
         row      0     0     0     1     1
         column   0     1     2     0     0
-        valid    True  True  True  True  False    items past the last row
-
-    counts: LongTensor (B,), items of each row. total: a host number >= counts.sum(), so that
-    nothing waits for the device.
+        valid    True  True  True  True  False
     """
     ends = counts.cumsum(0)
     starts = ends - counts
-    item = torch.arange(total, device=counts.device)
-    row = torch.searchsorted(ends, item, right=True).clamp(max=len(counts) - 1)
-    valid = item < ends[-1]
-    return row, (item - starts[row]) * valid, valid
+    index = torch.arange(total, device=counts.device)
+    row = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
+    valid = index < ends[-1]
+    return row, (index - starts[row]) * valid, valid

@@ -1,121 +1,69 @@
-"""Steps that are compiled: few shapes, blocks compiled once for all layers and, on a GPU, whole
-steps recorded as CUDA graphs."""
+"""Compiled steps: few shapes, and CUDA graphs."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from model import AOGPT
-from sampling.passes import Step, StepShape
+from sampling.cached import Step
 
 MAX_SHAPES = 256  # beyond its default limit of shapes torch.compile would run a block uncompiled
+LEAST_END = 256  # slots of the cache that a compiled step reads
 
 
-def with_compiled_blocks(model: AOGPT) -> AOGPT:
-    """The model with compiled blocks, sharing all parameters.
-
-    Blocks differ in their weights alone, so that one graph of a shape serves all of them, and the
-    time to compile does not grow with the layers.
-    """
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    return model
+def many_shapes():
+    """A context in which torch.compile keeps up to MAX_SHAPES graphs of a block."""
+    limits = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
+    return torch._dynamo.config.patch(limits)
 
 
-class StepRunner:
-    """Runs steps whose model has compiled blocks; on a GPU each shape is recorded as a CUDA graph.
+def few_shapes(step: Step, length: int, reads_all: bool) -> Step:
+    """The step with its numbers rounded up to powers of two, as each new shape costs a compilation.
+    length: slots of the cache; reads_all: by a kernel, which itself reads no more than it must."""
+    names = "inputs", "width", "all_candidates", "all_size"
+    sizes = {name: max(8, _power_of_two(getattr(step, name))) for name in names}
+    end = length if reads_all else min(length, max(LEAST_END, _power_of_two(step.end)))
+    return dataclasses.replace(step, end=end, active=step.rows.shape[1], **sizes)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class GraphRunner:
+    """Calls functions of a step; on a GPU each shape is recorded as a CUDA graph.
 
     The first step of a shape runs as it is, and its blocks are compiled meanwhile. The second is
-    recorded, and from then on a step is a single launch instead of hundreds: a GPU is faster at the
-    work of a step than a CPU at asking for it.
-    """
+    recorded, and from then on a step is a single launch instead of hundreds."""
 
-    def __init__(self, device: torch.device, graphs: bool):
-        self.records = graphs and device.type == "cuda"
-        self.run_once: set = set()
-        self.graphs: dict = {}
-        self.step: Tensor | None = None  # where recorded graphs read their step
-        if self.records:
-            # One graph runs at a time, so that all can use the same memory in passing. The stream
-            # is of this device: by default all devices would share one, of the first of them.
-            self.pool = torch.cuda.graph_pool_handle()
-            self.stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device):
+        self.run_once, self.graphs = set(), {}
+        self.rows = None  # where recorded graphs read their step
+        # One graph runs at a time, so that all can use the same memory in passing. The stream is of
+        # this device: by default all devices would share one, of the first of them.
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def __call__(self, function: Callable, step: Tensor, *shape):
-        """function(Step, *shape) -> its result, which the next call with this shape overwrites.
+    def __call__(self, function: Callable, step: Step, *more):
+        """function(step) -> its result, which the next call with this shape overwrites. more: what
+        else decides what the function does, beside tensors that stay where they are."""
+        key = (function.__name__, *step.numbers(), *more)
+        if key not in self.run_once:
+            self.run_once.add(key)
+            return function(step)
+        if self.rows is None:
+            self.rows = step.rows.clone()
+        self.rows.copy_(step.rows)
+        if key not in self.graphs:
+            recorded = dataclasses.replace(step, rows=self.rows)
+            self.graphs[key] = self.record(function, recorded)
+        graph, result = self.graphs[key]
+        graph.replay()
+        return result
 
-        step: LongTensor (4, B), the fields of a `Step`. shape: what fixes the shapes of all
-        tensors, and all else that is not in `step` or in tensors that stay where they are.
-        """
-        with torch._dynamo.config.patch(
-            recompile_limit=MAX_SHAPES, accumulated_recompile_limit=MAX_SHAPES
-        ):
-            key = (function.__name__, *shape)
-            if not self.records or key not in self.run_once:
-                self.run_once.add(key)
-                return function(Step(*step), *shape)
-            if self.step is None:
-                self.step = step.clone()
-            self.step.copy_(step)
-            if key not in self.graphs:
-                self.graphs[key] = self._record(function, shape)
-            graph, result = self.graphs[key]
-            graph.replay()
-            return result
-
-    def _record(self, function: Callable, shape: tuple) -> tuple[torch.cuda.CUDAGraph, object]:
+    def record(self, function: Callable, step: Step) -> tuple[torch.cuda.CUDAGraph, object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            result = function(Step(*self.step), *shape)
+            result = function(step)
         return graph, result
-
-
-class CompiledShapes:
-    """The few shapes that compiled steps have.
-
-    Groups of one plan differ in size, and each new shape costs a compilation: a step takes a shape
-    that is there if it is large enough and not more than four times too large.
-    """
-
-    def __init__(self):
-        self.made: list[StepShape] = []
-
-    def prepare(self, needs: list[StepShape]) -> None:
-        """Make the shapes that a list of steps will take: one for the largest and all down to a
-        quarter of it, one for the largest of the rest, ..."""
-        waiting = sorted(needs, key=max, reverse=True)
-        while waiting := [need for need in waiting if self._find(need) is None]:
-            largest = self._rounded(max(waiting[0]))
-            level = [need for need in waiting if not self._too_large(largest, need)]
-            columns = zip(*level, strict=True)
-            self.made.append(StepShape(*(self._rounded(max(numbers)) for numbers in columns)))
-
-    def fit(self, need: StepShape) -> StepShape:
-        """The shape that a step takes."""
-        if self._find(need) is None:
-            self.prepare([need])
-        return self._find(need)
-
-    def _find(self, need: StepShape) -> StepShape | None:
-        for shape in self.made:
-            enough = all(n <= size for n, size in zip(need, shape, strict=True))
-            if enough and not self._too_large(max(shape), need):
-                return shape
-        return None
-
-    @staticmethod
-    def _too_large(largest: int, need: StepShape) -> bool:
-        """Whether a step should not take a shape whose largest number is this."""
-        return largest > 4 * max(*need, 8)
-
-    @staticmethod
-    def _rounded(n: int) -> int:
-        """Up to a multiple of 8, and to three significant bits: 8, 16, ..., 64, 80, 96, 112, 128,
-        160, ..."""
-        unit = 1 << max(n.bit_length() - 3, 3)
-        return -(-n // unit) * unit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from annotated_types import Interval
@@ -21,19 +21,9 @@ from runtime.devices import available_memory
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.validation import LARGEST, Count, Probability, check_value, check_values, flag
+from sampling import plans
 from sampling.engine import Generation, generate
-from sampling.plans import (
-    Plan,
-    Schedule,
-    Score,
-    adaptive_plan,
-    check_threshold,
-    l2r_plan,
-    mdm_plan,
-    order_plan,
-    random_plan,
-    speculative_plan,
-)
+from sampling.plans import Plan, Schedule, Score
 from sampling.token_choice import Crossing, Noise, Temperature, TokenChoice
 
 Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
@@ -41,7 +31,7 @@ UnmaskFirst = Literal[Score, "random"]
 Context = list[int | None]  # the tokens of a sample, None where they are to be generated
 
 # The options that only some modes have: their default there, and these modes. The default of
-# `steps` depends on what is asked for (see `with_default_steps`).
+# `steps` depends on what is generated (see `with_default_steps`).
 MODE_OPTIONS = {
     "steps": (None, ("mdm", "even")),
     "schedule": ("linear", ("mdm", "even")),
@@ -73,8 +63,7 @@ class DecodingOptions:
     adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
     speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
-    steps: Count | None = None
-    """Steps of mdm and even; by default one per token to generate."""
+    steps: Count | None = None  # Steps of mdm and even; by default one per token to generate.
     schedule: Schedule | None = None
     """Of mdm and even. linear (default): about equally many tokens in every step.
     cosine: few at first, many at the end."""
@@ -104,12 +93,10 @@ class DecodingOptions:
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
     In float32 it does not change the samples, in bfloat16 rounding depends on it."""
-    temperature: Temperature = 1.0
-    """0 takes the most probable token."""
+    temperature: Temperature = 1.0  # 0 takes the most probable token.
     top_p: Probability = 1.0
     """Draw from the most probable tokens that together have this probability."""
-    top_k: Count | None = None
-    """Draw from this number of most probable tokens."""
+    top_k: Count | None = None  # Draw from this number of most probable tokens.
     crossing: Crossing = "keep"
     """drop: of the tokens of --top-p without the last, which takes them above it, as some published
     samplers do."""
@@ -126,9 +113,7 @@ class DecodingOptions:
 
     @property
     def choice(self) -> TokenChoice:
-        return TokenChoice(
-            self.temperature, self.top_p, self.top_k, crossing=self.crossing, noise=self.noise
-        )
+        return TokenChoice(self.temperature, self.top_p, self.top_k, self.noise, self.crossing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +122,13 @@ class SamplingOptions:
 
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
-    num_samples: Count = 4
-    """Samples of each prompt."""
+    num_samples: Count = 4  # Samples of each prompt.
 
     def __post_init__(self):
         check_values(self)
 
 
-Options = TypeVar("Options", bound=DecodingOptions)
-
-
-def with_mode_defaults(options: Options) -> Options:
+def with_mode_defaults(options: DecodingOptions) -> DecodingOptions:
     """The options with the defaults of their mode. Raises UserError for options without meaning in
     it."""
     if options.mode is None:
@@ -170,32 +151,32 @@ def with_mode_defaults(options: Options) -> Options:
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
     options = dataclasses.replace(options, **defaults)
-    _check_together(options)
+    check_together(options)
     return options
 
 
-def _check_together(options: DecodingOptions) -> None:
-    if options.mode == "speculative":
-        if options.noise != "float64":
+def check_together(o: DecodingOptions) -> None:
+    """Raise UserError for values that exclude each other."""
+    if o.mode == "speculative":
+        if o.noise != "float64":
             raise UserError(
-                f"--noise {options.noise} has no meaning with --mode speculative, which draws "
-                "exactly; leave it out"
+                f"--noise {o.noise} has no meaning with --mode speculative, which draws exactly; "
+                "leave it out"
             )
-        check_value(options.order, Literal["random", "l2r"], "--order of --mode speculative")
-    elif options.mode == "order":
-        parse_order(options.order, "--order")
-    if options.threshold is not None and options.unmask_by != "random":
-        check_threshold(options.unmask_by, options.threshold)
-    if options.unmask_by == "random" and (
-        (options.threshold, options.entropy_bound, options.block) != (None, None, None)
-    ):
-        raise UserError(
-            "--threshold, --entropy-bound and --block are for positions that the model chooses: "
-            "give another --unmask-by"
-        )
+        check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
+    elif o.mode == "order":
+        parse_order(o.order, "--order")
+    if o.unmask_by == "random":
+        if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
+            raise UserError(
+                "--threshold, --entropy-bound and --block are for positions that the model "
+                "chooses: give another --unmask-by"
+            )
+    elif o.threshold is not None:
+        plans.check_threshold(o.unmask_by, o.threshold)
 
 
-def with_default_steps(options: Options, contexts: list[Context]) -> Options:
+def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> DecodingOptions:
     """The options with the steps that mdm and even take by default: one per token of the longest
     context."""
     if options.steps or options.mode not in ("mdm", "even"):
@@ -223,9 +204,6 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         )
 
 
-# ---- plans ---------------------------------------------------------------------------------------
-
-
 class PlannedSamples(NamedTuple):
     """All that is random about samples, drawn before the model runs: whatever the batches and
     processes, the samples are the same."""
@@ -241,25 +219,25 @@ def mode_plan(
     """The plan of a mode. options: with the mode's defaults; without steps, mdm and even take one
     per token of the row with most to generate. length (B,), given BoolTensor (B, T). Rows that each
     have a generator of their own are planned one by one and joined by `stack_plans`."""
-    B, group = len(length), options.group_size
-    match options.mode:
+    o, B, group = options, len(length), options.group_size
+    match o.mode:
         case "mdm" | "even":
-            steps = options.steps or max(1, int((length - given.sum(dim=1)).max()))
-            even = options.mode == "even"
-            return mdm_plan(B, length, steps, generator, given, even, options.schedule)
+            steps = o.steps or max(1, int((length - given.sum(dim=1)).max()))
+            even = o.mode == "even"
+            return plans.mdm_plan(B, length, steps, generator, given, even, o.schedule)
         case "l2r":
-            return l2r_plan(B, length, given, group)
+            return plans.l2r_plan(B, length, given, group)
         case "random":
-            return random_plan(B, length, generator, given, group)
+            return plans.random_plan(B, length, generator, given, group)
         case "order":
-            orders = parse_order(options.order, "--order")
-            return order_plan(B, length, orders, generator.initial_seed(), given, group)
+            orders = parse_order(o.order, "--order")
+            return plans.order_plan(B, length, orders, generator.initial_seed(), given, group)
         case "adaptive":
-            limits = options.threshold, options.entropy_bound, options.block
-            return adaptive_plan(B, length, options.unmask_by, generator, given, group, *limits)
+            limits = o.threshold, o.entropy_bound, o.block
+            return plans.adaptive_plan(B, length, o.unmask_by, generator, given, group, *limits)
         case "speculative":
-            shuffled = generator if options.order == "random" else None
-            return speculative_plan(B, length, options.draft, shuffled, given, options.draft_by)
+            shuffled = generator if o.order == "random" else None
+            return plans.speculative_plan(B, length, o.draft, shuffled, given, o.draft_by)
 
 
 def plan_samples(
@@ -285,9 +263,6 @@ def plan_samples(
     return PlannedSamples(plan, tokens, uniforms)
 
 
-# ---- samples -------------------------------------------------------------------------------------
-
-
 def generate_distributed(
     model: AOGPT,
     planned: PlannedSamples,
@@ -299,25 +274,14 @@ def generate_distributed(
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
     before the progress bar. Raises UserError as `generate` does."""
-    plan, tokens, uniforms = planned
-    share = procs.share(len(plan))
-    rows = slice(share.start, share.stop)
-    total = int(plan[rows].generated().sum())
-    quiet = None if procs.main else True
-    part = None
+    share, part = procs.share(len(planned.plan)), None
+    plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
+    settings = {"choice": options.choice, "vocab_size": vocab_size}
+    settings |= {"compile": options.compile, "kernels": options.kernels}
+    batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
+    total, quiet = int(plan.generated().sum()), None if procs.main else True
     with tqdm(total=total, unit="token", desc=label, disable=quiet, leave=False) as bar:
         if share:  # with more processes than samples, some have none
-            part = generate(
-                model,
-                plan[rows],
-                tokens[rows],
-                uniforms=uniforms[rows],
-                choice=options.choice,
-                vocab_size=vocab_size,
-                batch_size=options.batch_size or BATCH_SIZE,
-                halve=options.batch_size is None,
-                compile=options.compile,
-                kernels=options.kernels,
-                progress=bar.update,
-            )
+            random = {"uniforms": uniforms, "progress": bar.update}
+            part = generate(model, plan, tokens, **random, **batch, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])

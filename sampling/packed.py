@@ -1,4 +1,5 @@
-"""Linear layers laid out for a CPU: what decoding of few rows at a time spends its time in."""
+"""The copy of a model that decoding runs: compiled blocks, or on a CPU linear layers packed by
+oneDNN, in which decoding of few rows spends its time."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from model import AOGPT, MLP
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference on a CPU, its weight laid out by oneDNN: for few rows 2 to 4
-    times as fast."""
+    """A linear layer for inference on a CPU: for few rows 2 to 4 times as fast."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -20,7 +20,7 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, x: Tensor, then: str = "none", variant: str = "") -> Tensor:
-        """`then`: an activation that is applied to the output where it is computed."""
+        """then: an activation that is applied to the output where it is computed."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, then, [], variant)
 
@@ -35,18 +35,28 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def packed(model: AOGPT) -> AOGPT:
-    """The model with packed linear layers, sharing all parameters, where that makes it faster: in
-    float32 on a CPU. Elsewhere the model itself."""
-    weight = model.wte.weight
-    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if not on_cpu or weight.dtype != torch.float32:
-        return model
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
+    """The model, sharing all parameters, with compiled blocks or, in float32 on a CPU, with packed
+    layers."""
+    model, weight = copy.deepcopy(model, {id(p): p for p in model.parameters()}), model.wte.weight
+    # What would be computed in every pass.
+    if model.angles is not None:
+        model.angles = model.angles.to(torch.promote_types(weight.dtype, torch.float32))
+    condition = model.condition()
+    model.condition = lambda: condition
+    if compile:
+        for block in model.blocks:  # they differ in weights alone: a graph of a shape serves all
+            block.compile(dynamic=False)
+    elif weight.device.type == "cpu" and weight.dtype == torch.float32:
+        if torch.backends.mkldnn.is_available():
+            pack(model)
+    return model
+
+
+def pack(model: AOGPT) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is MLP:
                 setattr(module, name, PackedMLP(child))
             elif type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child))
-    return model

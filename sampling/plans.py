@@ -1,19 +1,15 @@
 """Plans of generation: which position is unmasked at which step.
 
-In masked diffusion a position unmasks at a time that does not depend on the model, so drawing the
-times first and evaluating the model only where something unmasks gives exactly the same
-distribution (the paper, Lemma 4.1). The plan of a sample can therefore be drawn before the model
-runs, and every way of generating is a plan:
-
-    autoregressive        l2r_plan            identity order, one position a step
-    group-wise (A3)       l2r_plan, random_plan with group=s
-    masked diffusion      mdm_plan            exact: every position at its own time; even: in groups
-    adaptive              adaptive_plan       where the model is most confident, or least uncertain;
-                                              as many positions a step as it is sure enough of
-    speculative           speculative_plan    drafted in groups, verified one by one: an exact joint
-    infilling, prompting  any of them, with given positions; rows may differ in length and context
+In masked diffusion a position unmasks at a time that does not depend on the model, so the times can
+be drawn first, and the model evaluated only where something unmasks: the distribution is the same
+(the paper, Lemma 4.1). So the plan of a sample is drawn before the model runs, and every way of
+generating is a plan: autoregressive (`l2r_plan`), in groups, in any distribution over orders
+(`order_plan`), masked diffusion (`mdm_plan`), adaptive, speculative; with given positions it is
+prompting or infilling.
 
 Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
+Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
+(B, T) of positions that are context, or None; generator a CPU generator.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from orders import OrderConfig, inverse_permutation, orders_at
 from runtime.errors import UserError
@@ -34,37 +30,32 @@ from runtime.validation import LARGEST, check_value
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
 UnmaskBy = Literal["order", Score]
+Length = int | Tensor
+Given = Tensor | None
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How many positions a step unmasks where the model decides that, too: the best ones that it is
-    sure enough of, and always one at least.
+    """How many positions a step unmasks where the model decides that: the best ones within these
+    limits, and always one at least."""
 
-    threshold: as long as the score allows it: confidence or margin is at least this, or the entropy
-        (nats) at most (Fast-dLLM, arXiv 2505.22618).
-    entropy_bound: as long as the entropies (nats) of the positions unmasked, but for the largest of
-        them, add up to at most this (the EB-sampler, arXiv 2505.24857): a bound on what they could
-        tell of each other.
-    most: positions a step. Without the other two exactly so many.
-    """
-
-    threshold: float | None = None
-    entropy_bound: float | None = None
-    most: int | None = None
+    threshold: float | None = None  # confidence or margin at least, entropy (nats) at most this
+    # (Fast-dLLM, arXiv 2505.22618)
+    entropy_bound: float | None = None  # entropies (nats) of a step, without the largest, add up to
+    # at most this: it bounds what they tell of each other (EB-sampler, arXiv 2505.24857)
+    most: int | None = None  # positions a step; without the other two exactly this many
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value is not None and not value >= (name == "most"):
-                raise UserError(
-                    f"{name} is {value}; give a number of at least {int(name == 'most')}"
-                )
+            least = int(name == "most")
+            if value is not None and not value >= least:
+                raise UserError(f"{name} is {value}; give a number of at least {least}")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a model chooses its own order: by a score, so many positions a step (`pace`; None: a
-    fixed number), in blocks of so many that are filled in one after the other."""
+    """How a model chooses its own order: by a score, a fixed number of positions a step or at a
+    pace, in blocks that are filled in one after the other."""
 
     score: Score
     pace: Pace | None = None
@@ -76,7 +67,6 @@ class Rule:
 
 
 def check_threshold(score: Score, threshold: float) -> None:
-    """Raise ValueError for one that no position could reach."""
     if score != "entropy" and threshold > 1:
         raise UserError(
             f"the threshold is {threshold:g}, but {score} is a probability: give a number from 0 "
@@ -86,41 +76,28 @@ def check_threshold(score: Score, threshold: float) -> None:
 
 @dataclass
 class Plan:
-    """Which positions are unmasked at which step, for B samples of up to T positions.
+    """Which positions are unmasked at which step, for B samples of up to T positions."""
 
-    order: LongTensor (B, T), positions in the order in which they are unmasked, given ones first.
-    step: LongTensor (B, T), the step at which ``order[b, i]`` is unmasked; -1 for given ones; never
-        falling along i. Positions of equal step are predicted in parallel, from the positions of
-        earlier steps only.
-    length: LongTensor (B,), positions of each sample; its order holds 0..length-1, then those it
-        does not have. None: all have T.
-    unmask_by: "order"; or where only the number of positions of each step is fixed and the model
-        chooses which they are: "confidence", those whose likeliest token has the highest
-        probability; "entropy", whose distribution has the least; "margin", whose likeliest token is
-        furthest above the second (Kim et al., arXiv 2502.06768).
-    pace: not even that number is fixed. Positions of equal step are then those that the model
-        chooses from next, in as many steps as it takes, before it goes on to the positions after
-        them.
-    draft: positions that are drafted and then verified one after the other; 0: no speculation. The
-        steps are then those of the groups at best.
-    draft_by: "model", in parallel; or "ngram", from the pairs of neighbours that are known.
-    """
-
-    order: Tensor
-    step: Tensor
-    length: Tensor | None = None
-    unmask_by: UnmaskBy = "order"
-    draft: int = 0
-    pace: Pace | None = None
-    draft_by: Literal["model", "ngram"] = "model"
+    order: Tensor  # LongTensor (B, T), positions in the order in which they are unmasked, given
+    # ones first, last those that a shorter sample does not have
+    step: Tensor  # LongTensor (B, T), the step at which order[b, i] is unmasked, never falling; -1:
+    # given. Positions of equal step are predicted in parallel, from those of earlier steps.
+    length: Tensor | None = None  # LongTensor (B,), positions of each sample; None: all have T
+    unmask_by: UnmaskBy = "order"  # a score: only the number of positions of each step is fixed,
+    # and the model chooses which: of the likeliest token the highest probability, or the least
+    # entropy, or the widest margin to the second token (Kim et al., arXiv 2502.06768)
+    draft: int = 0  # positions that are drafted, then verified one after the other; the steps are
+    # then those of the groups at best
+    pace: Pace | None = None  # nor is that number fixed; steps only say what is given
+    draft_by: Literal["model", "ngram"] = "model"  # in parallel, or from pairs of known neighbours
+    block: int | None = None  # positions of blocks that are filled in one after the other (pace)
 
     def __post_init__(self):
         if self.order.shape != self.step.shape or self.order.dim() != 2:
             order, step = tuple(self.order.shape), tuple(self.step.shape)
             raise UserError(f"order {order} and step {step} must both be (B, T)")
         B, T = self.order.shape
-        if self.length is None:
-            self.length = torch.full((B,), T)
+        self.length = torch.full((B,), T) if self.length is None else self.length
         if self.length.shape != (B,) or ((self.length < 0) | (self.length > T)).any():
             raise UserError(f"a plan's length must be {B} numbers from 0 to {T}, one a sample")
         positions = torch.arange(T, device=self.order.device)
@@ -128,27 +105,23 @@ class Plan:
             raise UserError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
         if not torch.equal(self.order < self.length[:, None], self.valid()):
             raise UserError(
-                "a plan's order must name the positions that a sample has before those it does not "
-                "have"
+                "a plan's order must have a sample's positions before those it does not"
             )
         falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
         if (self.step < -1).any() or falls.any():
-            raise UserError(
-                "a plan's steps must be -1 (given) or more and must not fall along the order"
-            )
+            raise UserError("a plan's steps must be -1 (given) or more and must not fall")
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
         if self.draft and (self.draft < 2 or self.unmask_by != "order"):
             raise UserError(
                 f"a draft of {self.draft} positions (unmasked by {self.unmask_by!r}): draft at "
                 "least 2, in order"
             )
-        if self.pace and self.unmask_by == "order":
-            raise UserError("a plan has a pace where the model chooses: set its unmask_by")
+        if (self.pace or self.block) and (self.unmask_by == "order" or not self.pace):
+            raise UserError("a plan has a pace, and blocks with it, where the model chooses")
 
     def __getitem__(self, rows: slice) -> Plan:
-        return dataclasses.replace(
-            self, order=self.order[rows], step=self.step[rows], length=self.length[rows]
-        )
+        of_rows = {name: getattr(self, name)[rows] for name in ("order", "step", "length")}
+        return dataclasses.replace(self, **of_rows)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -167,85 +140,56 @@ class Plan:
         return torch.empty_like(given).scatter_(1, self.order, given)
 
 
-# ---- the kinds of plans --------------------------------------------------------------------------
-
-
-def l2r_plan(
-    batch_size: int, length: int | Tensor, given: Tensor | None = None, group: int = 1
-) -> Plan:
-    """Left to right, `group` positions a step.
-
-    Args, here and below:
-        length: T, or LongTensor (B,) of rows that differ.
-        given: BoolTensor (B, T) of positions that are context, or None.
-    """
+def l2r_plan(batch_size: int, length: Length, given: Given = None, group: int = 1) -> Plan:
+    """Left to right, `group` positions a step."""
     samples = _Samples(batch_size, length, given)
     return samples.in_groups(samples.position, group)
 
 
 def random_plan(
-    batch_size: int,
-    length: int | Tensor,
-    generator: torch.Generator,
-    given: Tensor | None = None,
-    group: int = 1,
+    batch_size: int, length: Length, generator: Generator, given: Given = None, group: int = 1
 ) -> Plan:
-    """A uniformly random order, `group` positions a step.
-
-    generator: a CPU generator, here and below.
-    """
+    """A uniformly random order, `group` positions a step."""
     samples = _Samples(batch_size, length, given)
     return samples.in_groups(samples.uniforms(generator), group)
 
 
 def order_plan(
-    batch_size: int,
-    length: int | Tensor,
-    orders: OrderConfig,
-    seed: int,
-    given: Tensor | None = None,
-    group: int = 1,
+    batch_size: int, length: Length, orders: OrderConfig, seed: int, given: Given = None, group=1
 ) -> Plan:
-    """Orders drawn from a distribution, `group` positions a step, given positions first. The order
-    of row b is `orders_at(orders, seed, 0, [b], its length)`."""
-    samples = _Samples(batch_size, length, given)
-    step_of, start = samples.position.clone(), 0  # by position; where a row has none, the identity
+    """Orders drawn from a distribution, `group` positions a step. That of row b is
+    `orders_at(orders, seed, 0, [b], its length)`, with given positions moved to the front."""
+    samples, start = _Samples(batch_size, length, given), 0
+    step_of = samples.position.clone()
     for n, run in itertools.groupby(samples.length.tolist()):  # rows of equal length at once
-        rows = range(start, start + len(list(run)))
+        rows = range(start, start := start + len(list(run)))
         if n:
             drawn = orders_at(orders, seed, 0, rows, n)
             step_of[rows.start : rows.stop, :n] = inverse_permutation(drawn)
-        start = rows.stop
     return samples.in_groups(step_of, group)
 
 
 def mdm_plan(
     batch_size: int,
-    length: int | Tensor,
+    length: Length,
     steps: int,
-    generator: torch.Generator,
-    given: Tensor | None = None,
+    generator: Generator,
+    given: Given = None,
     even: bool = False,
     schedule: Schedule = "linear",
 ) -> Plan:
     """Masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma 4.1).
 
-    Exact: every masked position unmasks at its own random time, so the number of positions differs
-    from step to step and some steps have none. Even: a uniformly random order whose groups have the
-    sizes expected, rounded.
-
-    Args:
-        schedule: share of masked positions at time t, which runs from 1 down to 0. linear: t; the
-            groups of an even plan differ by at most one. cosine: sin(pi t / 2), few positions at
-            first and many at the end (MaskGIT).
-    """
+    Exact: every masked position unmasks at its own random time, so that the number of positions
+    differs from step to step. Even: a random order in groups of the expected sizes, rounded.
+    schedule: the share of masked positions at time t, which runs from 1 down to 0. linear: t.
+    cosine: sin(pi t / 2), few positions at first and many at the end (MaskGIT)."""
     if not 1 <= steps <= LARGEST:
         raise UserError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
     check_value(schedule, Schedule, "the schedule")
     samples = _Samples(batch_size, length, given)
-    # Inverse CDF: a position unmasks when the share of unmasked positions (1 minus that of the
-    # schedule) has risen to its uniform number. Sorting by these numbers gives a uniformly random
-    # order, whatever the schedule.
+    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its uniform
+    # number. Sorting by these numbers gives a uniformly random order, whatever the schedule.
     uniforms = samples.uniforms(generator)
     order, index = samples.order_by(uniforms)
     if not even:
@@ -263,25 +207,27 @@ def mdm_plan(
     return samples.plan(order, index, step.clamp(max=row_steps - 1))
 
 
+def _elapsed(share: Tensor, schedule: Schedule) -> Tensor:
+    """1 - t at the time t at which this share u of the positions is unmasked: u = 1 - t, or
+    u = 1 - sin(pi t / 2) (cosine)."""
+    return share if schedule == "linear" else (1 - share).acos() * (2 / math.pi)
+
+
 def adaptive_plan(
     batch_size: int,
-    length: int | Tensor,
+    length: Length,
     by: Score | Literal["random"],
-    generator: torch.Generator,
-    given: Tensor | None = None,
+    generator: Generator,
+    given: Given = None,
     group: int | None = 1,
     threshold: float | None = None,
     entropy_bound: float | None = None,
     block: int | None = None,
 ) -> Plan:
     """`group` positions a step, chosen by the model as it goes (A3's dynamic resampling), or at
-    random.
-
-    threshold, entropy_bound: see `Pace`; `group` is then the most positions of a step, None: any
-        number.
-    block: positions of blocks that are filled in one after the other (semi-autoregressive,
-        as LLaDA, arXiv 2502.09992).
-    """
+    random. threshold, entropy_bound: see `Pace`; `group` is then the most of a step, None: any
+    number. block: positions of blocks that are filled in one after the other (semi-autoregressive,
+    as LLaDA, arXiv 2502.09992)."""
     if threshold is None and entropy_bound is None and block is None:
         plan = random_plan(batch_size, length, generator, given, group)
         return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
@@ -294,61 +240,47 @@ def adaptive_plan(
     # The order within a block is random, as above: it decides between equals.
     number = samples.position // (block or max(samples.T, 1))
     order, index = samples.order_by(number + samples.uniforms(generator))
-    plan = samples.plan(order, index, number.gather(1, order))
-    return dataclasses.replace(plan, unmask_by=by, pace=Pace(threshold, entropy_bound, group))
+    plan, pace = samples.plan(order, index, torch.zeros_like(order)), None
+    pace = Pace(threshold, entropy_bound, group)
+    return dataclasses.replace(plan, unmask_by=by, pace=pace, block=block)
 
 
 def speculative_plan(
     batch_size: int,
-    length: int | Tensor,
+    length: Length,
     draft: int,
-    generator: torch.Generator | None = None,
-    given: Tensor | None = None,
+    generator: Generator | None = None,
+    given: Given = None,
     draft_by: Literal["model", "ngram"] = "model",
 ) -> Plan:
-    """Speculative decoding: `draft` positions guessed and verified in one causal pass. Left to
-    right, or in a uniformly random order if a generator is given; either way the samples follow the
-    joint distribution of one position a step.
-
-    draft_by: the guesses are the model's own, in parallel, from another pass (self-speculation, Guo
-        & Ermon 2025); or, without a pass, what most often follows the token on their left in the
-        text known so far (ASSD, arXiv 2504.20456).
-    """
+    """Draft `draft` positions and verify them in one causal pass; left to right, or in a random
+    order if a generator is given. Samples follow the joint distribution of one position a step.
+    draft_by: the model, in parallel (self-speculation, Guo & Ermon 2025), or, without a pass, what
+    most often follows the token on the left so far (ASSD, arXiv 2504.20456)."""
     if generator is None:
-        plan = l2r_plan(batch_size, length, given, group=draft)
+        plan = l2r_plan(batch_size, length, given, draft)
     else:
-        plan = random_plan(batch_size, length, generator, given, group=draft)
+        plan = random_plan(batch_size, length, generator, given, draft)
     return dataclasses.replace(plan, draft=draft, draft_by=draft_by)
 
 
-# ---- what is made of plans -----------------------------------------------------------------------
-
-
 def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
-    """One plan of the rows of several of one kind, whose rows may differ in length.
-
-    For rows that are planned one by one, each from a random generator of its own.
-
-    length: positions of the plan; by default those of the longest row.
-    """
+    """One plan of the rows of several of one kind, whose rows may differ in length. length:
+    positions of the plan; by default those of the longest."""
     T = length or max(plan.order.shape[1] for plan in plans)
     orders, steps = [], []
     for plan in plans:
         extra = torch.arange(plan.order.shape[1], T).expand(len(plan), -1)
         orders.append(torch.cat([plan.order, extra], dim=1))
         steps.append(torch.cat([plan.step, torch.full_like(extra, -1)], dim=1))
-    length = torch.cat([plan.length for plan in plans])
-    return dataclasses.replace(
-        plans[0], order=torch.cat(orders), step=torch.cat(steps), length=length
-    )
+    lengths = torch.cat([plan.length for plan in plans])
+    stacked = {"order": torch.cat(orders), "step": torch.cat(steps), "length": lengths}
+    return dataclasses.replace(plans[0], **stacked)
 
 
 def group_sizes(plan: Plan) -> Tensor:
-    """Positions in each group of each row, LongTensor (B, G), empty groups at the end.
-
-    Steps in which a row unmasks nothing are left out: groups of a row are its own non-empty steps,
-    so the number of model calls is that of the row with most groups. An example, of a row whose
-    first entry is given:
+    """Positions in each group of each row, LongTensor (B, G), empty groups at the end. Groups of a
+    row are its steps that unmask something, as in this row, whose first entry is given:
 
         step     -1  0  0  3  5  5
         starts       x     x  x
@@ -364,56 +296,38 @@ def group_sizes(plan: Plan) -> Tensor:
     return sizes.scatter_add_(1, group, torch.ones_like(group))[:, 1:]
 
 
-# ---- how plans are made --------------------------------------------------------------------------
-
-
-def _elapsed(share: Tensor, schedule: Schedule) -> Tensor:
-    """1 - t, where t is the time at which this share u of the positions is unmasked: u = 1 - t, or
-    u = 1 - sin(pi t / 2) (cosine)."""
-    return share if schedule == "linear" else (1 - share).acos() * (2 / math.pi)
-
-
 class _Samples:
     """What the samples of a plan have: their lengths and given positions."""
 
-    def __init__(self, batch_size: int, length: int | Tensor, given: Tensor | None):
-        length = torch.as_tensor(length).cpu()
-        if length.shape not in ((), (batch_size,)) or (length < 0).any():
+    def __init__(self, batch_size: int, length: Length, given: Given):
+        length, B = torch.as_tensor(length).cpu(), batch_size
+        if length.shape not in ((), (B,)) or (length < 0).any():
             raise UserError(
-                f"length must be a number >= 0, or {batch_size} of them, one a sample; it is "
-                f"{length}"
+                f"length must be a number >= 0, or {B} of them, one a sample; it is {length}"
             )
-        self.length, self.B = length.expand(batch_size), batch_size
+        self.length, self.B = length.expand(B), B
         self.T = int(length.max()) if length.numel() else 0
-        if given is None:
-            given = torch.zeros(self.B, self.T, dtype=torch.bool)
-        if given.shape != (self.B, self.T):
-            raise UserError(
-                f"given is {tuple(given.shape)}, but the samples are {(self.B, self.T)}"
-            )
-        self.position = torch.arange(self.T).expand(self.B, self.T)
+        given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given
+        if given.shape != (B, self.T):
+            raise UserError(f"given is {tuple(given.shape)}, but the samples are {(B, self.T)}")
+        self.position = torch.arange(self.T).expand(B, self.T)
         self.valid = self.position < self.length[:, None]
         self.given = given.cpu() & self.valid
 
-    def uniforms(self, generator: torch.Generator) -> Tensor:
+    def uniforms(self, generator: Generator) -> Tensor:
         """A number in [0, 1) for each position, (B, T)."""
         return torch.rand(self.B, self.T, generator=generator, dtype=torch.float64)
 
     def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Order (B, T): given positions in ascending order, then the others by rising key, then
-        those that a row does not have. And the index (B, T) of each entry among the others,
-        negative for given ones.
-
-        key: (B, T) by position, numbers from 0 to below T.
-        """
-        # Given positions take the keys from -T to -1: before all others, in ascending order.
+        """Order (B, T): given positions in ascending order, then the others by rising key (B, T),
+        numbers from 0 to below T, then those that a row does not have. And the index (B, T) of each
+        entry among the others, negative for given ones."""
         key = torch.where(self.given, self.position.to(key.dtype) - self.T, key)
         key = torch.where(self.valid, key, self.T)
         order = key.argsort(dim=1, stable=True)
         return order, self.position - self.given.sum(dim=1, keepdim=True)
 
     def plan(self, order: Tensor, index: Tensor, step: Tensor) -> Plan:
-        """The plan of an order; the steps of given entries are ignored."""
         return Plan(order, step.where(index >= 0, -1), self.length)
 
     def in_groups(self, key: Tensor, group: int) -> Plan:

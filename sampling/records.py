@@ -14,20 +14,12 @@ def sample_records(
     prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
     until_end: bool = False,
 ) -> list[dict]:
-    """A record of every sample.
+    """A dict of every sample, lists as long as it is; step -1: given; log_probs: nats.
 
-    Args:
-        samples: as many for each prompt, those of a prompt one after the other, as
-            `modes.plan_samples` arranges them.
-        prompts: of each, its key in the record, "prompt" or "infill", and its text.
-        until_end: leave out what stands after the first end-of-text that was generated.
-
-    Returns: dicts with "text", "prompt_index", the prompt, "length" (in tokens), and, as long as
-    the sample is, the lists "tokens", "step" (-1: given) and "log_probs" (nats, six digits), and
-    "nfe", the passes that it took part in.
-    """
-    records = []
-    nfe = samples.nfe.tolist()
+    prompts: of each, "prompt" or "infill" and its text; samples are in equal number for each, those
+    of a prompt one after the other. until_end: leave out what follows the first end-of-text that
+    was generated."""
+    records, nfe = [], samples.nfe.tolist()
     for number, (tokens, step, log_probs) in enumerate(samples.rows()):
         if until_end:
             ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
@@ -35,30 +27,14 @@ def sample_records(
             tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
         prompt_index = number * len(prompts) // len(samples)
         kind, text = prompts[prompt_index]
-        records.append(
-            {
-                "text": tokenizer.decode(tokens),
-                "prompt_index": prompt_index,
-                kind: text,
-                "length": len(tokens),
-                "tokens": tokens,
-                "step": step,
-                "log_probs": [round(p, 6) for p in log_probs],
-                "nfe": nfe[number],
-            }
-        )
+        record = {"text": tokenizer.decode(tokens), "prompt_index": prompt_index, kind: text}
+        record |= {"length": len(tokens), "tokens": tokens, "step": step}
+        record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
+        records.append(record)
     return records
 
 
 def generation_cost(samples: Generation, seconds: float) -> dict:
     """What all samples together cost."""
-    return {
-        "model_calls": samples.model_calls,
-        "token_forwards": samples.token_forwards,
-        "seconds": round(seconds, 3),
-    }
-
-
-def with_settings(records: list[dict], cost: dict, settings: dict) -> list[dict]:
-    """Each with the cost of all and with the settings that made it, as it is written."""
-    return [record | cost | {"settings": settings} for record in records]
+    cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
+    return cost | {"seconds": round(seconds, 3)}

@@ -2,10 +2,8 @@
 
 A categorical draw must not lose probability mass: Gumbel noise of float32 cannot reach improbable
 tokens and silently lowers the temperature (Zheng et al. 2024). By default a token is therefore
-drawn without any noise: one uniform number of 53 bits is looked up in the cumulative distribution,
-summed in float64 (inverse CDF).
-
-Shapes: N rows, V vocabulary.
+drawn without noise: one uniform number of 53 bits is looked up in the cumulative distribution,
+summed in float64 (inverse CDF). Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could ove
 ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3
 
 # splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the factors of
-# the two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap
-# around, as they are to.
+# the two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap around.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 SECOND_FACTOR = 0x94D049BB133111EB - 2**64
@@ -41,19 +38,14 @@ SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 class TokenChoice:
     """How a token is drawn from the model's distribution: temperature, then top-k, then top-p."""
 
-    temperature: Temperature = 1.0
-    """0 (or less than 1e-10) takes the most probable token."""
-    top_p: Probability = 1.0
-    """Keep the fewest most probable tokens whose mass reaches top_p (the nucleus), the lower id
-    first among equals; 0 keeps the most probable one."""
-    top_k: Count | None = None
-    """Keep the top_k most probable tokens."""
-    noise: Noise = "float64"
-    """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, as many published
-    samplers use it, which lowers the temperature; for comparison with them."""
-    crossing: Crossing = "keep"
-    """drop: without the last token of the nucleus, with which top_p is crossed, unless it is the
-    only one; as some published samplers do, for comparison with them."""
+    temperature: Temperature = 1.0  # 0 (or less than 1e-10): the most probable token
+    top_p: Probability = 1.0  # keep the fewest most probable tokens whose mass reaches it, the
+    # lower id first among equals (the nucleus); 0 keeps the most probable one
+    top_k: Count | None = None  # keep this number of most probable tokens
+    noise: Noise = "float64"  # the exact draw; else Gumbel noise of that precision
+    crossing: Crossing = (
+        "keep"  # drop: the nucleus without its last token, unless it is the only one
+    )
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -64,19 +56,13 @@ class TokenChoice:
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
-    """Draw one token a row.
+    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,).
 
     The nucleus is sampled without being sorted: a token is drawn from all, and one look at the mass
-    ranked before it tells whether it belongs to the nucleus. If it does not, as happens with
-    probability 1 - top_p at most, it is drawn again from the nucleus proper. That, too, is exact:
-    P(i) + (1 - P(nucleus)) P(i) / P(nucleus) = P(i) / P(nucleus). Its uniform number is a new one,
-    made by hashing the first. To use the first once more, stretched from the share that was
-    rejected to [0, 1), would amplify the rounding of the logits, which depends on the batch.
-
-    Args:
-        logits: (N, V). uniforms: float64 (N,) in [0, 1).
-
-    Returns: LongTensor (N,).
+    ranked before it says whether it belongs to the nucleus. If not, which has probability 1 - top_p
+    at most, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) / P(nucleus) =
+    P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first: to stretch the first
+    to [0, 1) would amplify the rounding of the logits, which depends on the batch.
     """
     if choice.greedy:
         return logits.argmax(dim=-1)
@@ -86,18 +72,13 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
     if choice.crossing == "drop":
         return draw(_top_p(probs, choice), uniforms)
-
-    # 1. Draw from all tokens.
     drawn, total = _inverse_cdf(probs, uniforms)
     if choice.top_p == 1:
         return drawn
-    # 2. Which of the tokens drawn are outside of the nucleus?
     wanted = choice.top_p * total
     outside = _outside_nucleus(probs, drawn, wanted)
-    # 3. Draw those again, from the nucleus: on a GPU for all rows, since to look which need it
-    #    would be to wait; on a CPU only for the few that do.
     again = fresh_uniforms(uniforms, REDRAWN)
-    if not _may_branch(probs):
+    if not _may_branch(probs):  # all rows, since to look which need it would be to wait
         return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)
     for row in outside.nonzero().flatten().tolist():
         drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], again[row])
@@ -120,8 +101,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
-    """Other uniform numbers (53 bits), a pure function of the bits of these and of `salt`, which
-    broadcast. A hash: the output function of splitmix64."""
+    """Other uniform numbers (53 bits), a hash of the bits of these and of `salt`, which broadcast:
+    the output function of splitmix64."""
     z = uniforms.view(torch.int64) * INCREMENT + salt
     z = (z ^ _shift_right(z, 30)) * FIRST_FACTOR
     z = (z ^ _shift_right(z, 27)) * SECOND_FACTOR
@@ -130,13 +111,12 @@ def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Shift in zeros, where a shift of int64 copies the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # a shift of int64 copies the sign
 
 
 def _may_branch(x: Tensor) -> bool:
-    """Whether to look at values and do only what they need: on a GPU that would wait for it,
-    compiled it would break the graph."""
+    """Whether to look at values and do only what they need: a GPU would wait for it, compiled it
+    would break the graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -144,8 +124,7 @@ def _may_branch(x: Tensor) -> bool:
 
 
 def _tempered(logits: Tensor, choice: TokenChoice) -> Tensor:
-    """Probabilities (N, V), float32 or float64, 0 outside the top k. Not normalised after that
-    cut."""
+    """Probabilities (N, V), float32 or float64, 0 outside the top k; not normalised again."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if choice.temperature != 1:
         logits = logits / choice.temperature
@@ -154,10 +133,10 @@ def _tempered(logits: Tensor, choice: TokenChoice) -> Tensor:
         return probs
     least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
     ties = choice.top_k - (probs > least).sum(dim=-1, keepdim=True)
-    return _cut(probs, least, ties)
+    return _from(probs, least, ties)
 
 
-def _cut(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
+def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
     """Keep what is above `least` (N, 1), and of what equals it the first `ties` (N, 1)."""
     equal = probs == least
     kept = (probs > least) | (equal & (equal.cumsum(dim=-1) <= ties))
@@ -191,27 +170,22 @@ def _without_crossing(kept: Tensor, wanted: Tensor) -> Tensor:
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
     """Zero outside the nucleus: the tokens before which, ranked by falling probability, less than
-    `wanted` (N, 1) is reached.
-
-    The least probability kept is found by bisection of its bits. Floats that are not negative are
-    ordered as their bits are, read as integers, so bisecting the bits ends at the exact value after
-    31 (float32) or 63 halvings, without a sort and for all rows alike.
-    """
+    `wanted` (N, 1) is reached. The least probability kept is found by bisection: bits of floats
+    that are not negative are ordered as the floats are, so 31 (float32) or 63 halvings end at the
+    exact value, without a sort and for all rows alike."""
     integer, halvings = torch.int32, 31
     if probs.dtype == torch.float64:
         integer, halvings = torch.int64, 63
-    # 1. Between `low` and `high` lies the boundary: the mass above `high` stays below `wanted`,
-    #    the mass above `low` does not. No float has the bits -1: they stand for "below zero".
+    # The mass above `high` stays below `wanted`, the mass above `low` does not. No float has the
+    # bits -1: they stand for "below zero". `middle` is rounded up, so that it is never -1.
     high = probs.amax(dim=-1, keepdim=True).view(integer)
     low = torch.full_like(high, -1)
-    # 2. Halve until they are neighbours. `middle` is rounded up, so that it is never -1.
     for _ in range(halvings):
         middle = low + (high - low + 1) // 2
         below = _mass_above(probs, middle.view(probs.dtype)) < wanted
         high, low = torch.where(below, middle, high), torch.where(below, low, middle)
-    # 3. Of the tokens that are exactly as probable as the least kept, some may be too many.
-    least = high.view(probs.dtype)
-    return _cut(probs, least, _ties_kept(probs, least, wanted))
+    least = high.view(probs.dtype)  # of the tokens exactly as probable, some may be too many
+    return _from(probs, least, _ties_kept(probs, least, wanted))
 
 
 def _ties_kept(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
@@ -227,8 +201,7 @@ def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
 
 
 def _compare(relation, a: Tensor, b: Tensor, like: Tensor) -> Tensor:
-    """relation(a, b) as 0.0 and 1.0: a CPU multiplies by these several times faster than it selects
-    by booleans."""
+    # As 0.0 and 1.0: a CPU multiplies by these several times faster than it selects by booleans.
     return relation(a, b, out=torch.empty_like(like))
 
 
@@ -237,25 +210,22 @@ def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     p = probs.gather(1, token[:, None])
     ties = _ties_kept(probs, p, wanted)
     equal = _compare(torch.eq, probs, p, probs)
-    # The usual case: every token is as probable as itself alone.
-    if _may_branch(probs) and float(equal.sum()) == len(probs):
+    if _may_branch(probs) and float(equal.sum()) == len(probs):  # each is equal to itself alone
         return (ties <= 0).squeeze(1)
-    # Among equals the lower id ranks first: count those before the token. Ids are exact as float32
-    # up to 2**24.
+    # Count the equals with lower ids. Ids are exact as float32 up to 2**24.
     ids = torch.arange(probs.shape[-1], device=probs.device, dtype=probs.dtype)
     earlier = _compare(torch.lt, ids, token[:, None].to(probs.dtype), probs)
     return (earlier.mul_(equal).sum(dim=-1, keepdim=True) >= ties).squeeze(1)
 
 
 def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from the nucleus of one row (V,) of which a token outside it is known: only what is at
-    least as probable as that token, a small part of the vocabulary, has to be sorted."""
+    """Draw from the nucleus of one row (V,). A token outside it is known, so only what is at least
+    as probable, a small part of the vocabulary, has to be sorted."""
     ids = (probs >= probs[rejected]).nonzero().squeeze(1)
     ranked, place = probs[ids].sort(descending=True, stable=True)
     mass_before = ranked.double().cumsum(dim=0) - ranked
     kept = torch.where(mass_before < wanted, ranked, 0)
-    # Back in the order of the ids, so that `draw` gives what it gives for the whole row.
-    by_id = torch.empty_like(kept).scatter_(0, place, kept)
+    by_id = torch.empty_like(kept).scatter_(0, place, kept)  # as `draw` has them in the whole row
     return ids[draw(by_id[None], uniform[None])[0]]
 
 
@@ -264,20 +234,13 @@ def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The index (N,) where each uniform number falls in the cumulative weights of its row, and the
-    total weight (N, 1).
-
-    In two stages, so that no float64 sum as long as the vocabulary is written to memory: for a
-    table whose size is a multiple of 64, as `ModelConfig.vocab_size` recommends. Of another size
-    the blocks are shorter, at worst a token each, which is slower and no less right.
-    """
-    # 1. Cumulative weights at the ends of blocks of up to 64 tokens.
+    total weight (N, 1). In two stages, so that no float64 sum as long as the vocabulary is written
+    to memory; fastest where V is a multiple of 64."""
     size = math.gcd(weights.shape[-1], 64)
     blocks = weights.unflatten(-1, (-1, size))
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = ends[:, -1:]
-    # 2. The block in which the point falls.
     block, point = _look_up(ends, uniforms.unsqueeze(-1) * total)
-    # 3. The token within that block.
     before = ends.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
     within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, size)).squeeze(1).double()
     column, _ = _look_up(before + within.cumsum(dim=-1), point)
@@ -286,12 +249,11 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 def _look_up(cumulative: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
     """The first index (N, 1) whose cumulative weight exceeds the point (N, 1); and the point, moved
-    below the last one if rounding put it there, so that nothing of weight 0 is ever taken. Some
-    index where weights are not numbers."""
+    below the last one if rounding put it there, so that nothing of weight 0 is ever taken."""
     last = cumulative[:, -1:]
     point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
     index = torch.searchsorted(cumulative, point, right=True)
-    return index.clamp(max=cumulative.shape[-1] - 1), point
+    return index.clamp(max=cumulative.shape[-1] - 1), point  # weights may be no numbers
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,7 @@
 """Shared by all tests: one way to run a script, small runs, and the folder of real text."""
 
-import atexit
 import os
-import shutil
 import signal
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -17,9 +14,6 @@ import train
 from orders import OrderConfig
 from runtime.command_line import run_script as run_main
 
-# What is remembered of token files is nobody's to keep.
-os.environ["AOGPT_CACHE"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["AOGPT_CACHE"], ignore_errors=True)
 # Tiny tensors: one thread is faster, and the processes that tests start share two cores.
 torch.set_num_threads(1)
 # Without a GPU Triton's kernels run in its interpreter; Triton reads this when it is imported.

@@ -1,6 +1,7 @@
 """Averaged weights, and checkpoints: written whole or not at all, verified, kept; and whatever is
 cut, damaged, foreign or hostile is refused."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -9,9 +10,10 @@ import shutil
 import zipfile
 
 import pytest
-import safetensors.torch
+import safetensors
 import torch
 from helpers import Hostile, assert_same, flip_byte, limited_file_size, read_checkpoint
+from safetensors.torch import save_file
 
 from checkpoints import CheckpointError, load, load_model, on_disk, store
 from model import ModelConfig
@@ -53,58 +55,40 @@ def weights(model):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def names(run_folder):
-    return [path.name for path in store.find(run_folder)]
-
-
-# ---- averaged weights ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
 def test_ema_is_the_warmed_up_average_computed_plainly_in_float64(decay):
     model, generator = tiny_model(), torch.Generator().manual_seed(int(decay * 1e4))
     ema = EMA(model, decay)
-    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    expected = {name: p.double() for name, p in weights(model).items()}
     assert_same(ema.weights, weights(model))
     for t in range(200):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+        for p in weights(model).values():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
         ema.update(model)
         d = min(decay, (1 + t) / (10 + t))
-        for name, p in model.named_parameters():
-            expected[name] = d * expected[name] + (1 - d) * p.detach().double()
+        for name, p in weights(model).items():
+            expected[name] = d * expected[name] + (1 - d) * p.double()
     assert ema.updates == 200
-    for name, average in ema.weights.items():
-        # every update rounds to float32 (2^-24 relative) and forgets earlier rounding as it forgets
-        # weights; of values of about 1, 200 roundings stay far below 1e-5
+    for name, average in ema.weights.items():  # 200 roundings to float32 (2^-24 relative)
         torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_model_has_its_own_weights_again_after_the_average_was_applied(fail):
     model, average = tiny_model(0), EMA(tiny_model(1), 0.9)
-    own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        with average.applied(model):
-            assert_same(weights(model), average.weights)
-            if fail:
-                raise KeyError
-    except KeyError:
-        pass
+    own = {name: p.clone() for name, p in weights(model).items()}
+    with contextlib.suppress(KeyError), average.applied(model):
+        assert_same(weights(model), average.weights)
+        if fail:
+            raise KeyError
     assert_same(weights(model), own)
-
-
-# ---- writing -------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_read_back_bit_for_bit(tmp_path):
     path = save(tmp_path, 7)
     assert path == tmp_path / "checkpoints" / "step_00000007"
-    found, state = read_checkpoint(path), tiny_state(7)
-    assert found["tensors"].keys() == named_tensors(state).keys()
-    for name, tensor in named_tensors(state).items():
-        assert_same(found["tensors"][name], tensor, name)
+    found = read_checkpoint(path)
+    assert_same(dict(found["tensors"]), dict(named_tensors(tiny_state(7))))
     assert found["ema"] == {"updates": 1, "decay": 0.9} and found["data"] == DATA
     (tmp_path / "file").touch()
     for file in path.iterdir():  # others may read them as they may read any file of this user
@@ -114,20 +98,21 @@ def test_what_is_saved_is_read_back_bit_for_bit(tmp_path):
 def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step, keep=3, best=2)
-    assert names(tmp_path) == [f"step_0000000{n}" for n in (2, 5, 6, 7)]
+    assert store.find(tmp_path) == [store.path_of(tmp_path, step) for step in (2, 5, 6, 7)]
     assert (tmp_path / "best").read_text() == "step_00000002\n"
     save(tmp_path, 8, keep=1, best=8)
-    assert names(tmp_path) == ["step_00000008"]
-    assert store.best_of(tmp_path) == store.path_of(tmp_path, 8)
+    assert store.find(tmp_path) == [store.path_of(tmp_path, 8)] == [store.best_of(tmp_path)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
 
 
 def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path):
     others = [".step_00000009.tmp", "step_9", "step_00000009.old", "notes", "step_00000009x"]
+    assert store.read_newest(tmp_path) is store.read_newest(tmp_path / "not there") is None
     for name in ["step_100000000", "step_00000020", "step_00000003", *others]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000004").touch()
-    assert names(tmp_path) == ["step_00000003", "step_00000020", "step_100000000"]
+    found = [path.name for path in store.find(tmp_path)]
+    assert found == ["step_00000003", "step_00000020", "step_100000000"]
     assert store.find(tmp_path, up_to=20)[-1].name == "step_00000020"
 
 
@@ -172,9 +157,6 @@ def test_only_own_leftovers_are_removed(tmp_path):
     assert left == {*theirs, ".dir.tmp", "checkpoints"}
 
 
-# ---- reading what is cut or damaged --------------------------------------------------------------
-
-
 def truncate(path, share):
     os.truncate(path, int(path.stat().st_size * share))
 
@@ -187,21 +169,22 @@ def change_state(path, without=None, **changes):
     (path / "state.json").write_text(json.dumps(contents))
 
 
+WEIGHTS, STATE = "model.safetensors", "state.json"
 DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
-    "no part": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "cut part": (lambda p: truncate(p / "model.safetensors", 0.999), "checksum of model"),
+    "no part": (lambda p: (p / WEIGHTS).unlink(), "model.safetensors is missing"),
+    "cut part": (lambda p: truncate(p / WEIGHTS, 0.999), "checksum of model"),
     "a part too many": (lambda p: (p / "x.safetensors").touch(), "x.safetensors is missing or not"),
-    "flipped byte": (lambda p: flip_byte(p / "model.safetensors", 5000), "checksum of model"),
-    "no state": (lambda p: (p / "state.json").unlink(), "lacks state.json"),
-    "cut state": (lambda p: truncate(p / "state.json", 0.5), "state.json"),
-    "other state": (lambda p: (p / "state.json").write_text("[1]"), "state.json"),
-    "incomplete": (lambda p: change_state(p, parts={}), "is missing or not part of it"),
-    "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
-    "a part of another save": (
-        lambda p: shutil.copy(p.with_name("step_00000001") / "model.safetensors", p),
+    "flipped byte": (lambda p: flip_byte(p / WEIGHTS, 5000), "checksum of model"),
+    "of another save": (
+        lambda p: shutil.copy(p.with_name("step_00000001") / WEIGHTS, p),
         "checksum of model",
     ),
-    "nested": (lambda p: (p / "state.json").write_text("[" * 10**5), "state.json"),
+    "no state": (lambda p: (p / STATE).unlink(), "lacks state.json"),
+    "cut state": (lambda p: truncate(p / STATE, 0.5), STATE),
+    "other state": (lambda p: (p / STATE).write_text("[1]"), STATE),
+    "nested": (lambda p: (p / STATE).write_text("[" * 10**5), STATE),
+    "incomplete": (lambda p: change_state(p, parts={}), "is missing or not part of it"),
+    "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
     "text for a number": (lambda p: change_state(p, step="2"), "step is '2', but it must be"),
     "no key": (lambda p: change_state(p, without="best"), "it lacks best"),
     "a part elsewhere": (lambda p: change_state(p, parts={"../x": ""}), "../x is missing or not"),
@@ -249,11 +232,6 @@ def test_all_checkpoints_broken_is_an_error_and_nothing_is_deleted(tmp_path, cap
     assert capsys.readouterr().err.count("warning") == 2 and len(store.find(tmp_path)) == 2
 
 
-def test_a_run_without_checkpoints_has_none_to_resume_from(tmp_path):
-    assert store.read_newest(tmp_path) is None
-    assert store.read_newest(tmp_path / "not there") is None
-
-
 def test_a_checkpoint_of_other_tensors_than_its_model_has_is_named(tmp_path):
     path = save(tmp_path, 1)
     sizes = json.loads((path / "state.json").read_text())["model_config"]
@@ -268,27 +246,16 @@ def test_a_checkpoint_of_other_tensors_than_its_model_has_is_named(tmp_path):
             load(path)
 
 
-# ---- what is foreign or hostile ------------------------------------------------------------------
-
-
-def zip_file(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("hello.txt", "hello")
-
-
 FOREIGN = {  # writes a file -> what the message says
     "other keys": (lambda path: torch.save({"iter_num": 3, "net": {}}, path), "iter_num"),
     "list": (lambda path: torch.save([1, 2], path), "holds a list"),
     "tensor": (lambda path: torch.save(torch.zeros(3), path), "holds a Tensor"),
     "tensors": (lambda path: torch.save({"net.w": torch.zeros(2)}, path), "net.w"),
-    "safetensors": (
-        lambda path: safetensors.torch.save_file({"net.w": torch.zeros(1)}, path),
-        "net.w",
-    ),
+    "safetensors": (lambda path: save_file({"net.w": torch.zeros(1)}, path), "net.w"),
     "text": (lambda path: path.write_text("just some text\n" * 50), "cannot be read"),
     "empty": (lambda path: path.touch(), "cannot be read"),
     "zeros": (lambda path: path.write_bytes(bytes(1000)), "cannot be read"),
-    "other zip": (zip_file, "cannot be read"),
+    "other zip": (lambda path: zipfile.ZipFile(path, "w").close(), "cannot be read"),
 }
 
 
@@ -296,10 +263,8 @@ FOREIGN = {  # writes a file -> what the message says
 def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(tmp_path, name):
     write, words = FOREIGN[name]
     write(tmp_path / "foreign.pt")
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/foreign.pt.*{words}.*supported are"):
         load(tmp_path / "foreign.pt")
-    for word in (str(tmp_path / "foreign.pt"), words, "supported are"):
-        assert word in str(error.value)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -315,9 +280,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, layo
         torch.save(contents, path, _use_new_zipfile_serialization=layout == "zip")
     (tmp_path / "config.json").write_text("{}")
     for given in (path, tmp_path):
-        with pytest.raises(
-            CheckpointError, match=r"model\.bin cannot be read.* refused.* run code"
-        ):
+        with pytest.raises(CheckpointError, match=r"bin cannot be read.* refused.* run code"):
             load(given)
     assert not target.exists()
     if layout != "bare pickle":  # the file is a real attack: a reader that trusts it runs it
@@ -334,12 +297,7 @@ def test_a_pickle_within_a_checkpoint_is_not_read(tmp_path, name):
     assert not (tmp_path / "touched").exists()
 
 
-# ---- loading a model -----------------------------------------------------------------------------
-
-
-def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint_in_eval_mode(
-    tmp_path,
-):
+def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tmp_path):
     older, newest = save(tmp_path, 1, best=1), save(tmp_path, 2, best=1)
     state = tiny_state(2)
     for which, expected in (("ema", state.averages[0].weights), ("raw", weights(state.model))):
@@ -367,12 +325,14 @@ def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(tmp_p
         load(best)
 
 
-def test_a_path_that_does_not_exist_or_has_not_trained_and_unknown_weights_are_clear_errors(
-    tmp_path,
-):
-    with pytest.raises(CheckpointError, match=r"there is no .*nowhere; give a run folder"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no checkpoints/step_"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match="'last'; give 'ema' or 'raw'"):
-        load(tmp_path, "last")
+@pytest.mark.parametrize(
+    "name, which, words",
+    [
+        ("nowhere", "ema", r"there is no .*nowhere; give a run folder"),
+        ("", "ema", "holds no checkpoints/step_"),
+        ("", "last", "'last'; give 'ema' or 'raw'"),
+    ],
+)
+def test_a_path_without_a_run_and_unknown_weights_are_clear_errors(tmp_path, name, which, words):
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / name, which)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from helpers import LENGTH, MODES, column, read_lines, torchrun
 
-import checkpoints as checkpoint
 import eval_gen
 import sample
-from checkpoints import store
-from data.tokenizers import BytesTokenizer, get_tokenizer
+from checkpoints import load as load_checkpoint
+from checkpoints import load_model, store
+from data.tokenizers import BytesTokenizer
 from evaluation import judges, sample_sets, scoring
 from runtime.processes import Processes
 
@@ -189,12 +189,6 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report,
     assert "transformers" in result["versions"]
 
 
-def test_a_uniform_judge_gives_its_number_of_tokens(tmp_path):
-    judge = load(save_bigram(tmp_path, [[1 / 4] * 4] * 4))
-    for nll, count in judge.score([judge.encode("abcabc"), judge.encode("cab")], 8):
-        assert math.exp(nll / count) == pytest.approx(4, rel=1e-6)
-
-
 def test_a_sample_longer_than_the_context_is_cut_into_windows(tmp_path):
     """Windows of 4 of abaa|ccab|c: 2 + 2 + 1, then 2 + 3 + 2, and the last window has nothing to
     score."""
@@ -258,32 +252,6 @@ def test_the_same_ids_are_scored_directly_and_others_through_text(
     assert_same(direct["per_sample"], through["per_sample"])
 
 
-def test_gpt2s_ids_are_known_to_a_judge_that_has_them(tmp_path):
-    """A tokenizer of transformers with GPT-2's vocabulary (its merges do not matter for ids that
-    are there already)."""
-    import tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-    try:
-        gpt2 = get_tokenizer("gpt2")
-    except ValueError:
-        pytest.skip("GPT-2's tokenizer is not at hand")
-    symbols = byte_symbols()
-    vocabulary = {"".join(symbols[b] for b in gpt2._bytes_of([i])): i for i in range(gpt2.eot)}
-    GPT2LMHeadModel(GPT2Config(n_embd=2, n_layer=1, n_head=1, n_positions=8)).save_pretrained(
-        tmp_path
-    )
-    for shift, same in ((0, True), (1, False)):
-        shifted = {symbol: (i + shift) % gpt2.eot for symbol, i in vocabulary.items()}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=shifted, merges=[]))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-        wrapped.save_pretrained(tmp_path)
-        judge = load(tmp_path)
-        assert judge.has_ids_of("gpt2") is same and not judge.has_ids_of("bytes")
-
-
 def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(bigram):
     """The judge's tokenizer knows a, b and c only. Such a row of a file is an error instead."""
     tokens = [list(text.encode()) for text in ("xyz", TEXT)]
@@ -304,7 +272,7 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
     path = write(*({"text": bytes(ids).decode(), "tokens": ids} for ids in tokens))
     for name in (run, plain):
         result = report("--samples", path, "--judge", name)
-        model, row = checkpoint.load_model(name).double(), result["rows"][0]
+        model, row = load_model(name).double(), result["rows"][0]
         expected = []
         for ids in tokens:
             order = torch.arange(len(ids))[None]
@@ -317,9 +285,10 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
         assert f"{store.find(name)[-1]} (step" in result["judge"]["source"]
 
 
-def test_our_own_judge_without_a_start_token_does_not_score_the_first(run):
-    loaded = dataclasses.replace(checkpoint.load(run), scored_from=1)
-    judge, tokens = judges.DecoderJudge("run", loaded, CPU), list(b"predict the model")
+def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monkeypatch):
+    loaded = dataclasses.replace(load_checkpoint(run), scored_from=1)
+    monkeypatch.setattr(judges, "load", lambda *arguments: loaded)
+    judge, tokens = load(run), list(b"predict the model")
     window = torch.tensor([tokens[:LENGTH]])  # the second window has nothing to score
     log_probs = loaded.model.token_log_probs(window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
@@ -358,31 +327,6 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
             assert ours["settings"][key] == theirs["settings"][key], key
 
 
-def test_compile_reaches_the_engine(report, run, byte_judge, monkeypatch):
-    compiled, generate = [], eval_gen.modes.generate
-    monkeypatch.setattr(
-        eval_gen.modes,
-        "generate",
-        lambda *a, compile, **k: compiled.append(compile) or generate(*a, **k),
-    )
-    common = [run, "--judge", byte_judge, "--num-samples", 2, "--steps", 4]
-    report(*common)
-    report(*common, "--compile")
-    half = len(compiled) // 2
-    assert half and compiled == [False] * half + [True] * half
-
-
-def test_batches_change_no_number(report, run, byte_judge):
-    common = [run, "--judge", byte_judge, *"--num-samples 7 --steps 4 16".split()]
-    common += ["--settings", "1,1", "0.7,0.95", "--batch-size"]
-    expected = report(*common, 1)
-    for size in (3, 20):
-        again = report(*common, size)
-        for row in range(4):
-            assert_same(scores_of(again, row), scores_of(expected, row))
-            assert again["rows"][row]["token_forwards"] == expected["rows"][row]["token_forwards"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5])
 def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
@@ -400,19 +344,6 @@ def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, cou
     lines = [read_lines(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
     assert [x.get("tokens") for x in lines[0]] == [x.get("tokens") for x in lines[1]]
     assert len(lines[0]) == count + 3
-
-
-def test_rows_of_a_file_are_grouped_by_their_settings(report, run, tmp_path):
-    path = tmp_path / "saved.jsonl"
-    common = ["--judge", run, "--num-samples", 3]
-    made = report(
-        run, *common, "--steps", 4, 16, "--settings", "1,1", "0.7,0.95", "--save-samples", path
-    )
-    read = report("--samples", path, *common)
-    for row in range(4):
-        assert_same(scores_of(read, row), scores_of(made, row))
-        for key in ("steps", "temperature", "noise", "dtype"):
-            assert read["rows"][row]["sampler"][key] == made["rows"][row]["sampler"][key]
 
 
 def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
@@ -478,25 +409,6 @@ def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, enc
         assert [row["seconds"] for row in rows] == [1] * count
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ([], "mdm 16"),
-        (["--mode", "even", "--infill", "a[MASK:3] b[MASK:2]"], "even 5"),
-        (["--mode", "l2r"], "l2r 1"),
-        (["--mode", "speculative"], "speculative 8"),
-    ],
-)
-def test_a_file_of_sample_py_is_named_by_the_size_of_steps_that_it_was_made_with(
-    script, run, tmp_path, options, name
-):
-    path = tmp_path / "samples.jsonl"
-    assert script(sample, run, *options, "--num-samples", 2, "--jsonl", path)[0] == 0
-    status, out, err = script(eval_gen, "--samples", path, "--judge", run)
-    assert status == 0, err
-    assert f"| {name} " in out
-
-
 def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):
     settings = {"run": "$x^{$", "mode": "mdm", "steps": "?", "top_p": "?"}
     path = write({"text": TEXT}, {"text": TEXT, "settings": settings})
@@ -517,13 +429,6 @@ def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run, mode, opti
     assert all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
 
 
-def test_help_exits_0_and_names_every_option(script):
-    status, out, _ = script(eval_gen, "--help")
-    assert status == 0 and "python eval_gen.py" in out
-    for field in dataclasses.fields(eval_gen.Arguments):
-        assert (eval_gen.flag(field.name) if field.name != "runs" else "RUN") in out
-
-
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -539,45 +444,34 @@ def fails(script, *arguments):
         ([], "there is no sample in it"),
         (["\n", "  \n"], "there is no sample in it"),
         ([{"text": TEXT}, '{"text": \n'], "line 2: this is not JSON"),
-        (["[1, 2]\n"], "line 1: this is a list, not an object of JSON"),
-        ([{"prompt": "a"}], 'line 1: give an object with "text"'),
-        ([{"text": 3}], 'line 1: give an object with "text"'),
-        ([{"text": TEXT}, {"text": "a"}], "line 2: the sample has 1 tokens; 2 at least"),
-        ([{"text": ""}], "line 1: the sample has 0 tokens"),
-        ([{"text": "a", "tokens": [97]}], "line 1: the sample has 1 tokens"),
-        ([{"text": "ab", "tokens": [97, "b"]}], 'line 1: "tokens" must be a list of whole numbers'),
+        (["[1, 2]\n"], "line 1"),
+        ([{"prompt": "a"}], "line 1"),
+        ([{"text": 3}], "line 1"),
+        ([{"text": "ab", "tokens": [97, "b"]}], "line 1"),
+        ([{"text": "ab", "settings": 3}], "line 1"),
         (
             [{"text": "ab", "tokens": [97, 98], "step": [1]}],
             'line 1: "step" and "tokens" must be equally long',
         ),
         (
             [{"text": "ab", "tokens": [97, 98]}, {"text": "ab", "tokens": [1, 2]}],
-            'line 2: "tokens" are not those',
+            'are not those of their "text" in bytes',
         ),
-        ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab"}], 'some rows have "tokens", some not'),
-        ([{"text": "ab", "settings": 3}], 'line 1: "settings" must be an object'),
+        ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab"}], '"tokens" are missing'),
     ],
 )
-def test_a_bad_file_of_samples_is_refused_with_its_line(script, write, bigram, lines, message):
+def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message):
     assert message in fails(script, "--samples", write(*lines), "--judge", bigram)
-
-
-def test_tokens_of_no_known_tokenizer_are_refused(script, write, bigram, monkeypatch):
-    # GPT-2's tokenizer may not be at hand, and any that has no such id serves here
-    monkeypatch.setattr(sample_sets, "get_tokenizer", lambda name: get_tokenizer("bytes"))
-    path = write({"text": "ab", "tokens": [500, 2]})
-    assert "in any known tokenizer" in fails(script, "--samples", path, "--judge", bigram)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "name a run to sample from"),
-        (["RUN", "RUN"], "named twice"),
-        (["RUN", "--settings", "0.9"], "--settings 0.9: give temperature and top-p"),
-        (["RUN", "--settings", "-1,1"], "--settings -1,1: temperature is -1.0"),
-        (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: top_p is 1.5"),
-        (["RUN", "--settings"], "--settings is empty"),
+        ([], "name a run (out/NAME)"),
+        (["RUN", "--settings", "0.9"], "give temperature and top-p, a comma between"),
+        (["RUN", "--settings", "-1,1"], "--settings -1,1: --temperature is -1.0"),
+        (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: --top-p is 1.5"),
+        (["RUN", "--settings", "1,1", "--top-p", 0.9], "leave out the options"),
         (["RUN", "--steps", 0], "--steps is 0; give a number at least 1"),
         (["RUN", "--top-k", 0], "--top-k is 0"),
         (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
@@ -591,7 +485,7 @@ def test_tokens_of_no_known_tokenizer_are_refused(script, write, bigram, monkeyp
         (["RUN", "--json", "nowhere/x.json"], "there is no folder nowhere"),
         (["RUN", "--json", "x", "--plot", "x"], "--json and --plot name the same file"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
-        (["PLAIN"], "PLAIN: --mode mdm needs a model that is told its target position"),
+        (["PLAIN"], "PLAIN: --mode mdm needs a model that is conditioned on the target position"),
         (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),
     ],
 )
@@ -620,13 +514,12 @@ def refused(script, write):
 def test_a_judge_that_is_missing_is_an_error(refused, tmp_path, monkeypatch):
     """A name that is no path is looked for on Hugging Face."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "there is no such file or folder" in refused(tmp_path / "nowhere")
-    for name in ("nobody/nothing", "no-such-judge"):
+    for name in (tmp_path / "nowhere", "nobody/nothing", "no-such-judge"):
         found = refused(name)
-        assert f"--judge {name}: its config.json could not be had" in found
+        assert f"--judge {name} could not be had" in found
         assert "needs the network once" in found
     (tmp_path / "empty").mkdir()
-    assert "folder that transformers has saved" in refused(tmp_path / "empty")
+    assert "supported are run folders" in refused(tmp_path / "empty")
 
 
 def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(
@@ -637,9 +530,9 @@ def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(
         shutil.copytree(bigram, folder)
     for file in bare.glob("tokenizer*"):
         file.unlink()
-    assert "has no tokenizer" in refused(bare)
     save_tokenizer(small, "zyxwcba")
-    assert "do its tokenizer and its model belong together" in refused(small)
+    for folder in (bare, small):
+        assert "its tokenizer is missing or has more than 4 tokens" in refused(folder)
 
 
 def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp_path):
@@ -651,28 +544,24 @@ def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp
         (folder / "model.safetensors").unlink()
     model = GPT2LMHeadModel.from_pretrained(bigram)
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    assert "its model could not be had" in refused(pickled)
+    assert "could not be had" in refused(pickled)
     state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(partial, state_dict=state)
-    assert "1 of its weights are missing, e.g. lm_head.weight" in refused(partial)
+    assert "1 weights are missing, e.g. lm_head.weight" in refused(partial)
 
 
 def test_an_encoder_is_refused_as_a_judge(refused, encoder, bigram, tmp_path):
-    from transformers import BertConfig, BertLMHeadModel, T5Config
+    from transformers import BertConfig, BertLMHeadModel
 
     assert "is an encoder" in refused(encoder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 4}
     sizes |= {"intermediate_size": 8, "max_position_embeddings": 64, "initializer_range": 0.3}
-    bert, t5 = tmp_path / "bert", tmp_path / "t5"
-    shutil.copytree(bigram, bert)
+    bert = shutil.copytree(bigram, tmp_path / "bert")
     BertLMHeadModel(BertConfig(**sizes)).save_pretrained(bert)
-    assert "(bert) is no causal language model" in refused(bert)
+    assert "(bert) does not predict from left to right" in refused(bert)
     BertLMHeadModel(BertConfig(**sizes, is_decoder=True)).save_pretrained(bert)
     assert load(bert).context == 64  # the same, causal: fine
-    shutil.copytree(bigram, t5)
-    T5Config().save_pretrained(t5)
-    assert "its model could not be had" in refused(t5)
 
 
 def test_without_transformers_the_error_says_what_to_install(refused, bigram, run, monkeypatch):

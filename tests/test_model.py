@@ -1,10 +1,10 @@
 """The decoder computes the formulas of the paper, forwards and backwards, however it is called."""
 
-import copy
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import (
     DECODERS,
     ROTATED,
@@ -20,10 +20,8 @@ from reference import (
 )
 
 from model import ModelConfig, PermutationGather
-from sampling.cached import KVCache, ParallelPass, cached_hidden, modulation_tables, ragged
+from sampling.cached import KVCache, ParallelPass, cached_hidden, modulation_tables
 from variants import (
-    Decoder,
-    Encoder,
     build_model,
     check_config,
     chunked_head,
@@ -66,15 +64,11 @@ def parameters(model):
     return dict(model.named_parameters())
 
 
-# ---- the formulas --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [LENGTH, 6, 2, 1])
 @every_variant
 def test_a_decoder_computes_its_formulas(variant, length):
-    """Along random orders, and from left to right in the first row. Float64 against plain loops:
-    both round at 1e-16, a few hundred operations deep, so 1e-9 is far above rounding and far below
-    any difference of formula."""
+    """Along random orders, and from left to right in the first row. 1e-9 is far above float64
+    rounding and far below any difference of formula."""
     model = make_variant(variant, seed=length)
     tokens, order = random_tokens(TOKENS, 3, length, seed=1), random_orders(3, length, seed=2)
     order[0] = torch.arange(length)
@@ -88,9 +82,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
 
 @pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary"])
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
-    """The reference indexes one token's conditioning at a time, so its gradient is autograd's own;
-    the model's adaLN rows come back through `PermutationGather`. Gradients here are of size 1: 1e-9
-    is relative too."""
+    """Autograd of the reference; gradients are of size 1, so 1e-9 is relative too."""
     model = make_variant(variant, 3)
     tokens, order = random_tokens(TOKENS, 3, 7, seed=4), random_orders(3, 7, seed=5)
     weights = torch.randn(3, 7, dtype=torch.float64, generator=seeded(6))
@@ -121,15 +113,6 @@ def test_the_probabilities_of_all_sequences_sum_to_one_under_every_order(variant
         assert abs(logs.sum(dim=1).exp().sum() - 1) < 1e-12  # 81 terms in float64
 
 
-def test_the_order_of_the_context_matters_to_a_decoder():
-    """Conditionals are order-dependent; without this the tests of orders elsewhere would show
-    nothing."""
-    model, tokens = make_system("AO-GPT"), random_tokens(TOKENS, 1, 6, seed=0)
-    orders = torch.tensor([[0, 1, 2, 3, 4, 5], [2, 0, 3, 1, 4, 5]])
-    last = model.token_log_probs(tokens.expand(2, 6), orders)[:, 4]
-    assert abs(last[0] - last[1]) > 1e-2
-
-
 def test_dropout_acts_in_training_only():
     model = make_system("AO-GPT", dropout=0.5)
     tokens, order = random_tokens(TOKENS, 2, 9, seed=0), random_orders(2, 9, seed=0)
@@ -137,19 +120,6 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model.token_log_probs(tokens, order), exact)
     model.train()
     assert not torch.allclose(model(tokens, order), -exact, atol=1e-2)
-
-
-def test_a_config_makes_a_decoder_or_an_encoder_and_a_copy_is_of_the_same_kind():
-    for system, kind in (("AO-GPT", Decoder), ("SEDD", Encoder)):
-        model = make_system(system)
-        again = copy.deepcopy(model)
-        assert type(model) is type(again) is kind
-        assert model.config.is_encoder == (kind is Encoder)
-        pairs = zip(model.named_parameters(), again.named_parameters(), strict=True)
-        assert all(a == b and p is not q and torch.equal(p, q) for (a, p), (b, q) in pairs)
-
-
-# ---- adaLN by tables and a gather ----------------------------------------------------------------
 
 
 def gather_case(batch, length, width, seed, dtype=torch.float64):
@@ -171,26 +141,11 @@ def test_permutation_gather_equals_plain_indexing_with_its_gradient(batch, lengt
 
 
 def test_permutation_gather_sums_bfloat16_gradients_in_float32():
-    """4,096 gradients of one, of which bfloat16 alone (8 bits) could not count past 256."""
+    """bfloat16 alone (8 bits) could not count past 256."""
     table, order, inverse = gather_case(4096, 2, 1, seed=0, dtype=torch.bfloat16)
     PermutationGather.apply(table, order, inverse).sum().backward()
     assert table.grad.dtype == torch.bfloat16
     assert table.grad.flatten().tolist() == [4096.0, 4096.0]
-
-
-def test_modulations_hold_one_row_per_position_and_only_with_adaln():
-    shapes = [tuple(t.shape) for t in modulation_tables(make_system("AO-GPT"))]
-    assert shapes == [(9, 72), (9, 72), (9, 24)]
-    assert modulation_tables(make_system("sigma-GPT")) is None
-
-
-# ---- parallel targets ----------------------------------------------------------------------------
-
-
-def test_ragged_rows_lie_one_after_the_other():
-    row, column, valid = ragged(torch.tensor([3, 0, 1]), 6)
-    assert row[:4].tolist() == [0, 0, 0, 2] and column.tolist() == [0, 1, 2, 0, 0, 0]
-    assert valid.tolist() == [True] * 4 + [False] * 2
 
 
 def masked_by_single_orders(model, tokens, masked):
@@ -205,49 +160,26 @@ def masked_by_single_orders(model, tokens, masked):
     return result
 
 
+@pytest.mark.parametrize("length", [8, 1])
 @every_variant
-def test_masked_log_probs_are_those_of_each_target_alone(variant):
-    """Rows: random masks of several rates, all masked, none masked, one masked, one known. Same
-    float64 arithmetic but for the summation order of attention, hence 1e-12."""
+def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
+    """Rows: random masks of several rates, all masked, none masked, one masked, one known. 1e-12:
+    the same float64 sums in another order."""
     model = make_variant(variant, 1)
-    tokens = random_tokens(TOKENS, 10, 8, seed=2)
-    rates = torch.tensor([0.2, 0.5, 0.8, 0.5, 0.5, 0.5])[:, None]
-    masked = torch.rand(6, 8, generator=seeded(3)) < rates
-    one = torch.eye(8, dtype=torch.bool)
-    masked = torch.cat(
-        [masked, torch.ones(1, 8).bool(), torch.zeros(1, 8).bool(), one[:1], ~one[5:6]]
-    )
+    tokens = random_tokens(TOKENS, 10, length, seed=2)
+    rates = torch.tensor([0.2, 0.5, 0.8, 0.5, 0.5, 0.5, 1.0, 0.0])[:, None]
+    masked = torch.rand(8, length, generator=seeded(3)) < rates
+    one = torch.eye(length, dtype=torch.bool)
+    masked = torch.cat([masked, one[:1], ~one[length // 2, None]])
     got = model.masked_log_probs(tokens, masked)
     assert (got - masked_by_single_orders(model, tokens, masked)).abs().max() < 1e-12
     assert (got[~masked] == 0).all() and (got[masked] < 0).all()
 
 
-def test_masked_log_probs_do_not_look_at_masked_tokens():
-    model, tokens = make_system("AO-GPT", 1), random_tokens(TOKENS, 1, 8, seed=0).repeat(2, 1)
-    masked = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 0]] * 2, dtype=torch.bool)
-    tokens[1, 2] = (tokens[0, 2] + 1) % TOKENS
-    a, b = model.masked_log_probs(tokens, masked)
-    others = torch.arange(8) != 2
-    assert (a - b)[others].abs().max() < 1e-14 and abs(a[2] - b[2]) > 1e-3
-
-
-def test_masked_log_probs_of_a_single_position():
-    model, tokens = make_system("AO-GPT", 1), torch.tensor([[4]])
-    expected = model.token_log_probs(tokens, torch.tensor([[0]]))
-    assert (model.masked_log_probs(tokens, torch.tensor([[True]])) - expected).abs().max() < 1e-12
-
-
-# ---- the cache -----------------------------------------------------------------------------------
-
-
 def cached_logits(model, tokens, order, known, sizes, spares, modulations):
     """Logits of every target after the first `known[b]`, decoded through the cache in groups of
-    `sizes[b]`.
-
-    spares: how much larger than needed the items, the width and the length of a pass are.
-
-    sizes: (B, G), zero where a row is finished. Returns {(b, i): (group start, logits)} for step i
-    of row b."""
+    `sizes[b]` (B, G), zero where a row is finished: {(b, i): (group start, logits)} for step i of
+    row b. spares: how much larger than needed the items, the width and the length of a pass are."""
     B, T = order.shape
     cache = KVCache(model.config, B, T, dtype=model.wte.weight.dtype)
     ordered = tokens.gather(1, order)
@@ -279,43 +211,27 @@ GROUPS = {
 }
 
 
-def check_cached_logits(model, groups, spares, tables):
-    """Float32, logits of size 1 to 5: both ways round at about 1e-6 and differ in summation order
-    only."""
-    tokens, order = random_tokens(TOKENS, 3, 8, seed=3), random_orders(3, 8, seed=4)
-    known, sizes = map(torch.tensor, GROUPS[groups])
-    modulations = modulation_tables(model) if tables else None
-    decoded = cached_logits(model, tokens, order, known, sizes, spares, modulations)
-    assert len(decoded) == int((8 - known).sum())
-    for (b, i), (start, logits) in decoded.items():
-        row = order[b].tolist()
-        full = torch.tensor([order_through(row[:start], row[i], 8)])
-        expected = model.head(model.hidden(tokens[b : b + 1], full))[0, start]
-        assert (logits - expected).abs().max() < 1e-5, (b, i)
-        assert expected.std() > 0.1
-
-
-@pytest.mark.parametrize("tables", [True, False], ids=["adaLN known", "adaLN on demand"])
 @pytest.mark.parametrize("spares", [(0, 0, 0), (5, 3, 2)], ids=["tight", "padded"])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("system", ["AO-GPT", "sigma-GPT", "two_stream", "target rotary"])
-@torch.no_grad()
-def test_cached_logits_are_those_of_the_uncached_forward(system, groups, spares, tables):
-    model = make_system(system, 1, torch.float32, scale=0.7, n_embd=24)
-    check_cached_logits(model, groups, spares, tables)
-
-
-@pytest.mark.parametrize("position", ["rotary", "both"])
+@pytest.mark.parametrize("position", ["own", "rotary", "both"])
 @pytest.mark.parametrize("system", [name for name in DECODERS if name != "GPT-2"])
 @torch.no_grad()
-def test_cached_logits_with_rotation_are_those_of_the_uncached_forward(system, position):
-    changes = {"scale": 0.7, "n_embd": 24, "position": position}
-    model = make_system(system, 1, torch.float32, **changes)
-    for groups in ("ragged", "prompts"):
-        check_cached_logits(model, groups, (5, 3, 2), tables=True)
-
-
-# ---- the output head -----------------------------------------------------------------------------
+def test_cached_logits_are_those_of_the_uncached_forward(system, position, groups, spares):
+    """With the tables of adaLN known and on demand. Float32, logits of size 1 to 5: both ways
+    differ in summation order only."""
+    changes = {} if position == "own" else {"position": position}
+    model = make_system(system, 1, torch.float32, scale=0.7, n_embd=24, **changes)
+    tokens, order = random_tokens(TOKENS, 3, 8, seed=3), random_orders(3, 8, seed=4)
+    known, sizes = map(torch.tensor, GROUPS[groups])
+    for modulations in (modulation_tables(model), None):
+        decoded = cached_logits(model, tokens, order, known, sizes, spares, modulations)
+        assert len(decoded) == int((8 - known).sum())
+        for (b, i), (start, logits) in decoded.items():
+            row = order[b].tolist()
+            full = torch.tensor([order_through(row[:start], row[i], 8)])
+            expected = model.head(model.hidden(tokens[b : b + 1], full))[0, start]
+            assert (logits - expected).abs().max() < 1e-5, (b, i)
+            assert expected.std() > 0.1
 
 
 @pytest.mark.parametrize("elements", [1, 2**25])  # chunks of 256 rows, the least, and one for all
@@ -333,7 +249,7 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, el
     got = model.head_loss(x, targets)
     assert chunks == ([256, 256, 88] if elements == 1 else [600])
     logits = x @ model.head.weight.T + model.head.bias
-    expected = logits.logsumexp(-1) - logits.gather(-1, targets[..., None]).squeeze(-1)
+    expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     assert (got - expected).abs().max() < 1e-12  # float64, eleven terms a row
     leaves = [x, model.head.weight, model.head.bias]
     grads = [torch.autograd.grad((nll * weights).sum(), leaves) for nll in (got, expected)]
@@ -343,26 +259,11 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, el
         assert torch.equal(model.head_loss(x, targets), got)
 
 
-def test_head_loss_gives_the_same_parameter_gradients_whatever_the_chunk(monkeypatch):
-    model = make_system("AO-GPT", block_size=150)
-    tokens, order = random_tokens(TOKENS, 4, 150, seed=0), random_orders(4, 150, seed=1)
-    grads = []
-    for elements in (1, 2**25):
-        monkeypatch.setitem(chunked_head.CHUNK_ELEMENTS, "cpu", elements)
-        grads.append(torch.autograd.grad(model(tokens, order).mean(), list(model.parameters())))
-    for a, b in zip(*grads, strict=True):
-        assert (a - b).abs().max() < 1e-12  # a mean: gradients of size 1e-2 in float64
-
-
-# ---- initialisation and size ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", ["adaln", "input"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
-    """A normal of deviation s cut at 3 s has deviation 0.98658 s. The sample deviation of N values
-    is off by 1 / sqrt(2 N) at most (relative; a cut normal has thinner tails), the mean by s /
-    sqrt(N): five of these."""
+    """Cut at 3 s, its deviation is 0.98658 s. Sample deviations and means within five of their own
+    standard deviations, 1 / sqrt(2 N) (relative) and s / sqrt(N)."""
     shape = {"vocab_size": 300, "block_size": 128, "n_layer": 3, "n_head": 2, "n_embd": 64}
     model = build_model(ModelConfig(**shape, target=target, norm="layernorm"))
     init_weights(model, seeded(seed))
@@ -393,8 +294,7 @@ def test_initialisation_follows_its_generator():
 
 
 def test_parameters_of_ao_gpt_have_their_names_and_order():
-    """Checkpoints and converters build on the names; the norm of all gradients is summed in this
-    order."""
+    """Checkpoints build on the names; the norm of all gradients is summed in this order."""
     block = (
         "norm1.weight norm2.weight attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias "
         "attn.q_norm.weight attn.k_norm.weight mlp.fc.weight mlp.fc.bias mlp.proj.weight "
@@ -406,15 +306,12 @@ def test_parameters_of_ao_gpt_have_their_names_and_order():
     assert list(parameters(make_system("AO-GPT"))) == expected
 
 
-def on_meta(**settings):
-    with torch.device("meta"):
-        return build_model(ModelConfig(**settings))
-
-
 @pytest.mark.parametrize("layers, width, heads", [(12, 768, 12), (24, 1024, 16)])
 def test_parameter_counts_of_the_published_sizes(layers, width, heads):
     V, N, D, C = 50304, 1024, width, 128
-    counts = parameter_counts(on_meta(n_layer=layers, n_embd=width, n_head=heads))
+    with torch.device("meta"):
+        model = build_model(ModelConfig(n_layer=layers, n_embd=width, n_head=heads))
+    counts = parameter_counts(model)
     linear = 12 * D * D + 9 * D  # qkv, projection, fc, projection with their biases
     assert counts == {
         "embeddings": V * D + (N + 1) * D + D,
@@ -427,8 +324,7 @@ def test_parameter_counts_of_the_published_sizes(layers, width, heads):
 @pytest.mark.parametrize("target", ["input", "two_stream"])
 @pytest.mark.parametrize("length", [16, 64])
 def test_flops_per_token_is_what_pytorch_counts(length, target):
-    """PyTorch's own count of one forward pass, times three for forward and backward. There the
-    tables of adaLN are counted, so the model has none."""
+    """Times three for forward and backward. PyTorch counts adaLN's tables; the model has none."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -441,8 +337,6 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
         model(tokens, order)
     assert flops_per_token(config, length) == 3 * counter.get_total_flops() / (2 * length)
 
-
-# ---- errors --------------------------------------------------------------------------------------
 
 ENCODER = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
 SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim")
@@ -494,9 +388,6 @@ def test_scoring_along_an_order_needs_a_permutation(system):
     tokens, order = random_tokens(TOKENS, 1, 5, 0), random_orders(1, 5, 0)
     with pytest.raises(ValueError, match="every row of order must be a permutation of 0..4"):
         make_system(system).token_log_probs(tokens, order.clamp(max=3))
-
-
-# ---- sequences longer than the block size --------------------------------------------------------
 
 
 def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_short_ones():

@@ -20,8 +20,7 @@ HOSTILE = [
     "__DATA__",
     "]]>",
 ]
-# positions 0 and 1 are given; steps 1 and 3 unmask nothing; position 4 is the first half of a
-# character
+# 0 and 1 are given; steps 1 and 3 unmask nothing; position 4 is the first half of a character
 MIXED = PageSample(
     ["Once", " upon", "\n\n", " a", "", "é", " time"],
     [-1, -1, 5, 0, 4, 2, 4],
@@ -29,6 +28,10 @@ MIXED = PageSample(
 )
 # after each of the page's steps
 UNMASKED = [{0, 1}, {0, 1, 3}, {0, 1, 3, 5}, {0, 1, 3, 4, 5, 6}, set(range(7))]
+
+
+def in_one_step(pieces):
+    return PageSample(pieces, [0] * len(pieces), [-1.0] * len(pieces))
 
 
 def test_data_survives():
@@ -40,9 +43,7 @@ def test_data_survives():
 
 
 def test_hostile_text_stays_data():
-    document = render(
-        [PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[1]}
-    )
+    document = render([in_one_step(HOSTILE)], {HOSTILE[0]: HOSTILE[1]})
     data = data_of(document)
     assert data["samples"][0]["pieces"] == HOSTILE and data["settings"] == {HOSTILE[0]: HOSTILE[1]}
     assert "onerror" in document
@@ -64,19 +65,13 @@ def test_mistakes_are_named():
         PageSample(["a"], [-2], [0.0])
 
 
-# ---- in the browser ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="needs playwright (requirements-dev.txt)"
-    )
-    path = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = "chromium", "chromium-browser", "google-chrome"
+    path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.skip("needs Chromium: none of chromium, chromium-browser, google-chrome is on PATH")
+        pytest.skip(f"needs Chromium: none of {names} is on PATH")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
@@ -85,8 +80,7 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens a document as a file; in the end nothing else was asked for and nothing was complained
-    of."""
+    """Opens a document as a file; nothing else may be asked for and nothing complained of."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
     context.set_default_timeout(600_000)  # as helpers.wait_for
     requests, complaints, addresses = [], [], set()
@@ -118,15 +112,13 @@ def state(tab) -> tuple[set[int], str]:
 
 
 def wait_until(tab, condition: str) -> None:
-    """Until the JavaScript holds; playwright's own wait uses eval, which the page's security policy
-    refuses."""
+    """Playwright's own wait uses eval, which the page's security policy refuses."""
     wait_for(lambda: tab.evaluate(condition))
 
 
 def slide(tab, step: int) -> None:
-    tab.locator("#slider").evaluate(
-        "(s, v) => { s.value = v; s.dispatchEvent(new Event('input')); }", step
-    )
+    change = "(s, v) => { s.value = v; s.dispatchEvent(new Event('input')); }"
+    tab.locator("#slider").evaluate(change, step)
 
 
 def test_it_opens_with_the_whole_text(show):
@@ -139,38 +131,24 @@ def test_it_opens_with_the_whole_text(show):
     assert tab.locator("#settings").inner_text().split() == ["mode", "mdm", "seed", "none"]
 
 
-BOXES = """() => [...document.querySelectorAll(".token")].map(
-    (token) => JSON.stringify(token.getClientRects()))"""
-
-
 def test_the_slider_shows_what_is_unmasked_by_then(show):
     tab = show([MIXED])
-    boxes = tab.evaluate(BOXES)
+    boxes = """() => [...document.querySelectorAll(".token")].map(
+        (token) => JSON.stringify(token.getClientRects()))"""
+    before = tab.evaluate(boxes)
     for step in (0, 3, 1, 4, 2):
         slide(tab, step)
-        count = len(UNMASKED[step]) - 2
-        assert state(tab) == (
-            UNMASKED[step],
-            f"step {step} of 4, {count} of 5 tokens (and 2 given)",
-        )
-        now = tab.evaluate(
-            "() => [...document.querySelectorAll('#text .now')].map(token => token.position)"
-        )
+        counter = f"step {step} of 4, {len(UNMASKED[step]) - 2} of 5 tokens (and 2 given)"
+        assert state(tab) == (UNMASKED[step], counter)
+        now = tab.evaluate("[...document.querySelectorAll('#text .now')].map(t => t.position)")
         assert set(now) == (UNMASKED[step] - UNMASKED[step - 1] if step else set())
-        after = tab.evaluate(BOXES)
-        assert after == boxes, "the layout jumps"
+        assert tab.evaluate(boxes) == before, "the layout jumps"
 
 
 def test_keys(show):
     tab = show([MIXED])
-    for key, step in [
-        ("ArrowLeft", 3),
-        ("ArrowLeft", 2),
-        ("ArrowRight", 3),
-        ("ArrowRight", 4),
-        ("ArrowRight", 4),
-    ]:
-        tab.keyboard.press(key)
+    for key, step in [("Left", 3), ("Left", 2), ("Right", 3), ("Right", 4), ("Right", 4)]:
+        tab.keyboard.press(f"Arrow{key}")
         assert state(tab)[0] == UNMASKED[step]
     tab.locator("#slider").focus()  # a range has arrow keys of its own: one step all the same
     tab.keyboard.press("ArrowLeft")
@@ -187,9 +165,7 @@ def test_play_pause_and_speed(show):
     tab.keyboard.press("Space")
     assert tab.locator("#play").inner_text() == "Play"
     paused = state(tab)
-    tab.evaluate(
-        "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
-    )
+    tab.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
     assert state(tab) == paused
     slide(tab, 1990)
     tab.locator("#play").click()
@@ -198,36 +174,18 @@ def test_play_pause_and_speed(show):
 
 
 def test_every_token_tells_its_probability(show):
-    tab = show(
-        [
-            PageSample(
-                MIXED.pieces, MIXED.step, [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]]
-            )
-        ]
-    )
-    expected = {
-        0: ["Once", "position 1 of 7", "given"],
-        2: [
-            "↵↵",
-            "position 3 of 7",
-            "step 4 of 4 (6 in the plan)",
-            "model's probability 22.3%, -1.500 nats",
-        ],
-        3: ["␣a", "position 4 of 7", "step 1 of 4", "model's probability 2.1e-9, -20.000 nats"],
-        5: [
-            "é",
-            "position 6 of 7",
-            "step 2 of 4 (3 in the plan)",
-            "model's probability not finite",
-        ],
-        6: [
-            "␣time",
-            "position 7 of 7",
-            "step 3 of 4 (5 in the plan)",
-            "model's probability 12.3%, -2.096 nats",
-        ],
+    log_probs = [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]]
+    tab = show([PageSample(MIXED.pieces, MIXED.step, log_probs)])
+    expected = {  # the text, when, and the model's probability
+        0: ["Once", "given"],
+        2: ["↵↵", "step 4 of 4 (6 in the plan)", "22.3%, -1.500 nats"],
+        3: ["␣a", "step 1 of 4", "2.1e-9, -20.000 nats"],
+        5: ["é", "step 2 of 4 (3 in the plan)", "not finite"],
+        6: ["␣time", "step 3 of 4 (5 in the plan)", "12.3%, -2.096 nats"],
     }
-    for position, lines in expected.items():
+    for position, (text, when, *probability) in expected.items():
+        lines = [text, f"position {position + 1} of 7", when]
+        lines += [f"model's probability {value}" for value in probability]
         token = tab.locator("#text .token").nth(position)
         # the first line of a token of several
         box = token.evaluate("token => token.getClientRects()[0].toJSON()")
@@ -245,10 +203,8 @@ def test_every_token_tells_its_probability(show):
 
 
 def test_the_fragment_is_the_state(show):
-    tab = show(
-        [PageSample(["x"], [0], [-1.0]), MIXED, PageSample(["y"], [-1], [0.0])],
-        fragment="#sample=2&step=1",
-    )
+    samples = [in_one_step(["x"]), MIXED, PageSample(["y"], [-1], [0.0])]
+    tab = show(samples, fragment="#sample=2&step=1")
     assert state(tab)[0] == UNMASKED[1] and tab.locator("#sample").input_value() == "1"
     tab.keyboard.press("ArrowRight")
     tab.wait_for_url("**#sample=2&step=2")
@@ -259,18 +215,14 @@ def test_the_fragment_is_the_state(show):
     assert state(tab) == ({0}, "step 0 of 0, 0 of 0 tokens (and 1 given)")
     tab.wait_for_url("**#sample=3&step=0")
     for wrong, last in [("#sample=99&step=99", 3), ("#sample=-1&step=x", 1), ("#%zz", 1)]:
-        tab = show([PageSample(["x"], [0], [-1.0]), MIXED, MIXED], fragment=wrong)
+        tab = show([in_one_step(["x"]), MIXED, MIXED], fragment=wrong)
         assert tab.locator("#sample").input_value() == str(last - 1)
         assert tab.evaluate("shown === steps.length")
 
 
 def test_hostile_text_is_shown_and_runs_nothing(show):
-    tab = show(
-        [PageSample(HOSTILE, [0] * len(HOSTILE), [-1.0] * len(HOSTILE))], {HOSTILE[0]: HOSTILE[0]}
-    )
-    texts = tab.locator("#text .token").evaluate_all(
-        "tokens => tokens.map(token => token.textContent)"
-    )
+    tab = show([in_one_step(HOSTILE)], {HOSTILE[0]: HOSTILE[0]})
+    texts = tab.locator("#text .token").evaluate_all("tokens => tokens.map(t => t.textContent)")
     # a lone surrogate does not travel back from the browser
     assert texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]
     assert tab.locator("#settings dd").evaluate("e => e.textContent") == HOSTILE[0]
@@ -303,11 +255,8 @@ def test_scrubbing_through_a_thousand_steps_touches_every_token_once(show):
 def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(show):
     """Two boards of 4 x 4 in boxes of 2 x 2: what is given, and its solution."""
     pieces, step = list("1203" * 8), [-1] * 16 + list(range(16))
-    board = (4, 4, 2, 2)
-    samples = [
-        PageSample(pieces, step, [-0.5] * 32, board, caption) for caption in ("right", "wrong")
-    ]
-    tab = show(samples)
+    board = [pieces, step, [-0.5] * 32, (4, 4, 2, 2)]
+    tab = show([PageSample(*board, caption) for caption in ("right", "wrong")])
     boxes = tab.evaluate(
         """() => [...document.querySelectorAll("#text .token")].map(
             (token) => { const b = token.getBoundingClientRect(); return [b.x, b.y, b.width]; })"""

@@ -13,7 +13,6 @@ from evaluation.text_measures import (
     corpus_perplexity,
     distinct,
     known_words,
-    repetition,
     unigram_entropy,
     words_of,
 )
@@ -30,16 +29,8 @@ def test_entropy_is_that_of_the_histogram_in_nats(tokens, expected):
 def test_distinct_counts_types_among_the_n_grams():
     tokens = [1, 2, 1, 2, 1, 3]  # pairs 12 21 12 21 13; triples 121 212 121 213
     assert [distinct(tokens, n) for n in (1, 2, 3)] == [3 / 6, 3 / 5, 3 / 4]
-
-
-def test_repetition_is_the_share_of_4_grams_that_occurred_before():
-    assert repetition([1, 2, 3, 4, 5, 6]) == 0
-    assert repetition([5] * 8) == pytest.approx(4 / 5)  # 5 times 5555: all but the first
-    assert repetition([1, 2, 3, 4] * 2) == pytest.approx(1 / 5)  # 1234 2341 3412 4123 1234
-
-
-def test_what_is_too_short_has_no_measure():
-    for value in (unigram_entropy([]), distinct([1, 2], 3), repetition([1, 2, 3])):
+    assert distinct([1, 2, 3, 4] * 2, 4) == pytest.approx(4 / 5)  # 1234 2341 3412 4123 1234
+    for value in (unigram_entropy([]), distinct([1, 2], 3)):
         assert math.isnan(value)
 
 
