@@ -26,7 +26,7 @@ from typing import Annotated
 
 import tyro
 
-from checkpoints import load
+from checkpoints import Loaded, load
 from data.loader import find_dataset, load_meta
 from data.puzzles import TASKS
 from data.sources import cause
@@ -136,14 +136,9 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
-        mode = mode or options.mode
-        r = {"task": questions.name} | vars(options) | {"mode": mode} | answers.summary()
-        results.append(r)
-        of_samples = zip(answers.samples.rows(), answers.samples.nfe.tolist(), strict=True)
-        rows += [
-            {"task": questions.name} | record | {"step": step, "nfe": nfe}
-            for record, ((_, step, _), nfe) in zip(answers.records, of_samples, strict=True)
-        ]
+        settings = {"task": questions.name} | vars(options) | {"mode": mode or options.mode}
+        results.append(r := settings | answers.summary())
+        rows += [{"task": questions.name} | record for record in answers.records]
         known = {key: value for key, value in r.items() if value is not None}
         page = page or page_of(loaded, questions, answers, known)
         limit = "" if r["limit"] is None else f"{r['limit']:.4f}"
@@ -152,13 +147,17 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         cells.append([r["task"], r["mode"], *shares, *cost])
     if procs.main:
         print(loaded.describe(), "", *markdown_table(HEAD, cells, 2), sep="\n")
-        checkpoint = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
-        origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=checkpoint)
-        origin["settings"] |= origin["settings"].pop("decoding")
         with outputs:
             outputs.write_jsonl(a.samples, rows)
             outputs.write(a.html, page)
-            outputs.write_json(a.json, {"results": results} | origin)
+            outputs.write_json(a.json, {"results": results} | origin_of(a, loaded, dtype, procs))
+
+
+def origin_of(a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings) -> dict:
+    source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
+    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
+    origin["settings"] |= origin["settings"].pop("decoding") | settings
+    return origin
 
 
 # ---- lm-evaluation-harness -----------------------------------------------------------------------
@@ -176,41 +175,38 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     settings = {f.name: getattr(a, f.name) for f in dataclasses.fields(harness.Settings)}
-    temperature = a.decoding.temperature
-    decoding = vars(a.decoding) | {"temperature": 1.0 if temperature is None else temperature}
-    model = harness.HarnessModel(a.run, procs, **settings, **decoding)
-    loaded, more = model.loaded, {"num_fewshot": a.num_fewshot, "limit": a.limit}
+    temperature = 1.0 if a.decoding.temperature is None else a.decoding.temperature
+    settings |= vars(a.decoding) | {"temperature": temperature}
+    model = harness.HarnessModel(a.run, procs, **settings)
+    options = {"num_fewshot": a.num_fewshot, "limit": a.limit, "gen_kwargs": a.gen_kwargs}
     with mistakes_of_tasks():
         manager = TaskManager(include_path=a.include_path)
-        more |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
-        more |= {"gen_kwargs": a.gen_kwargs, "log_samples": a.samples is not None}
-        results = lm_eval.simple_evaluate(model=model, **more)
+        options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
+        results = lm_eval.simple_evaluate(model, log_samples=a.samples is not None, **options)
     if not procs.main:
         return
-    mode = a.decoding.mode or model.decoding.mode
-    print(f"{loaded.describe()}, log-likelihoods: {model.order}, generation: {mode}")
-    print(make_table(results), *([make_table(results, "groups")] if results.get("groups") else []))
-    checkpoint = {"path": loaded.path, "step": loaded.step, "weights": loaded.weights}
-    document = provenance(a, model.dtype, procs.device, procs.world_size, checkpoint=checkpoint)
     # The order and the mode that were used, where the user left them to the model.
-    used = {"order": model.order, "mode": mode}
-    document["settings"] |= document["settings"].pop("decoding") | used
+    used = {"order": model.order, "mode": a.decoding.mode or model.decoding.mode}
+    told = f"log-likelihoods: {used['order']}, generation: {used['mode']}"
+    print(f"{model.loaded.describe()}, {told}\n{make_table(results)}")
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    document = origin_of(a, model.loaded, model.dtype, procs, **used)
     document["versions"]["lm_eval"] = lm_eval.__version__
+    document["task_versions"] = results["versions"]
     for name in ("results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"):
         if name in results:
             document[name] = results[name]
-    document["task_versions"] = results["versions"]
+    rows = results.get("samples", {}).items()
     with outputs:
-        if a.samples:
-            rows = results["samples"].items()
-            outputs.write_jsonl(a.samples, ({"task": t} | row for t, of in rows for row in of))
+        outputs.write_jsonl(a.samples, ({"task": t} | row for t, of in rows for row in of))
         outputs.write_json(a.json, document)
 
 
 @contextlib.contextmanager
 def mistakes_of_tasks():
-    """Turn what the harness and its libraries raise about tasks into one line: broken YAML, unknown
-    keys, missing splits, rows without a field. Errors of the model keep their traceback."""
+    """Tell in one line what the harness raises about tasks, such as broken YAML, missing splits or
+    rows without a field. Errors of the model keep their traceback."""
     try:
         yield
     except UserError:
@@ -232,10 +228,10 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
             near = difflib.get_close_matches(name, [*TASKS, *manager.all_tasks], n=3)
-            hint = f"did you mean {', '.join(near)}? " if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UserError(
-                f"there is no task {name!r}, and no prepared data: {hint}Data is made by "
-                "data/prepare.py; your own tasks of the harness are found with --include-path"
+                f"there is no task {name!r}, and no prepared data{hint} (data is made by "
+                "data/prepare.py; your own tasks of the harness are found with --include-path)"
             )
         found += matching
     return found

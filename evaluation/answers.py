@@ -70,7 +70,7 @@ def open_questions(
 class Answers:
     """What a model has answered."""
 
-    records: list[dict]  # of each row: text, answer (the text as filled in), right
+    records: list[dict]  # of each row: text, answer (the text as filled in), right, step, nfe
     samples: Generation
     seconds: float
     limit: float | None  # share of right answers that is possible with these groups: `Task.limit`
@@ -95,11 +95,11 @@ def answer(
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
     generator = torch.Generator().manual_seed(seed)
-    roles, lengths = questions.roles, questions.roles.lengths
-    longest = int(lengths.max())
-    plan = mode_plan(options, lengths, roles.given[:, :longest], generator)
+    lengths = questions.roles.lengths
+    tokens, given = (x[:, : int(lengths.max())] for x in (questions.tokens, questions.roles.given))
+    plan = mode_plan(options, lengths, given, generator)
     uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    planned = PlannedSamples(plan, questions.tokens[:, :longest], uniforms)
+    planned = PlannedSamples(plan, tokens, uniforms)
     started = time.perf_counter()
     samples = generate_distributed(
         loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
@@ -118,9 +118,11 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
         end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)
         return tokenizer.decode(tokens[:end])
 
-    for true, (filled, _, _) in zip(questions.tokens.tolist(), samples.rows(), strict=True):
-        pair = {"text": text(true[: len(filled)]), "answer": text(filled)}
-        records.append(pair | {"right": is_right(pair["answer"], pair["text"])})
+    rows = zip(questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True)
+    for true, (filled, step, _), nfe in rows:
+        record = {"text": text(true[: len(filled)]), "answer": text(filled)}
+        record["right"] = is_right(record["answer"], record["text"])
+        records.append(record | {"step": step, "nfe": nfe})
     return records
 
 
@@ -138,12 +140,10 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
-    pieces = get_tokenizer(loaded.tokenizer).pieces
+    pieces, shown = get_tokenizer(loaded.tokenizer).pieces, []
     board = questions.task.board if questions.task else None
-    shown = [
-        PageSample(pieces(tokens), step, log_probs, board, "right" if record["right"] else "wrong")
-        for (tokens, step, log_probs), record in zip(
-            answers.samples.rows(), answers.records[:ON_PAGE], strict=False
-        )
-    ]
+    rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
+    for (tokens, step, log_probs), record in rows:
+        caption = "right" if record["right"] else "wrong"
+        shown.append(PageSample(pieces(tokens), step, log_probs, board, caption))
     return render(shown, told)

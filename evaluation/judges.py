@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,9 +26,8 @@ from variants import parameter_counts
 MAX_LOGITS = 2**28  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
 
 
-@dataclass
 class Judge:
-    """A left-to-right language model and how text reaches it."""
+    """What judges share."""
 
     name: str  # as the user gave it
     source: str  # where its weights are
@@ -39,6 +37,7 @@ class Judge:
     start: bool  # whether it has a start token
     parameters: int
     device: torch.device
+    libraries: dict[str, str] = {}  # versions, besides the project's own
     # The judge's ids of a text, in which "<|endoftext|>" ends a document.
     encode: Callable[[str], list[int]]
     # Whether the ids of this tokenizer of the project mean the same to the judge.
@@ -46,13 +45,9 @@ class Judge:
     # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
     # first column means nothing.
     nll: Callable[[Tensor], Tensor]
-    libraries: dict[str, str] = field(default_factory=dict)  # versions, besides the project's own
 
     def score(
-        self,
-        samples: Sequence[Sequence[int]],
-        batch_size: int,
-        progress: Callable[[int], object] = lambda windows: None,
+        self, samples: Sequence[Sequence[int]], batch_size: int, progress=lambda windows: None
     ) -> list[tuple[float, int]]:
         """For each sample, in the judge's ids: the sum of -log p over its scored tokens, in nats,
         and their number. batch_size: windows in one pass, at most."""
@@ -100,107 +95,94 @@ def load_judge(name: str, device: torch.device) -> Judge:
         of_transformers = "model_type" in json.loads(read_bounded(path / "config.json"))
     except (OSError, ValueError, RecursionError, TypeError):
         of_transformers = not path.exists()
-    return (_from_transformers if of_transformers else _from_checkpoint)(name, device)
+    return (TransformersJudge if of_transformers else DecoderJudge)(name, device)
 
 
-def _from_checkpoint(name: str, device: torch.device) -> Judge:
-    loaded = load(name, "ema", device)
-    model, config = loaded.model.to(device, torch.float32), loaded.model.config
-    if config.is_encoder:
-        raise UserError(f"--judge {name} is an encoder; give a left-to-right model")
+class DecoderJudge(Judge):
+    """A decoder of this project."""
 
-    def encode(text: str) -> list[int]:
-        tokenizer = get_tokenizer(loaded.tokenizer)
+    def __init__(self, name: str, device: torch.device):
+        loaded = load(name, "ema", device)
+        config = loaded.model.config
+        if config.is_encoder:
+            raise UserError(f"--judge {name} is an encoder; give a left-to-right model")
+        self.name, self.source, self.device = name, loaded.describe(), device
+        self.model = loaded.model.to(device, torch.float32)
+        self.tokenizer, self.vocab_size = loaded.tokenizer, config.vocab_size
+        self.context, self.start = config.block_size, loaded.scored_from == 0
+        self.parameters = sum(parameter_counts(loaded.model).values())
+
+    def encode(self, text):
+        tokenizer = get_tokenizer(self.tokenizer)
         ids, *documents = [tokenizer.encode(document) for document in text.split(END_OF_TEXT)]
         for document in documents:
             ids += [tokenizer.eot, *document]
         return ids
 
-    def nll(tokens: Tensor) -> Tensor:
-        left_to_right = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        return -model.token_log_probs(tokens, left_to_right)
+    def has_ids_of(self, tokenizer):
+        return tokenizer == self.tokenizer
 
-    return Judge(
-        name=name,
-        source=loaded.describe(),
-        tokenizer=loaded.tokenizer,
-        vocab_size=config.vocab_size,
-        context=config.block_size,
-        start=loaded.scored_from == 0,
-        parameters=sum(parameter_counts(model).values()),
-        device=device,
-        encode=encode,
-        has_ids_of=loaded.tokenizer.__eq__,
-        nll=nll,
-    )
+    def nll(self, tokens):
+        left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return -self.model.token_log_probs(tokens, left_to_right)
 
 
-def _from_transformers(name: str, device: torch.device) -> Judge:
-    transformers, config, tokenizer, model = _read(name)
-    model, bos = model.to(device).eval(), tokenizer.bos_token_id
-    # Models were trained as their tokenizers write text: with a start token in front or not.
-    start = bos is not None and tokenizer("").input_ids[:1] == [bos]
-    names = "max_position_embeddings", "n_positions", "n_ctx"
-    context = next((n for key in names if isinstance(n := getattr(config, key, None), int)), None)
-    commit = getattr(config, "_commit_hash", None)
+class TransformersJudge(Judge):
+    """A causal language model of transformers, read as safetensors, without code of its own."""
 
-    def encode(text: str) -> list[int]:
-        text = text.replace(END_OF_TEXT, tokenizer.eos_token or END_OF_TEXT)
-        return tokenizer(text, add_special_tokens=False).input_ids
+    def __init__(self, name: str, device: torch.device):
+        transformers, config, self._tokenizer, model = _read(name)
+        self.name, self.device, self.model = name, device, model.to(device).eval()
+        commit = getattr(config, "_commit_hash", None)
+        self.source = f"{name} at {commit}" if commit else name
+        self.tokenizer = f"{type(self._tokenizer).__name__} of {name}"
+        self.libraries = {"transformers": transformers.__version__}
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self.parameters = sum(p.numel() for p in model.parameters())
+        # Models were trained as their tokenizers write text: with a start token in front or not.
+        self._bos = self._tokenizer.bos_token_id
+        self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [self._bos]
+        names = "max_position_embeddings", "n_positions", "n_ctx"
+        limits = [n for key in names if isinstance(n := getattr(config, key, None), int)]
+        self.context = limits[0] - self.start if limits else None  # the start token takes a place
 
-    def has_ids_of(of: str) -> bool:
-        ours = get_tokenizer(of)
-        if ours.vocab_size > len(tokenizer):
+    def encode(self, text):
+        text = text.replace(END_OF_TEXT, self._tokenizer.eos_token or END_OF_TEXT)
+        return self._tokenizer(text, add_special_tokens=False).input_ids
+
+    def has_ids_of(self, tokenizer):
+        ours = get_tokenizer(tokenizer)
+        if ours.vocab_size > len(self._tokenizer):
             return False
         ids = [[i] for i in range(ours.vocab_size)]
-        theirs = tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
+        theirs = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
         return theirs == [*map(ours.decode, ids)]
 
     @torch.inference_mode()
-    def nll(tokens: Tensor) -> Tensor:
-        if start:
-            tokens = F.pad(tokens, (1, 0), value=bos)
+    def nll(self, tokens):
+        if self.start:
+            tokens = F.pad(tokens, (1, 0), value=self._bos)
         mask = torch.ones_like(tokens)  # padding is at the end: a causal model does not see it
-        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
         # One row at a time: cross_entropy of all would take several times the memory of the logits.
         pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
         nll = torch.stack([F.cross_entropy(row, target, reduction="none") for row, target in pairs])
-        return nll if start else F.pad(nll, (1, 0))
-
-    return Judge(
-        name=name,
-        source=f"{name} at {commit}" if commit else name,
-        tokenizer=f"{type(tokenizer).__name__} of {name}",
-        vocab_size=model.get_input_embeddings().weight.shape[0],
-        context=context and context - start,  # the start token takes a place
-        start=start,
-        parameters=sum(p.numel() for p in model.parameters()),
-        device=device,
-        encode=encode,
-        has_ids_of=has_ids_of,
-        nll=nll,
-        libraries={"transformers": transformers.__version__},
-    )
+        return nll if self.start else F.pad(nll, (1, 0))
 
 
 def _read(name: str) -> tuple:
-    """transformers, and the config, tokenizer and model of a causal language model, read as
-    safetensors, without code of its own."""
+    """transformers, and the config, tokenizer and model of a causal language model."""
     try:
         import transformers
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+        safe = {"trust_remote_code": False}
         # The small files first: they show what is wrong before anything large is fetched.
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            name,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            dtype=torch.float32,
-        )
+        config = transformers.AutoConfig.from_pretrained(name, **safe)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **safe)
+        safe |= {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **safe)
     # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
@@ -212,12 +194,12 @@ def _read(name: str) -> tuple:
         ) from error
     if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
         raise UserError(f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}")
-    # Without files transformers makes an empty tokenizer.
     rows = model.get_input_embeddings().weight.shape[0]
+    # Without files transformers makes an empty tokenizer.
     if not tokenizer("The cat.").input_ids or len(tokenizer) > rows:
         raise UserError(f"--judge {name}: its tokenizer is missing or has more than {rows} tokens")
     with torch.inference_mode():  # whether another last token changes the predictions before it
-        one, other = model(input_ids=torch.tensor([[0, 1, 2], [0, 1, 0]])).logits
+        one, other = model.eval()(input_ids=torch.tensor([[0, 1, 2], [0, 1, 0]])).logits
     before, last = (one - other).abs().amax(dim=1).split([2, 1])
     if before.max() > 1e-4 * last.max() + 1e-6:
         raise UserError(f"--judge {name} ({config.model_type}) does not predict from left to right")

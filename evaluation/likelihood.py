@@ -31,8 +31,6 @@ from runtime.processes import Processes
 from sampling.engine import generate
 from sampling.plans import Pace, Rule, l2r_plan
 
-LARGEST_PASS = {"cpu": 2**12}  # tokens: more do not make a pass faster
-LARGEST_PASS_OF_GPUS = 2**19
 ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
 # Only whole draws of stratified masks are independent. Among fewer than these a small error would
 # often be luck, and a run with a target would stop at such luck.
@@ -167,7 +165,7 @@ class BatchRunner:
         self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None
     ):
         self.procs, self.dtype, self.halves = procs, dtype, batch_size is None
-        most = LARGEST_PASS.get(procs.device.type, LARGEST_PASS_OF_GPUS)
+        most = 2**12 if procs.device.type == "cpu" else 2**19  # tokens: more are not faster
         self.batch_size = batch_size or max(1, most // block_size)
 
     def run(
@@ -189,25 +187,21 @@ class BatchRunner:
                 except (MemoryError, RuntimeError) as error:
                     if not out_of_memory(error):
                         raise
-                if part is None:  # out here, where the error no longer keeps tensors alive
-                    self._halve()
-                    continue
-                parts.append(part)
-                row = rows.stop
-                bar.update(len(rows))
+                if part is not None:
+                    parts.append(part)
+                    row = rows.stop
+                    bar.update(len(rows))
+                elif self.halves and self.batch_size > 1:
+                    self.batch_size //= 2
+                    release_memory(device)  # out here, where no error keeps tensors alive
+                else:
+                    raise UserError(
+                        f"the device is out of memory at {self.batch_size} sequences a pass; give "
+                        "a smaller --batch-size, or use a device with more of it"
+                    )
         # A process has no part if there are fewer rows than processes.
         found = self.procs.gather(torch.cat(parts) if parts else None)
         return torch.cat([part for part in found if part is not None])
-
-    def _halve(self) -> None:
-        if not self.halves or self.batch_size == 1:
-            lower = "use a device with more of it"
-            raise UserError(
-                f"the device is out of memory at {self.batch_size} sequences a pass; "
-                f"{lower if self.halves else 'leave out --batch-size, or give a smaller one'}"
-            )
-        self.batch_size //= 2
-        release_memory(self.procs.device)
 
 
 # ---- scoring -------------------------------------------------------------------------------------
@@ -287,15 +281,12 @@ def _estimates(
         return {1: (importance_weighted(nll, scored), None)}
     if scorer.exact:
         nll = nll[:, 0]  # (N,), not (N, 1): for `estimate`, without Monte Carlo error
-    found = {}
-    for size in scorer.ensembles:
-        if size == 1:
-            found[1] = estimate(nll, joint=scorer.joint, weights=weights), None
-            continue
-        # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
-        gain = torch.stack(gains, dim=1)[..., len(found.keys() - {1})]  # (N, draws of gains)
+    found = {1: (estimate(nll, joint=scorer.joint, weights=weights), None)}
+    # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
+    for i, size in enumerate(size for size in scorer.ensembles if size > 1):
+        gain = torch.stack(gains, dim=1)[..., i]  # (N, draws of gains)
         found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
-    return found
+    return {size: found[size] for size in scorer.ensembles}
 
 
 def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:

@@ -1,17 +1,18 @@
 """training/config.py: files, overrides, and errors that name key, file and nearest valid name."""
 
+import dataclasses
 import math
 import typing
 
 import pytest
 import torch
-from helpers import ROOT, change
+from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
 from model import ModelConfig
-from orders import OrderConfig, OrderKind
+from orders import OrderConfig
 from runtime.validation import keys_of
 from training import config as configuration
 from training.config import (
@@ -40,6 +41,9 @@ def load(tmp_path):
         return configuration.load_toml(path)
 
     return write_and_load
+
+
+# ---- what is shipped, and round trips ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -121,37 +125,26 @@ def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random(name):
 
 @st.composite
 def configs(draw):
-    """Any valid Config of a decoder, apart from the model's switches, which are plain values."""
-    heads, micro, size = (draw(st.integers(1, 64)) for _ in range(3))
-    steps, block = draw(st.integers(1, 2**31)), draw(st.integers(2, 2**20))
-    target = draw(st.sampled_from(("none", "input", "adaln", "shared", "per_block")))
-    sizes = {"block_size": block, "n_layer": size, "n_head": heads, "n_embd": heads * size}
-    model = ModelConfig(target=target, dropout=draw(st.floats(0, 0.99)), **sizes)
-    fixed = ("l2r", "fixed_random")
-    kinds = st.sampled_from(fixed if target == "none" else typing.get_args(OrderKind))
+    """Any valid Config of a plain architecture."""
+    micro, size, steps = (draw(st.integers(1, 2**15)) for _ in range(3))
+    block, stages = draw(st.integers(2, 2**20)), draw(st.sets(st.integers(0, 2**31), max_size=3))
     name = st.text(max_size=20).filter(lambda s: s.strip(".") and "/" not in s and "\0" not in s)
-    blocks, stages = st.integers(2, block), draw(st.sets(st.integers(0, 2**31), max_size=3))
-    order = any_table(OrderConfig, kind=kinds, block=blocks, file=st.text(min_size=1))
-    warmup, decay = st.integers(0, steps), st.sampled_from((0, steps, 2**31))
-    decays = st.sampled_from(((), (0.1234,), (0.1234, 0.5678)))
-    optim = {"warmup_steps": warmup, "decay_steps": decay, "more_ema_decays": decays}
-    batch = st.just(micro * size)
-    train = {"steps": st.just(steps), "micro_batch_size": st.just(micro), "batch_size": batch}
-    stage = any_table(StageConfig, kind=kinds)
-    return Config(
-        name=draw(name),
-        out=draw(st.text(max_size=20)),
-        seed=draw(st.integers(0, 2**63 - 1)),
-        model=model,
-        order=draw(order),
-        schedule=tuple(change(draw(stage), step=step) for step in sorted(stages)),
-        data=draw(any_table(DataConfig)),
-        optim=draw(any_table(OptimConfig, **optim)),
-        train=draw(any_table(TrainConfig, **train)),
-        eval=draw(any_table(EvalConfig)),
-        checkpoint=draw(any_table(CheckpointConfig)),
-        wandb=draw(any_table(WandbConfig)),
-    )
+    decay, decays = st.sampled_from((0, steps, 2**31)), st.sampled_from(((), (0.1234, 0.5678)))
+    optim = {"warmup_steps": st.integers(0, steps), "decay_steps": decay, "more_ema_decays": decays}
+    train = {"steps": steps, "micro_batch_size": micro, "batch_size": micro * size}
+    tables = {
+        "order": any_table(OrderConfig, block=st.integers(2, block), file=st.text(min_size=1)),
+        "data": any_table(DataConfig),
+        "optim": any_table(OptimConfig, **optim),
+        "train": any_table(TrainConfig, **{key: st.just(value) for key, value in train.items()}),
+        "eval": any_table(EvalConfig),
+        "checkpoint": any_table(CheckpointConfig),
+        "wandb": any_table(WandbConfig),
+    }
+    schedule = [dataclasses.replace(draw(any_table(StageConfig)), step=s) for s in sorted(stages)]
+    plain = {"model": ModelConfig(block_size=block, dropout=draw(st.floats(0, 0.99)))}
+    plain |= {"name": draw(name), "out": draw(st.text(max_size=20)), "schedule": tuple(schedule)}
+    return Config(**plain, **{key: draw(table) for key, table in tables.items()})
 
 
 @settings(deadline=None, max_examples=60)
@@ -172,6 +165,8 @@ def test_names_of_any_text_marks_of_byte_order_and_integers_for_numbers_are_read
     lr = load("[optim]\nlr = 1").optim.lr
     assert lr == 1 and type(lr) is float
 
+
+# ---- what is refused -----------------------------------------------------------------------------
 
 NOT_TOML = "run.toml is not a TOML file"
 UNKNOWN = "run.toml: unknown key '{}'; did you mean '{}'?"
@@ -231,6 +226,9 @@ def test_a_model_without_target_positions_may_train_on_any_order_that_never_chan
         load(f'[model]\ntarget = "none"\n[order]\nkind = {kind}')
 
 
+# ---- the command line ----------------------------------------------------------------------------
+
+
 def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     path = ROOT / "configs" / "quickstart.toml"
     options = "--optim.lr 3e-4 --model.target input --train.compile --name other".split()
@@ -239,29 +237,15 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     changed = {key: after for key, (_, after) in configuration.differences(base, config).items()}
     given = {"name": "other", "model.target": "input", "optim.lr": 3e-4, "train.compile": True}
     assert changed == given
-    # every key, whatever its kind, can be given on the command line
-    for key in KEYS:
-        table, _, name = key.rpartition(".")
-        value = getattr(getattr(base, table) if table else base, name)
-        option = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            given = [option if value else f"--{table}.no-{name}".replace("_", "-")]
-        elif isinstance(value, tuple):
-            given = [option, *map(str, value)]
-        else:
-            given = [option, str(value)] if value != "" else [option + "="]
-        assert configuration.from_command_line([str(path), *given], "") == base
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--optim.lrr", "1"], ["--optim.lrr", "--optim.lr"]),
-        (["--optim.lr", "fast"], ["--optim.lr", "fast"]),
         (["--order.kind", "randm"], ["--order.kind", "'random'"]),
         (["--train.micro-batch-size", "3"], ["train.batch_size", "train.micro_batch_size"]),
         (["--model.target", "none"], ["model.target", "order.kind"]),
-        (["--optim.lr", "-1"], ["optim.lr"]),
     ],
 )
 def test_a_bad_override_exits_with_status_2_and_names_the_key_and_the_file(options, words, capsys):
@@ -311,8 +295,13 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
     assert len(full) > 4 and min(len(line.rstrip()) for line in full[1:]) > columns - 30
 
 
+# ---- differences ---------------------------------------------------------------------------------
+
+
 def test_differences_are_the_dotted_keys_that_changed_with_both_values():
     old = Config()
-    new = change(old, seed=3, optim__lr=1.0, optim__grad_clip=math.inf)
+    new = dataclasses.replace(
+        old, seed=3, optim=dataclasses.replace(old.optim, lr=1.0, grad_clip=math.inf)
+    )
     changed = {"seed": (0, 3), "optim.lr": (6e-4, 1.0), "optim.grad_clip": (1.0, math.inf)}
     assert configuration.differences(old, new) == changed

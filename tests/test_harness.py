@@ -550,7 +550,7 @@ def test_the_model_is_registered_under_its_name(run, tasks):
     "arguments, message",
     [
         ("RUN --tasks tiny_chose --include-path TASKS", "did you mean tiny_choose"),
-        ("RUN --tasks tiny_roll", "no task 'tiny_roll', and no prepared data: "),
+        ("RUN --tasks tiny_roll", "no task 'tiny_roll', and no prepared data ("),
         ("RUN --tasks sudok6", "did you mean sudoku6"),
         ("RUN --tasks sudok6 --mode confidence", "did you mean sudoku6"),
         ("RUN --tasks data/qa --threshold 0.9", "--threshold has no meaning with --mode l2r"),

@@ -318,7 +318,7 @@ def test_a_model_that_reads_from_left_to_right_needs_prompts(tmp_path):
     source = write_rows(tmp_path / "r.jsonl", [{"text": "a[GIVEN]b[/GIVEN]c"}] * 40)
     folder = prepared("records", tmp_path / "data", source, block_size=16)
     l2r = {"order": OrderConfig("l2r"), "model__target": "none"}
-    with pytest.raises(ValueError, match="do not stand at its beginning"):
+    with pytest.raises(ValueError, match="not the beginning of their sequence"):
         train.train(tiny_config(folder, tmp_path, **l2r), ALONE)
     with pytest.raises(ValueError, match="records, which are not cut"):
         train.train(tiny_config(folder, tmp_path, data__random_length_prob=0.5), ALONE)
