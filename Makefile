@@ -31,7 +31,7 @@ quickstart: $(VENV)/.requirements
 	$(PY) eval_ppl.py $(RUN) --datasets stories --num-orders 2
 	@echo "== 4/6 a continuation, left to right"
 	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the"
-	@echo "== 5/6 an infill: text on both sides is given, the surest positions come first"
+	@echo "== 5/6 an infill: text on both sides is given, the most confident positions come first"
 	$(PY) sample.py $(RUN) --mode adaptive --num-samples 3 $(CHOICE) \
 		--infill "The old horse was tired,[MASK:24] and so they gave him some water."
 	@echo "== 6/6 in random order, and the page on which the samples fill in"
@@ -56,8 +56,9 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
 
-gpu: $(VENV)/.requirements
-	$(PY) -m studies.gpu
+gpu: $(VENV)/.requirements-dev
+	$(PY) -m pytest -m gpu --numprocesses=1
+	$(PY) -m studies.bench gpu
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py
@@ -82,7 +83,7 @@ eval-smoke: $(VENV)/.requirements-dev
 		--orders random --ensemble 1 4 --max-sequences 8 --json $(SMOKE)/two.json --overwrite
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8 \
 		--per-token $(SMOKE)/tokens.npz --overwrite
-	@echo "== 4/8 bfloat16, and how far it is from float32"
+	@echo "== 4/8 bfloat16"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json --overwrite
 	@echo "== 5/8 an encoder, trained for 300 steps: its ELBO"
 	$(PY) train.py configs/debug/encoder.toml --name encoder --out $(SMOKE) --train.steps 300 \

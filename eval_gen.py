@@ -71,8 +71,6 @@ LEGEND = (
     "all samples of a row."
 )
 SIZES = "steps", "group_size", "draft"
-TOLD = {"checkpoint": "from", "dtype": "model in", "noise": "noise of", "top_k": "top-k"}
-TOLD |= {"seed": "seed"}
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
@@ -104,11 +102,10 @@ class Sweep(DecodingOptions):
         pairs = self.settings or [f"{self.temperature},{self.top_p}"]
         found = []
         for pair, size in itertools.product(pairs, list(sizes)):
+            swept = dict(zip(SIZES, size, strict=True))
             try:
-                choice = dict(
-                    zip(("temperature", "top_p"), map(float, pair.split(",")), strict=True)
-                )
-                one = DecodingOptions(**shared | dict(zip(SIZES, size, strict=True)) | choice)
+                swept["temperature"], swept["top_p"] = map(float, pair.split(","))
+                one = DecodingOptions(**shared | swept)
             except ValueError as error:
                 example = "temperature and top-p, a comma between, as in 0.9,0.95"
                 raise UserError(f"--settings {pair}: {error}; give {example}") from None
@@ -151,7 +148,12 @@ def main() -> None:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
-    outputs, sweep = check(a), a.decoding.rows()
+    check_values(a)
+    if not a.runs and not a.samples:
+        raise UserError("nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl")
+    files = {flag(name): getattr(a, name) for name in ("json", "markdown", "plot", "save_samples")}
+    outputs = Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
+    sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     vocabulary = training_words(a.words_of) if a.words_of else None
     judge = load_judge(a.judge, procs.device)
@@ -181,21 +183,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         procs.print0("", *lines_of(result), sep="\n")
 
 
-# ---- what is asked for ---------------------------------------------------------------------------
-
-
-def check(a: Arguments) -> Outputs:
-    check_values(a)
-    if not a.runs and not a.samples:
-        raise UserError(
-            "nothing to evaluate: name a run to sample from (out/NAME), or --samples FILE.jsonl"
-        )
-    files = {flag(name): getattr(a, name) for name in ("json", "markdown", "plot", "save_samples")}
-    return Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
-
-
 def training_words(name: str) -> frozenset[str]:
-    """The words of a dataset's training text, which may be too long to be held whole."""
     folder = find_dataset(name)
     tokenizer, tokens = get_tokenizer(load_meta(folder)["tokenizer"]), read_tokens(folder, "train")
     words, rest = set(), ""
@@ -266,14 +254,14 @@ def number(value, form: str) -> str:
     return format(value, form) if known else "-"
 
 
-def name_of(settings: dict) -> str:
-    """Mode and size of its steps, which a sweep varies."""
-    return f"{settings['mode']} {size_of(settings)}" if "mode" in settings else "text"
-
-
 def size_of(settings: dict) -> str:
+    """The size of steps, which a sweep varies."""
     names = *SIZES, "threshold", "entropy_bound"
     return str(next(filter(None, map(settings.get, names)), ""))
+
+
+def name_of(settings: dict) -> str:
+    return f"{settings['mode']} {size_of(settings)}" if "mode" in settings else "text"
 
 
 def lines_of(result: dict) -> list[str]:
@@ -301,7 +289,9 @@ def notes(rows: list[dict]) -> list[str]:
     lines = []
     for row in rows:
         s, parts = row["sampler"], [f"{row['samples']} samples a row"]
-        parts += [f"{text} {s[key]}" for key, text in TOLD.items() if s.get(key) is not None]
+        names = {"checkpoint": "from", "dtype": "model in", "noise": "noise of", "seed": "seed"}
+        names |= {"top_k": "top-k"}
+        parts += [f"{text} {s[key]}" for key, text in names.items() if s.get(key) is not None]
         parts += ["without the token that crosses top-p"] * (s.get("crossing") == "drop")
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
     lines = list(dict.fromkeys(lines))  # the rows of a sweep share theirs

@@ -66,6 +66,7 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
+    rouge([])  # a missing package shows before the work
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}
     outputs = Outputs(files, [*a.runs, a.data, DATA / a.data], a.overwrite)

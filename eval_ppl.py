@@ -106,7 +106,7 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError("--bound iw needs --num-orders, and no --target-se")
     for option, values in (("datasets", names), ("orders", a.orders), ("ensemble", a.ensemble)):
         if values is not None and not values:
-            raise UserError(f"--{option} is empty; give at least one value")
+            raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
     if len(set(names)) < len(names):
         raise UserError(f"--datasets {' '.join(a.datasets)}: give each a name of its own")
     table = a.json and a.json.with_suffix(".md")

@@ -125,8 +125,11 @@ class Words:
 
 def rouge(pairs: list[tuple[str, str]]) -> dict[str, list[float]]:
     """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) of each (sample, reference)."""
-    from rouge_score.rouge_scorer import RougeScorer
-
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        install = "pip install -r requirements-harness.txt"
+        raise UserError(f"ROUGE needs the package rouge_score: {install}") from None
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     found = [scorer.score(reference, text) for text, reference in pairs]
     names = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}

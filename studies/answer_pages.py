@@ -2,8 +2,6 @@
 systems of a task, as `runner.train` returns them, with the "decoders" of each run.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -175,9 +173,9 @@ def cost_summary(costs: list[dict]) -> str:
     times = {f"({c['task']}, {c['decoder']})": statistics.mean(c["seconds"]) for c in costs}
     least, most = min(times, key=times.get), max(times, key=times.get)
     return (
-        f"- Where an encoder ties with AO-GPT in as many steps, it takes {times[least]:.1f} {least} "
-        f"to {times[most]:.1f} times {most} the seconds, with half of the decoders more than "
-        f"{statistics.median(times.values()):.1f} times."
+        f"- Where an encoder ties with AO-GPT in as many steps, it takes {times[least]:.1f} "
+        f"{least} to {times[most]:.1f} times {most} the seconds, with half of the decoders more "
+        f"than {statistics.median(times.values()):.1f} times."
     )
 
 

@@ -1,35 +1,17 @@
-"""What the benchmarks compare with: the same weights, distributions and losses, computed as one
-would write them first. `PerToken` is AO-GPT's training pass with adaLN for every token;
-`decode_plainly` pads all rows, rebuilds the mask in every step, computes adaLN for every input,
-lengthens its cache by concatenation and sorts the vocabulary for the nucleus.
+"""What bench decode compares with: a sampler with the same distributions, as one would write it
+first. It pads all rows, rebuilds the mask in every step, computes adaLN for every input, lengthens
+its cache by concatenation and sorts the vocabulary for the nucleus.
 
 Shapes: B samples, T positions, W inputs of one step, H heads, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AOGPT, ModelConfig, Pass, attention
-from runtime.errors import UserError
+from model import AOGPT, Pass, attention
 from sampling import Generation, Plan, TokenChoice, group_sizes
-
-AO_GPT = "a decoder with model.target = 'adaln', an attended start and learned tables of positions"
-
-
-def is_ao_gpt(c: ModelConfig) -> bool:
-    """Whether a model is the paper's, which the baselines compute."""
-    settings = c.attention, c.target, c.start, c.position, c.value_residual
-    return settings == ("causal", "adaln", "attended", "learned", False)
-
-
-def check_model(model: AOGPT) -> None:
-    if not is_ao_gpt(model.config):
-        raise UserError(f"the baselines are of AO-GPT: {AO_GPT}")
 
 
 class PerTokenPass(Pass):
@@ -49,27 +31,6 @@ class PerTokenPass(Pass):
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         return linear(self.condition[self.targets]).chunk(parts, dim=-1)  # (B, W, D) each
-
-
-class PerToken(nn.Module):
-    """AO-GPT's training pass with adaLN computed per token in every block. All T tokens follow
-    [None]; the last one predicts nothing, and its output is dropped. The logits are kept."""
-
-    def __init__(self, model: AOGPT):
-        super().__init__()
-        check_model(model)
-        if model.config.dropout:
-            raise UserError("the per-token baseline has no dropout; set model.dropout to 0")
-        self.model = model
-
-    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """tokens, order (B, T) -> negative log-probabilities (B, T) in prediction order, nats."""
-        ordered, positions = tokens.gather(1, order), F.pad(order + 1, (1, 0))
-        x = self.model.embed(F.pad(ordered, (1, 0)), positions)  # (B, T + 1, D)
-        targets = F.pad(order, (0, 1))  # the last input has no target: any will do
-        x = self.model.trunk(x, positions, PerTokenPass(self.model, targets))
-        logits = self.model.head_logits(x)[:, :-1].flatten(0, 1)  # (B T, V)
-        return F.cross_entropy(logits, ordered.flatten(), reduction="none").view_as(order)
 
 
 class GrowingCache:
@@ -102,16 +63,16 @@ def decode_plainly(
     cached: bool = True,
     calls: Collection[int] | None = None,
 ) -> Generation:
-    """Generate the samples of a plan without prompts.
+    """Generate the samples of a plan without prompts, with AO-GPT in eval mode.
 
     vocab_size: only ids below it are drawn. generator: on the model's device. calls: without a
     cache, run the model in these steps only and leave token 0 where the others would unmask;
-    `model_calls` and `token_forwards` are of the whole plan. Raises UserError for a plan or model
-    that the baselines do not cover.
+    `model_calls` and `token_forwards` are of the whole plan.
     """
-    check_model(model)
-    if model.training or (plan.step < 0).any():
-        raise UserError("the baselines take a model in eval mode, and a plan without prompts")
+    c = model.config
+    settings = c.attention, c.target, c.start, c.position, c.value_residual
+    assert settings == ("causal", "adaln", "attended", "learned", False), "AO-GPT alone"
+    assert not model.training and (plan.step >= 0).all(), "in eval mode, without prompts"
     weight, cache = model.wte.weight, GrowingCache(model.config.n_layer) if cached else None
     order, steps = plan.order.to(weight.device), plan.step.unique().tolist()
     tokens, log_probs = torch.zeros_like(order), torch.zeros_like(order, dtype=weight.dtype)

@@ -1,7 +1,5 @@
 """What all benchmarks share: options, the models' sizes, the machine and its rates, the report."""
 
-from __future__ import annotations
-
 import functools
 import platform
 import statistics
@@ -136,6 +134,10 @@ def paragraphs(result: dict, *parts: str) -> str:
     parts = f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.", *parts
     parts += ("On a CPU only the ratios mean something.",) * (m["type"] == "cpu")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def listed(names: dict[str, str]) -> str:
+    return ". ".join(f"{name}: {description}" for name, description in names.items())
 
 
 def short(value: float) -> str:

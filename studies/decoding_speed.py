@@ -5,14 +5,13 @@ repeats counts. Of slow systems only some model calls are timed, spread evenly o
 scaled to all of them (`~` in the table).
 """
 
-from __future__ import annotations
-
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,7 +20,6 @@ import torch
 import tyro
 from annotated_types import Ge
 
-from checkpoints import load
 from model import AOGPT, ModelConfig
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
@@ -39,7 +37,7 @@ from sampling import (
     speculative_plan,
 )
 from studies import bench_common as common
-from studies.baselines import AO_GPT, decode_plainly, is_ao_gpt
+from studies.baselines import decode_plainly
 from studies.bench_common import SIZES, BenchOptions
 
 SYSTEMS = {
@@ -53,7 +51,6 @@ SYSTEMS = {
     "gpt": "a plain GPT with a cache, a token a step",
     "rotary": "AO-GPT with relative attention, without adaLN",
 }
-System = Literal[*SYSTEMS]
 SLOW = ("no-cache", "encoder")  # systems of which some model calls are timed
 OTHER_MODELS = ("encoder", "gpt", "rotary")  # the other systems decode with AO-GPT
 LONGEST_CACHE_ONLY = 2048  # tokens; beyond, all its calls would take minutes
@@ -66,24 +63,20 @@ class DecodeOptions(BenchOptions):
     """Decode the same plans with every system and compare. The floor is the time that the
     arithmetic and the memory traffic of `ours` take at the rates measured on this machine."""
 
-    run: str | None = None
-    """Use AO-GPT of this run folder or checkpoint; other models keep random weights."""
-    batch_size: Count = 8
+    systems: Annotated[
+        tuple[Literal[*SYSTEMS], ...], tyro.conf.arg(help=common.listed(SYSTEMS))
+    ] = ("ours", "baseline", "no-cache", "encoder")
+    batch_size: tuple[Count, ...] = (8,)
     length: Count = 1024
     """Tokens in a sample."""
     steps: tuple[Count, ...] = (64, 256, 1024)
     """Steps of masked-diffusion sampling, one measurement for each."""
-    plan: Literal["exact", "even"] = "exact"
-    """exact: every position unmasks at its own random time. even: a random order, equal groups."""
-    systems: Annotated[
-        tuple[System, ...], tyro.conf.arg(help=". ".join(map(": ".join, SYSTEMS.items())))
-    ] = ("ours", "baseline", "no-cache", "encoder")
     lengths: tuple[Count, ...] = ()
     """Instead of --length and --steps: decode samples of these lengths, --group tokens a step, and
-    fit how seconds and computed tokens grow with the length."""
+    fit how the figures grow with the length."""
     group: Count = 4
-    memory: tuple[Count, ...] = ()
-    """With --lengths: measure peak memory with these batch sizes instead of time."""
+    memory: bool = False
+    """Also measure the peak memory of tensors, without the weights."""
     temperature: Annotated[float, Ge(0)] = 0.9
     top_p: float = 0.95
     repeats: Count = 3
@@ -93,132 +86,175 @@ class DecodeOptions(BenchOptions):
     compile: bool = False
     """Let the engine compile its step."""
 
+    def check(self) -> None:
+        super().check()
+        if not self.steps or not self.batch_size or len(set(self.lengths)) == 1:
+            raise UserError("give --steps and --batch-size a number, and --lengths two or none")
+
 
 def bench_decode(o: DecodeOptions) -> dict:
     """Run the benchmark, report, and return what --json holds. Raises UserError for settings that
     no system can run."""
     o.check()
-    if not o.steps:
-        raise UserError("--steps is empty; give numbers of at least 1")
     device = pick_device(o.device)
-    dtype = pick_dtype(o.dtype, device)
+    dtype, rows = pick_dtype(o.dtype, device), []
     settings = [(o.length, steps) for steps in dict.fromkeys(o.steps)]
     if o.lengths:
         settings = [(length, math.ceil(length / o.group)) for length in sorted(set(o.lengths))]
-    rows = []
-    for length, steps in settings:
-        kept = [s for s in o.systems if s != "cache-only" or length <= LONGEST_CACHE_ONLY]
-        bench = DecodeBench(dataclasses.replace(o, length=length, systems=kept), device, dtype)
-        rates = common.measure_rates(bench.model.config, o.batch_size * length, dtype, device)
+    for batch_size, (length, steps) in itertools.product(dict.fromkeys(o.batch_size), settings):
+        systems = [s for s in o.systems if s != "cache-only" or length <= LONGEST_CACHE_ONLY]
+        bench = DecodeBench(o, batch_size, length, systems, device, dtype)
+        rates = common.measure_rates(bench.model.config, batch_size * length, dtype, device)
         rows += bench.rows(steps, rates)
-    figures = {"rates": rates, "rows": rows}
-    if o.lengths:
-        figures["exponents"] = exponents(rows)
+    figures = {"rates": rates, "rows": rows} | ({"exponents": exponents(rows)} if o.lengths else {})
     return common.publish(o, dtype, device, "Decoding speed", figures, report)
 
 
 class DecodeBench:
-    """The models of one length and the systems that decode with them."""
+    """The models of one batch size and length, and the systems that decode with them."""
 
-    def __init__(self, options: DecodeOptions, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        options: DecodeOptions,
+        batch_size: int,
+        length: int,
+        systems: list[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         self.options, self.device, self.dtype = options, device, dtype
+        self.batch_size, self.length, self.systems = batch_size, length, dict.fromkeys(systems)
         self.choice = TokenChoice(options.temperature, options.top_p)
         self.engines: dict[AOGPT, Engine] = {}
-        self.model, self.vocab_size = load_decoder(options, device)
-        if options.length > (size := self.model.config.block_size):
-            raise UserError(
-                f"--length {options.length} exceeds the model's block size, {size}; lower it"
-            )
-        self.models = {"ours": self.model.to(dtype)}
-        for system in (s for s in OTHER_MODELS if s in options.systems):
-            config = other_config(system, self.model.config, self.vocab_size)
-            self.models[system] = common.random_model(config, options.seed, device).to(dtype)
-        for system, model in self.models.items():
-            if options.run is None or system != "ours":
-                scale_logits(model, self.vocab_size, options.length, options.seed)
+        config, self.vocab_size = SIZES[options.size]
+        config = dataclasses.replace(config, block_size=max(config.block_size, length))
+        self.models = {}
+        for system in ("ours", *(s for s in OTHER_MODELS if s in systems)):
+            changed = other_config(system, config, self.vocab_size)
+            self.models[system] = common.random_model(changed, options.seed, device).to(dtype)
+            scale_logits(self.models[system], self.vocab_size, length, options.seed)
+        self.model = self.models["ours"]
 
     def rows(self, steps: int, rates: dict[str, float]) -> list[dict]:
         """Time every system with the same plans, in turn; a row for each, that of `ours` with its
         floor. Every repeat has a plan of its own: repeated shapes would hide what new ones cost.
         The first plan is a warm-up, in which memory is allocated and steps are compiled."""
-        o, systems = self.options, list(dict.fromkeys(self.options.systems))
-        generator, even = common.seeded(o.seed), o.plan == "even"
-        first, *plans = (
-            mdm_plan(o.batch_size, o.length, steps, generator, even=even)
-            for _ in range(1 + o.repeats)
-        )
-        warm_up = {system: self.time(system, first, most=2) for system in systems}
-        timings: dict[str, list[dict]] = {system: [] for system in systems}
-        for plan in plans:
-            for system in systems:
-                timings[system].append(self.time(system, plan, o.slow_calls))
-                seconds = timings[system][-1]["seconds"]
-                print(
-                    f"{o.length} tokens, {steps} steps, {system}: {seconds:.3g} s", file=sys.stderr
-                )
+        o, generator = self.options, common.seeded(self.options.seed)
+        sizes = {"batch_size": self.batch_size, "length": self.length, "steps": steps}
+        plans = [mdm_plan(**sizes, generator=generator) for _ in range(1 + o.repeats)]
+        timings: dict[str, list[dict]] = {system: [] for system in self.systems}
+        for number, plan in enumerate(plans):
+            for system, of in timings.items():
+                of.append(self.time(system, plan, o.slow_calls if number else 2))
+                told = f"{self.length} tokens, {steps} steps, {system}: {of[-1]['seconds']:.3g} s"
+                print(told, file=sys.stderr, flush=True)
         rows = []
-        for system, of in timings.items():
+        for system, (first, *of) in timings.items():
             seconds, forwards = ([t[key] for t in of] for key in ("seconds", "token_forwards"))
-            rows.append(
-                {"system": system, "name": system, "description": SYSTEMS[system]}
-                | {"length": o.length, "steps": steps, **of[0]}
-                | {"seconds": statistics.median(seconds)}
-                | {"first_seconds": warm_up[system]["seconds"]}
-                | {"ms_per_call": 1000 * statistics.median(t["seconds"] / t["calls"] for t in of)}
-                | {"by_repeat": {"seconds": seconds, "forwards": forwards}}
-            )
+            name = system if len(o.batch_size) == 1 else f"{system}_{self.batch_size}"
+            row = {"system": system, "name": name, "description": SYSTEMS[system]} | sizes | of[0]
+            row |= {"seconds": statistics.median(seconds), "first_seconds": first["seconds"]}
+            row["ms_per_call"] = 1000 * statistics.median(t["seconds"] / t["calls"] for t in of)
+            row["by_repeat"] = {"seconds": seconds, "forwards": forwards}
+            if o.memory:
+                peaks = self.peak(system, plans[0]), self.planned(system)
+                row["by_repeat"] |= {
+                    kind: [size / 2**20] * o.repeats
+                    for kind, size in zip(("peak", "planned"), peaks, strict=True)
+                }
+            rows.append(row)
         ours = next((row for row in rows if row["system"] == "ours"), None)
         if ours:
-            settings = self.vocab_size, self.dtype.itemsize, rates
-            floors = [floor_of(self.model.config, plan, *settings) for plan in plans]
-            pairs = zip(ours["by_repeat"]["seconds"], floors, strict=True)
-            ours["times_floor"] = statistics.median(seconds / floor for seconds, floor in pairs)
+            shape = self.model.config, self.vocab_size, self.dtype.itemsize
+            pairs = zip(ours["by_repeat"]["seconds"], plans[1:], strict=True)
+            ratios = [seconds / floor_of(plan, *shape, rates) for seconds, plan in pairs]
+            ours["times_floor"] = statistics.median(ratios)
         for row in rows:
             row["times_ours"] = row["seconds"] / ours["seconds"] if ours else None
         return rows
 
+    def peak(self, system: str, plan: Plan) -> int:
+        """The most bytes of tensors that decoding takes, without the weights; of slow systems in
+        the last two calls."""
+        calls = range(model_calls(system, plan))[-2:] if system in SLOW else None
+        model, self.engines, buffers = self.models.get(system, self.model), {}, 0
+        if system not in ("baseline", "no-cache"):  # an engine has a copy of the weights, too
+            weights, _ = allocated(self.device, lambda: self.engine(model, (1, 1)))
+            self.engines.clear()
+            buffers, _ = allocated(self.device, lambda: self.engine(model, plan.order.shape))
+            buffers -= weights
+        return buffers + allocated(self.device, lambda: self.decode(system, plan, calls))[1]
+
+    def planned(self, system: str) -> int:
+        """Bytes of keys and values, and of adaLN's modulations of all positions, which decoding
+        keeps if they are not more."""
+        c, size = self.models.get(system, self.model).config, self.dtype.itemsize
+        cache = 2 * c.n_layer * self.batch_size * self.length * c.n_embd * size
+        modulations = c.block_size * (6 * c.n_layer + 2) * c.n_embd * size
+        kept = modulations if c.has_adaln and modulations <= cache else 0
+        return 0 if system in SLOW else cache + kept
+
     def time(self, system: str, plan: Plan, most: int) -> dict:
         """Time a plan; of a slow system `most` of its calls, scaled to all of them."""
-        total = model_calls(system, plan)
-        if system not in SLOW or not 0 < most < total:
-            seconds, done = self.stopwatch(system, plan)
+        calls, timed = model_calls(system, plan), most
+        if system not in SLOW or not 0 < most < calls:
+            seconds, done = self.decode(system, plan)
             calls = timed = done.model_calls
-            forwards = done.token_forwards
         else:
-            chosen = [int((i + 0.5) * total / most) for i in range(most)]
-            fixed, _ = self.stopwatch(system, plan, [])  # what decoding costs besides its calls
-            seconds, done = self.stopwatch(system, plan, chosen)
-            seconds = fixed + (seconds - fixed) * total / most
-            calls, timed, forwards = total, most, done.token_forwards
-            if system == "encoder":  # its shortened plan does not know the whole
-                forwards = plan.order.shape[1] * int(group_sizes(plan).count_nonzero())
+            chosen = [int((i + 0.5) * calls / most) for i in range(most)]
+            fixed, _ = self.decode(system, plan, [])  # what decoding costs besides its calls
+            seconds, done = self.decode(system, plan, chosen)
+            seconds = fixed + (seconds - fixed) * calls / most
+        forwards = done.token_forwards
+        if system == "encoder":  # a shortened plan does not know the whole
+            forwards = plan.order.shape[1] * int(group_sizes(plan).count_nonzero())
         figures = {"seconds": seconds, "calls": calls, "timed_calls": timed}
         return figures | {"token_forwards": forwards}
 
-    def stopwatch(
+    def decode(
         self, system: str, plan: Plan, calls: Collection[int] | None = None
     ) -> tuple[float, Generation]:
+        """Decode a plan with one system; of the slow systems only `calls`, if they are given.
+        Returns the seconds, too."""
+        o, model = self.options, self.models.get(system, self.model)
+        plain, generator = system in ("baseline", "no-cache"), common.seeded(o.seed)
+        engine = None if plain else self.engine(model, plan.order.shape)
         synchronize(self.device)
         started = time.perf_counter()
-        done = self.decode(system, plan, calls)
+        if plain:
+            options = {"choice": self.choice, "vocab_size": self.vocab_size, "calls": calls}
+            options["generator"] = common.seeded(o.seed, self.device)
+            done = decode_plainly(model, plan, cached=system == "baseline", **options)
+        else:
+            plan = plan_of(system, plan) if calls is None else only_calls(plan, calls)
+            tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
+            done = engine.generate(plan, tokens, generator=generator)
         synchronize(self.device)
         return time.perf_counter() - started, done
 
-    def decode(self, system: str, plan: Plan, calls: Collection[int] | None) -> Generation:
-        """Decode a plan with one system; of the slow systems only `calls`, if they are given."""
-        o, generator = self.options, common.seeded(self.options.seed)
-        if system in ("baseline", "no-cache"):
-            options = {"cached": system == "baseline", "calls": calls, "choice": self.choice}
-            generator = common.seeded(o.seed, self.device)
-            options |= {"vocab_size": self.vocab_size, "generator": generator}
-            return decode_plainly(self.model, plan, **options)
-        model = self.models.get(system, self.model)
-        if model not in self.engines:  # caches, packed weights and compiled steps are made once
-            made = Engine(model, o.batch_size, o.length, self.choice, self.vocab_size, o.compile)
+    def engine(self, model: AOGPT, shape: tuple[int, int]) -> Engine:
+        """Buffers, packed weights and compiled steps are made once."""
+        if model not in self.engines:
+            made = Engine(model, *shape, self.choice, self.vocab_size, self.options.compile)
             self.engines[model] = made
-        plan = plan_of(system, plan) if calls is None else only_calls(plan, calls)
-        tokens = torch.randint(self.vocab_size, plan.order.shape, generator=generator)
-        return self.engines[model].generate(plan, tokens, generator=generator)
+        return self.engines[model]
+
+
+def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
+    """Bytes of tensors that some work leaves behind, and the most that it takes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        after, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return after - before, most - before
+    # A CPU's allocator keeps no statistics: add up what the profiler saw come and go.
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as found:
+        work()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return sum(sizes), max(itertools.accumulate(sizes, initial=0))
 
 
 def plan_of(system: str, plan: Plan) -> Plan:
@@ -255,28 +291,15 @@ def only_calls(plan: Plan, calls: Collection[int]) -> Plan:
     return Plan(plan.order.gather(1, given_first), step.gather(1, given_first))
 
 
-def load_decoder(o: DecodeOptions, device: torch.device) -> tuple[AOGPT, int]:
-    """AO-GPT of --run, or of --size with random weights, and how many of its ids are tokens."""
-    if o.run is None:
-        config, vocab_size = SIZES[o.size]
-        config = dataclasses.replace(config, block_size=max(config.block_size, o.length))
-        return common.random_model(config, o.seed, device), vocab_size
-    loaded = load(o.run, device=device)
-    if not is_ao_gpt(loaded.model.config):
-        raise UserError(f"{o.run} is not AO-GPT: give {AO_GPT}")
-    return loaded.model, loaded.vocab_size
-
-
 def other_config(system: str, config: ModelConfig, vocab_size: int) -> ModelConfig:
     """An encoder (with [MASK] after the tokens), GPT or rotary AO-GPT of the decoder's size."""
-    changes = {"position": "rotary", "target": "rotary"}
-    if system == "gpt":
-        changes = {"target": "none"}
-    if system == "encoder":
-        changes = {"attention": "full", "target": "none", "tied_head": False}
-        changes |= {"mask_token": vocab_size}
-        changes |= {"vocab_size": max(config.vocab_size, vocab_size + 1)}
-    return dataclasses.replace(config, **changes)
+    ids = {"mask_token": vocab_size, "vocab_size": max(config.vocab_size, vocab_size + 1)}
+    changes = {
+        "gpt": {"target": "none"},
+        "rotary": {"position": "rotary", "target": "rotary"},
+        "encoder": {"attention": "full", "target": "none", "tied_head": False} | ids,
+    }
+    return dataclasses.replace(config, **changes.get(system, {}))
 
 
 @torch.no_grad()
@@ -284,20 +307,24 @@ def scale_logits(model: AOGPT, vocab_size: int, length: int, seed: int) -> None:
     """Scale the head's weights to an entropy of about ENTROPY: the logits of random weights are
     nearly flat, and their nucleus has nearly all tokens. Normal logits of standard deviation s have
     an entropy of log V - s^2 / 2."""
-    generator, device = common.seeded(seed), model.wte.weight.device
-    shape = 2, min(length, 64)
-    tokens = torch.randint(vocab_size, shape, generator=generator).to(device)
-    order = torch.rand(shape, generator=generator).argsort(dim=1).to(device)
+    generator, shape = common.seeded(seed), (2, min(length, 64))
+    tokens, order = (
+        values.to(model.wte.weight.device)
+        for values in (
+            torch.randint(vocab_size, shape, generator=generator),
+            torch.rand(shape, generator=generator).argsort(dim=1),
+        )
+    )
     if model.config.is_encoder:
-        hidden = model.hidden(tokens.where(order >= shape[1] / 2, model.config.mask_token))
+        inputs = (tokens.where(order >= shape[1] / 2, model.config.mask_token),)
     else:
-        hidden = model.hidden(tokens, order)
-    std = model.head_logits(hidden)[..., :vocab_size].float().std(dim=-1).mean()
+        inputs = tokens, order
+    std = model.head_logits(model.hidden(*inputs))[..., :vocab_size].float().std(dim=-1).mean()
     model.head.weight.mul_(math.sqrt(2 * max(math.log(vocab_size) - ENTROPY, 0.1)) / std)
 
 
 def floor_of(
-    config: ModelConfig, plan: Plan, vocab_size: int, itemsize: int, rates: dict[str, float]
+    plan: Plan, config: ModelConfig, vocab_size: int, itemsize: int, rates: dict[str, float]
 ) -> float:
     """A lower bound on the seconds of the engine on AO-GPT at these rates.
 
@@ -343,12 +370,11 @@ def report(result: dict) -> str:
     s, rates = result["settings"], result["rates"]
     return common.paragraphs(
         result,
-        f"{s['batch_size']} samples, {s['plan']} plans, temperature {s['temperature']}, top-p "
-        f"{s['top_p']}, {s['dtype']}{', compiled' if s['compile'] else ''}; median of "
-        f"{s['repeats']}.",
+        f"Temperature {s['temperature']}, top-p {s['top_p']}, {s['dtype']}"
+        f"{', compiled' * s['compile']}; median of {s['repeats']}. "
         f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, {rates['bandwidth'] / 1e9:,.1f} "
         "GB/s from memory.",
-        table(result["rows"], s["batch_size"]),
+        table(result["rows"]),
         "x ours: seconds relative to `ours`. x floor: seconds of `ours` relative to the time that "
         "its arithmetic and memory traffic take at these rates. ~: some of the calls were timed "
         "and scaled to all.",
@@ -356,23 +382,21 @@ def report(result: dict) -> str:
     )
 
 
-def table(rows: list[dict], batch_size: int) -> str:
+def table(rows: list[dict]) -> str:
     """Ratios first."""
-    head = ["system", "tokens", "steps", "x ours", "x floor", "model calls", "token-forwards"]
-    head += ["ms/call", "tokens/s", "seconds (min - max)"]
+    memory = "peak" in rows[0]["by_repeat"]
+    head = ["system", "samples", "tokens", "steps", "x ours", "x floor", "model calls"]
+    head += ["token-forwards", "ms/call", "tokens/s", "seconds (min - max)"]
+    head += ["peak MiB", "planned"] * memory
     lines = []
     for r in rows:
-        about = "~" if r["timed_calls"] < r["calls"] else ""
-        lines.append(
-            [
-                r["system"],
-                *(str(r[key]) for key in ("length", "steps")),
-                f"{r['times_ours']:.2f}" if r["times_ours"] else "",
-                f"{r['times_floor']:.2f}" if "times_floor" in r else "",
-                *(f"{r[key]:,}" for key in ("calls", "token_forwards")),
-                common.short(r["ms_per_call"]),
-                common.short(batch_size * r["length"] / r["seconds"]),
-                about + common.spread_of(r["by_repeat"]["seconds"]),
-            ]
-        )
+        ratios = [f"{r[key]:.2f}" if r.get(key) else "" for key in ("times_ours", "times_floor")]
+        counts = [f"{r[key]:,}" for key in ("calls", "token_forwards")]
+        speed = r["batch_size"] * r["length"] / r["seconds"]
+        speeds = [common.short(value) for value in (r["ms_per_call"], speed)]
+        seconds, _, *sizes = r["by_repeat"].values()
+        about = "~" * (r["timed_calls"] < r["calls"]) + common.spread_of(seconds)
+        setting = [str(r[key]) for key in ("batch_size", "length", "steps")]
+        cells = [*ratios, *counts, *speeds, about, *(common.short(mib) for mib, *_ in sizes)]
+        lines.append([r["system"], *setting, *cells])
     return "\n".join(markdown_table(head, lines))

@@ -4,7 +4,7 @@ A run config is a base configuration with a few keys changed:
 
     [base]                                  # a configuration, as train.py takes it
     [run_configs.fast]
-    from = "slow"                           # optional: a run config above, whose changes it inherits
+    from = "slow"                           # optional: a run config above, to inherit its changes
     description = "the rate decays linearly"
     tune = { "optim.lr" = [1e-3, 2e-3, 4e-3] }
     "optim.schedule" = "linear"
@@ -13,8 +13,6 @@ A recipe is a set of changes with a value to tune; all run configs are trained u
 Runs with the same seed see the same batches and are validated under the same orders, so that
 differences between run configs are paired.
 """
-
-from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -48,10 +46,8 @@ Values = dict[str, float]
 @dataclass(frozen=True)
 class RunConfig:
     name: str
-    changes: dict
-    """Dotted keys of the configuration whose values differ from the base."""
-    tune: dict[str, list]
-    """A dotted key and the values to try; at most one key."""
+    changes: dict  # dotted keys of the configuration whose values differ from the base
+    tune: dict[str, list]  # a dotted key and the values to try; at most one key
     description: str = ""
 
     @property
@@ -67,12 +63,8 @@ class RunConfig:
         return self.choices[len(self.choices) // 2]
 
 
-# Other keys of the table are dotted keys of a configuration.
-RunConfigTable = schema(
-    TypedDict(
-        "RunConfigTable", {"from": str, "description": str, "tune": dict[str, list]}, total=False
-    )
-)
+Keys = {"from": str, "description": str, "tune": dict[str, list]}
+RunConfigTable = schema(TypedDict("RunConfigTable", Keys, total=False))  # and dotted keys
 
 
 def read_run_configs(tables: dict[str, dict], source: str) -> dict[str, RunConfig]:
@@ -109,55 +101,41 @@ def config_of(base: dict, run_config: RunConfig, seed: int, tuned: Values, out: 
 class Experiment:
     name: str
     title: str = ""
-    source: str = ""
-    """Where the claims were made."""
+    source: str = ""  # where the claims were made
     setting: str = ""
-    meaning: str = ""
-    """What came out, in words; the verdicts are computed."""
-    kind: str = "training"
-    """The loss or figure that is compared; training: the loss under the training orders."""
+    meaning: str = ""  # what came out, in words; the verdicts are computed
+    kind: str = "training"  # the loss or figure that is compared; training: under training orders
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
-    goal: float | None = None
-    """A loss: how many tokens until a run reaches it?"""
+    goal: float | None = None  # a loss: how many tokens until a run reaches it?
 
     base: dict = field(default_factory=dict)
     recipes: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
-    """The run configs under each recipe."""
-    descriptions: dict[str, str] = field(default_factory=dict)
-    """Of the recipes."""
-    alone: dict[str, RunConfig] = field(default_factory=dict)
-    """The run configs without a recipe."""
+    descriptions: dict[str, str] = field(default_factory=dict)  # of the recipes
+    alone: dict[str, RunConfig] = field(default_factory=dict)  # run configs without a recipe
+    # By recipe: runs from which others start, or with which they are measured; not tuned.
     helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
-    """By recipe: runs from which others start, or with which they are measured; not tuned."""
     measures: list[Measure] = field(default_factory=list)
-    models: str = ""
-    """Another experiment, whose base, recipes and run configs, and so whose runs, are used."""
-    bench: Measure | None = None
-    """In place of run configs: a benchmark, whose systems are compared."""
+    models: str = ""  # another experiment, whose base, recipes, run configs and runs are used
+    bench: Measure | None = None  # in place of run configs: a benchmark, whose systems are compared
+    # Changes at the paper's scale (see `at_scale`): under `all`, by run config, and under `fast` by
+    # run config in the fast recipe only; `command`: what measures each RUN.
     scale: dict[str, dict | str] = field(default_factory=dict)
-    """Changes at the paper's scale (see `at_scale`): under `all`, by run config, and under `fast`
-    by run config in the fast recipe only; `command`: what measures each RUN."""
-    out: Path | None = None
-    """Folder of the runs; by default OUT/NAME."""
+    out: Path | None = None  # folder of the runs; by default OUT/NAME
 
-    figure: str = ""
-    """curves, families, sweep, averages, lines, points or frontier (studies/figures.py)."""
-    shown: list[str] = field(default_factory=list)
-    """Losses and figures in the table, in a sweep and as points."""
+    figure: str = ""  # a key of figures.DRAWINGS
+    shown: list[str] = field(default_factory=list)  # losses and figures in the table, in a sweep
+    # The x coordinate of each run config (sweep) or figure (lines); the figures drawn (points).
     x: dict[str, float] = field(default_factory=dict)
-    """The x coordinate of each run config (sweep) or figure (lines); the figures drawn (points)."""
     x_label: str = ""
     y_label: str = "nats per token"
 
     def trained(self, recipe: str) -> list[RunConfig]:
         """The run configs to train; of another experiment's models those that are measured."""
-        return [
-            one
-            for one in self.recipes[recipe].values()
-            if not self.models or any(measure.applies_to(one.name) for measure in self.measures)
-        ]
+        measured = [m.applies_to for m in self.measures] if self.models else [lambda name: True]
+        known = self.recipes[recipe].values()
+        return [one for one in known if any(applies(one.name) for applies in measured)]
 
     def config(
         self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False
@@ -182,19 +160,18 @@ class Experiment:
         `config` that `scale` names (in the fast recipe its _fast twin), with the changes of the run
         config or, where a `config` is named, of `scale` alone. None where there is no such file."""
         found: dict[str, Config] = {}
-        if recipe not in ("fast", "paper" if "paper" in self.recipes else "sinusoidal"):
+        fast = recipe == "fast"
+        if not fast and recipe != ("paper" if "paper" in self.recipes else "sinusoidal"):
             return found
         for name in self.recipes[recipe]:
             scaled = self.scale.get("all", {}) | self.scale.get(name, {})
-            if recipe == "fast":
+            if fast:
                 scaled |= self.scale.get("fast", {}).get(name, {})
                 scaled.pop("optim.decay_steps", None)  # its rate is 0 at the end of every run
             changes = {} if "config" in scaled else self.alone[name].changes
-            file = scaled.pop("config", "aogpt_small") + ("_fast" if recipe == "fast" else "")
-            path = ROOT / "configs" / f"{file}.toml"
-            if path.is_file():
-                folder = "fast" if recipe == "fast" else "paper"  # the recipe of that file
-                out = OUT / "at_scale" / self.name / folder
+            file = scaled.pop("config", "aogpt_small") + "_fast" * fast + ".toml"
+            if (path := ROOT / "configs" / file).is_file():
+                out = OUT / "at_scale" / self.name / ("fast" if fast else "paper")
                 run_config = RunConfig(name, changes | scaled, {})
                 found[name] = config_of(read_toml(path), run_config, 0, {}, out)
         return found
@@ -223,15 +200,17 @@ def read_values(name: str) -> dict:
         of_models = read_values(values["models"])
         return values | {part: of_models[part] for part in ("base", "recipes", "run_configs")}
     if "run_configs" in values:
-        base, recipes = common["base"], common["recipes"]
-        for key, table in values.get("base", {}).items():
-            base[key] = base.get(key, {}) | table if isinstance(table, dict) else table
-        values["base"] = base
-        values["recipes"] = {
-            name: recipes.get(recipe.pop("from", name), {}) | recipe
-            for name, recipe in values["recipes"].items()
-        }
+        values["base"] = laid_over(common["base"], values.get("base", {}))
+        for name, recipe in values["recipes"].items():
+            shared = common["recipes"].get(recipe.pop("from", name), {})
+            values["recipes"][name] = shared | recipe
     return values
+
+
+def laid_over(tables: dict, changes: dict) -> dict:
+    """Tables of a file with those of another over them, key by key."""
+    over = {k: tables.get(k, {}) | v if isinstance(v, dict) else v for k, v in changes.items()}
+    return tables | over
 
 
 def experiment_of(name: str, values: dict, source: str) -> Experiment:
@@ -249,7 +228,7 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
         helpers[recipe] = {n: read[n] for n in helper_tables}
     for key, kind in {"claims": Claim, "ratios": Ratio, "measures": Measure}.items():
         values[key] = from_values(values.get(key, []), list[kind], source)
-    if "bench" in values:
-        values["bench"] = from_values(values["bench"], Measure, source)
+    bench = from_values(values.pop("bench"), Measure, source) if "bench" in values else None
     parts = {"recipes": recipes, "helpers": helpers, "descriptions": descriptions, "x": x}
-    return Experiment(name=name, alone=read_run_configs(tables, source), **parts, **values)
+    parts |= {"alone": read_run_configs(tables, source), "bench": bench}
+    return Experiment(name=name, **parts, **values)

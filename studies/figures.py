@@ -1,7 +1,5 @@
 """The figures of experiments."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
@@ -14,41 +12,33 @@ Entries = dict[str, dict]
 
 
 def figure(experiment: Experiment, found: dict) -> bytes:
-    """PNG with a panel for each recipe; for families a row for each recipe, a panel for each
-    family."""
-    recipes = {r: families(experiment, entries) for r, entries in found["recipes"].items()}
-    most = max(map(len, recipes.values()))
-    rows, columns = (len(recipes), most) if most > 1 else (1, len(recipes))
+    """PNG with a panel for each recipe; for families, run configs whose names begin alike, a row
+    for each recipe and a panel for each family."""
+    panels = {}
+    for recipe, entries in found["recipes"].items():
+        panels[recipe] = {"": entries}
+        if experiment.figure == "families":
+            split = [(name.split("_", 1), entry) for name, entry in entries.items()]
+            families = dict.fromkeys(family for (family, _), _ in split)
+            panels[recipe] = {f: {n: e for (g, n), e in split if g == f} for f in families}
+    most = max(map(len, panels.values()))
+    rows, columns = (len(panels), most) if most > 1 else (1, len(panels))
     # A sweep's ends are far apart, and not every recipe reaches them; families differ by nature.
     shared = experiment.figure not in ("sweep", "families")
     size = (5.2 * columns, 4.2) if rows == 1 else (3.6 * columns, 3.3 * rows)
     drawing, grid = new_figure(rows, columns, size, squeeze=False, sharey=shared)
-    panels = []
-    for recipe, by_family in recipes.items():
-        title = f"{experiment.name}, {recipe}"
-        panels += [(title + f", {name}" * bool(name), part) for name, part in by_family.items()]
-        panels += [("", {})] * (most - len(by_family))
-    for axes, (title, entries) in zip(grid.flat, panels, strict=True):
-        if not entries:  # a recipe that has fewer families than others
+    for place, (recipe, of_recipe) in enumerate(panels.items()):
+        cells = grid[place] if most > 1 else grid[0][place : place + 1]
+        for axes in cells[len(of_recipe) :]:
             axes.set_axis_off()
-            continue
-        DRAWINGS[experiment.figure](axes, experiment, entries)
-        axes.set_title(title, fontsize=10)
-        axes.grid(alpha=0.3)
-        many = len(axes.get_legend_handles_labels()[0]) > 6
-        axes.legend(fontsize=7 if many else 8, ncols=1 + many)
+        for axes, (family, entries) in zip(cells, of_recipe.items(), strict=False):
+            DRAWINGS[experiment.figure](axes, experiment, entries)
+            title = f"{experiment.name}, {recipe}" + f", {family}" * bool(family)
+            axes.set_title(title, fontsize=10)
+            axes.grid(alpha=0.3)
+            many = len(axes.get_legend_handles_labels()[0]) > 6
+            axes.legend(fontsize=7 if many else 8, ncols=1 + many)
     return png(drawing, dpi=130)
-
-
-def families(experiment: Experiment, entries: Entries) -> dict[str, Entries]:
-    """The run configs of each panel: all, or those whose names begin alike."""
-    if experiment.figure != "families":
-        return {"": entries}
-    found: dict[str, Entries] = {}
-    for name, entry in entries.items():
-        family, _, rest = name.partition("_")
-        found.setdefault(family, {})[rest] = entry
-    return found
 
 
 def draw_range(axes, x: list, values: list[tuple], *style, label: str, alpha=0.2, **more) -> None:
@@ -61,9 +51,10 @@ def draw_range(axes, x: list, values: list[tuple], *style, label: str, alpha=0.2
 def draw_means(axes, points: list[tuple[float, dict, str]], **style) -> tuple:
     """Means and 95% CIs over seeds of (x, entry, kind), where there are any; returns the means."""
     found = [(x, *means) for x, entry, kind in points if (means := mean_over_seeds(entry, kind))]
-    x, y, bars = zip(*found, strict=True) if found else ((), (), ())
-    if found:
-        axes.errorbar(x, y, yerr=bars, capsize=2, **style)
+    if not found:
+        return ()
+    x, y, bars = zip(*found, strict=True)
+    axes.errorbar(x, y, yerr=bars, capsize=2, **style)
     return y
 
 
@@ -101,15 +92,14 @@ def draw_averages(axes, experiment: Experiment, entries: Entries) -> None:
     """Averages of the weights minus the last weights, over tokens: below 0 they are better. A color
     for each average, a style for each run config."""
     raw = next(kind for kind in experiment.shown if kind.endswith("_raw"))
-    main = raw.removesuffix("_raw")
-    kinds = [kind for kind in experiment.shown if kind != raw]
+    main, kinds = raw.removesuffix("_raw"), {k: k for k in experiment.shown if k != raw}
+    kinds[main] = f"{main}_ema{experiment.base['optim']['ema_decay']:g}"
     for style, (name, entry) in zip(("-", "--", ":"), entries.items(), strict=False):
-        for number, kind in enumerate(kinds):
+        for number, (kind, named) in enumerate(kinds.items()):
             losses = [(row["losses"][kind], row["losses"][raw]) for row in entry["runs"]]
             gaps = [[a - b for a, b in zip(*pair, strict=True)] for pair in losses]
-            of_main = f"{main}_ema{experiment.base['optim']['ema_decay']:g}"
-            label = f"{name}, {title_of(of_main if kind == main else kind).partition(', ')[2]}"
             values, tokens = list(zip(*gaps, strict=True)), entry["runs"][0]["tokens"]
+            label = f"{name}, {title_of(named).partition(', ')[2]}"
             draw_range(axes, tokens, values, style, label=label, alpha=0.12, color=f"C{number}")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens", ylabel="averaged - last weights, nats per token")
@@ -118,17 +108,16 @@ def draw_averages(axes, experiment: Experiment, entries: Entries) -> None:
 def draw_lines(axes, experiment: Experiment, entries: Entries) -> None:
     """Figures over their x, a line for each run config; dashed, figures of a second name
     (planned_1024 beside peak_1024)."""
-    prefixes = list(dict.fromkeys(kind.rpartition("_")[0] for kind in experiment.x))
-    least = math.inf
+    prefixes, least = list(dict.fromkeys(k.rpartition("_")[0] for k in experiment.x)), math.inf
     for number, (name, entry) in enumerate(entries.items()):
+        # hollow markers of different forms: lines may coincide
+        style = {"marker": "osD^v<>"[number % 7], "fillstyle": "none", "label": name}
         for prefix in prefixes:
-            x = {k: x for k, x in experiment.x.items() if k.rpartition("_")[0] == prefix}
-            style = {"linestyle": "--"}
-            if prefix == prefixes[0]:  # hollow markers of different forms: lines may coincide
-                style = {"marker": "osD^v<>"[number % 7], "fillstyle": "none", "label": name}
-            points = [(place, entry, kind) for kind, place in x.items()]
+            of = {k: x for k, x in experiment.x.items() if k.rpartition("_")[0] == prefix}
+            points = [(x, entry, kind) for kind, x in of.items()]
             means = draw_means(axes, points, color=f"C{number}", **style)
-            least = min(least, *means, math.inf) if prefix == prefixes[0] else least
+            least = min(least, *means, math.inf) if "label" in style else least
+            style = {"linestyle": "--"}
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
     log_x(axes, experiment.x.values())
     if experiment.bench:

@@ -2,7 +2,7 @@
 
     python -m studies.findings E1 --seeds 1 --quick   # does it run? Three minutes
     python -m studies.findings E1 --jobs 2            # train what is missing: results/findings/E1.*
-    python -m studies.findings E1 --configs           # write the configs of the runs, to launch by hand
+    python -m studies.findings E1 --configs           # only write the configs of the runs
     python -m studies.findings E1 --scale             # those at the paper's scale, with their cost
     python -m studies.findings page                   # collect everything in results/findings.md
 
@@ -10,8 +10,6 @@ An experiment is a file of studies/configs/findings. An interrupted one is resum
 out/findings are not trained again, nor those with a row in results/findings/E1.runs.jsonl (remove
 the file to repeat them).
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -85,12 +83,13 @@ def run(experiment: Experiment, recipes: list[str], a: Arguments) -> None:
         trained = benchmark(experiment, a.quick)
     else:
         trained = train(experiment, recipes, seeds, results, jobs=a.jobs, quick=a.quick)
+    runner = Runner(experiment, results, quick=a.quick)
     rows = (row for entries in trained.values() for e in entries.values() for row in e["runs"])
     found = {
         "experiment": experiment.name,
         "recipes": trained,
         **judgements(experiment, trained),
-        "helpers": Runner(experiment, results, quick=a.quick).helper_results(recipes),
+        "helpers": {recipe: runner.helper_results(recipe) for recipe in recipes},
         "at_scale": cost_of(experiment, plans_at_scale(experiment, recipes)),
         "commit": commits_of(rows),
         "torch": versions()["torch"],

@@ -2,8 +2,6 @@
 process of its own, and their JSON is read. Figures are {name: [value, standard error or None]}.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -28,15 +26,13 @@ Measured = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class Measure:
-    """A script and its arguments."""
+    """A script and its arguments: {run} is the run to measure, {data} its dataset, {NAME} one of
+    the experiment's helpers."""
 
     script: str
     arguments: tuple[str, ...]
-    """{run} is the run to measure, {data} its dataset, {NAME} one of the experiment's helpers."""
-    quick: tuple[str, ...] = ()
-    """Added by --quick."""
-    run_configs: tuple[str, ...] = ()
-    """Those that it can measure; by default all."""
+    quick: tuple[str, ...] = ()  # added by --quick
+    run_configs: tuple[str, ...] = ()  # that it can measure; by default all
 
     def applies_to(self, name: str) -> bool:
         return not self.run_configs or name in self.run_configs
@@ -67,9 +63,9 @@ def of_perplexity(result: dict) -> Measured:
     for row in result["results"]:
         name, size, group = row["orders"], row["ensemble"], row["group"]
         name += f"_m{size}" * (size > 1) + f"_g{group}" * (group > 1)
-        found = {name: [row["nll"], finite(row["monte_carlo_error"])]}
+        found = {name: (row["nll"], finite(row["monte_carlo_error"]))}
         if row["gain"] is not None:
-            found[f"gain_{name}"] = [row["gain"], finite(row["gain_error"])]
+            found[f"gain_{name}"] = row["gain"], finite(row["gain_error"])
         bits = finite(row["bits_per_byte"])
         for what, (nats, error) in found.items():
             figures.setdefault(what if what.startswith("gain_") else f"eval_{what}", [nats, error])
@@ -85,7 +81,7 @@ def of_generation(result: dict) -> Measured:
     figures: Measured = {}
     for row in result["rows"]:
         s = row["sampler"]
-        size = next(filter(None, (s[key] for key in ("steps", "group_size", "draft"))))
+        size = s["steps"] or s["group_size"] or s["draft"]
         name = f"t{s['temperature']:g}_p{s['top_p']:g}_{s['mode']}{size}"
         figures[f"judge_{name}"] = [row["nll"], finite(row["standard_error"])]
         for key in ("entropy", "nfe"):
@@ -100,8 +96,8 @@ def at_entropy(figures: Measured, entropy: float) -> Measured:
     for name, (loss, _) in figures.items():
         if name.startswith("judge_"):
             setting = name.removeprefix("judge_")
-            of_samples = figures[f"entropy_{setting}"][0]
-            settings.setdefault(setting.rpartition("_")[2], []).append((of_samples, loss))
+            point = figures[f"entropy_{setting}"][0], loss
+            settings.setdefault(setting.rpartition("_")[2], []).append(point)
     found: Measured = {}
     for steps, points in settings.items():
         for (low, below), (high, above) in itertools.pairwise(sorted(points)):
@@ -115,10 +111,8 @@ def of_infilling(result: dict) -> Measured:
     """nll_left, nll_both (nats per token of the middle); gain, their difference, and gain_low, the
     lower end of its 95% interval over sentences; rouge1_GIVEN_MODE and so on; GIVEN is passage for
     last words. Without errors: all runs see the same sentences, and nothing is sampled."""
-    figures: Measured = {}
     nll = {row["given"]: row["nll"] for row in result["rows"]}
-    for given, values in nll.items():
-        figures[f"nll_{given}"] = [statistics.mean(values), None]
+    figures = {f"nll_{given}": [statistics.mean(values), None] for given, values in nll.items()}
     for row in result["rows"]:
         for key in ("rouge_1", "rouge_2", "rouge_l"):
             name = f"{key.replace('_', '')}_{row['given']}_{row['mode']}"
@@ -133,18 +127,17 @@ def of_infilling(result: dict) -> Measured:
 def of_bench(result: dict) -> dict[str, dict]:
     """Of bench decode --lengths: by system {"description", "repeats"}, the figures of each repeat:
     KIND_LENGTH and KIND, its exponent in the length. KIND is seconds, forwards, peak or planned."""
-    systems = {}
-    for name, exponents in result["exponents"].items():
-        repeats = [{} for _ in range(result["settings"]["repeats"])]
-        rows = [row for row in result["rows"] if row["name"] == name]
-        for ending, columns in [
-            ("", exponents),
-            *((f"_{r['length']}", r["by_repeat"]) for r in rows),
-        ]:
-            for kind, values in columns.items():
-                for figures, value in zip(repeats, values, strict=True):
-                    figures[kind + ending] = [value, None]
-        systems[name] = {"description": rows[0]["description"], "repeats": repeats}
+    systems: dict[str, dict] = {}
+    columns = [(name, "", fit) for name, fit in result["exponents"].items()]
+    columns += [(row["name"], f"_{row['length']}", row["by_repeat"]) for row in result["rows"]]
+    for name, ending, values in columns:
+        repeats = systems.setdefault(name, {"repeats": []})["repeats"]
+        repeats += [{} for _ in range(result["settings"]["repeats"] - len(repeats))]
+        for kind, of_kind in values.items():
+            for figures, value in zip(repeats, of_kind, strict=True):
+                figures[kind + ending] = [value, None]
+    for row in result["rows"]:
+        systems[row["name"]]["description"] = row["description"]
     return systems
 
 

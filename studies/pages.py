@@ -1,45 +1,25 @@
 """The tables of an experiment and its part of results/findings.md, made from its JSON."""
 
-from __future__ import annotations
-
+import functools
 import re
 import statistics
 from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
 from runtime.reports import markdown_table
-from runtime.validation import damaged, read_results
+from runtime.validation import damaged, read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
 from studies.verdicts import figure_of
 
 RESULTS = ROOT / "results" / "findings"
 SHARES = (0.25, 0.5, 1.0)  # of the tokens, after which the table shows losses
-TITLES = {
-    "seconds": "exponent of seconds",
-    "forwards": "exponent of forwards",
-    "peak": "exponent of the peak",
-}
-PARTS = {  # the meaning of the parts of a name, between underscores
-    "training": "training orders",
-    "l2r": "left to right",
-    "random": "any order",
-    "fixed": "one random order",
-    "raw": "last weights",
-    "eval": "",
-    r"ema(.+)": "average of {}",
-    r"m(\d+)": "{} orders",
-    r"g(\d+)": "groups of {}",
-    r"t([\d.]+)": "T {}",
-    r"p([\d.]+)": "top-p {}",
-    r"mdm(\d+)": "{} steps",
-    r"rouge(\d)": "ROUGE-{}",
-    "rougel": "ROUGE-L",
-    "nll": "loss",
-    "passage": "last word",
-    "low": "lower end over sentences",
-    r"(\d+)": "{} tokens",
-}
+AFTER = "(asked after the runs)"  # at the end of such a claim
+
+
+@functools.cache
+def titles() -> dict[str, dict[str, str]]:
+    return read_toml(ROOT / "studies" / "configs" / "findings" / "titles.toml")
 
 
 def title_of(kind: str) -> str:
@@ -47,14 +27,14 @@ def title_of(kind: str) -> str:
     part, such as that of a run config, stays as it is."""
 
     def title_of_part(part: str) -> str:
-        for pattern, title in PARTS.items():
-            if found := re.fullmatch(pattern, part):
-                return title.format(*found.groups())
-        return part
+        found = (
+            (re.fullmatch(pattern, part), words) for pattern, words in titles()["parts"].items()
+        )
+        return next((words.format(*match.groups()) for match, words in found if match), part)
 
-    parts = kind.split("_")
-    words = [title_of_part(part) for part in parts]
-    return TITLES.get(kind, kind if words == parts else ", ".join(filter(None, words)))
+    words = [title_of_part(part) for part in kind.split("_")]
+    by_parts = kind if words == kind.split("_") else ", ".join(filter(None, words))
+    return titles()["names"].get(kind, by_parts)
 
 
 def tables(experiment: Experiment, found: dict) -> list[str]:
@@ -80,8 +60,8 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
     95% CI."""
     main, goal = experiment.kind, experiment.goal
     rows = [row for entry in entries.values() for row in entry["runs"]]
-    trained = any(main in row["losses"] for row in rows)
-    columns = {(main, share): f"{title_of(main)}, {share:.0%}" for share in SHARES if trained}
+    shares = SHARES if any(main in row["losses"] for row in rows) else ()
+    columns = {(main, share): f"{title_of(main)}, {share:.0%}" for share in shares}
     columns |= {(kind, 1.0): title_of(kind) for kind in experiment.shown}
     known = any("excess" in row["measured"] for row in rows)
     head = ["run config", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
@@ -145,50 +125,45 @@ def tuned_cell(entry: dict) -> str:
 
 def claims_table(claims: list[dict]) -> list[str]:
     """A line for each claim. The difference is shown without the margin that its verdict allows."""
-    head = ["claim", "verdict", "mean difference", "standard error", "Monte Carlo error", "seeds"]
     lines = []
     for c in claims:
         mean = "-" if c["mean"] is None else f"{round(c['mean'] - c['margin'], 4) + 0.0:+.4f}"
         error = f"{c['error']:.4f}" if "error" in c else "-"
         monte_carlo, seeds = f"{c['monte_carlo_error']:.4f}", str(len(c["differences"]))
         lines.append([c["says"], c["verdict"], mean, error, monte_carlo, seeds])
+    head = ["claim", "verdict", "mean difference", "standard error", "Monte Carlo error", "seeds"]
     return markdown_table(head, lines, left=2)
-
-
-AFTER = "(asked after the runs)"  # at the end of such a claim
 
 
 def page() -> str:
     """All experiments that have been run."""
-    read, lines, missing = [], [], []
+    rows, sections, missing = [], [], []
     for name in experiment_names():
         file = RESULTS / f"{name}.json"
         if file.exists():
             with damaged(file, f"make it again: python -m studies.findings {name}"):
-                read.append((load_experiment(name), read_results(file, "make it again")))
-                lines += section(*read[-1])
+                experiment, found = load_experiment(name), read_results(file, "make it again")
+                rows.append(overview(experiment, found))
+                sections += section(experiment, found)
         else:
             missing.append(name)
     if missing:
-        lines.append(f"Not run yet: {', '.join(missing)}.")
-    head = (CONFIGS / "page.md").read_text()
-    return "\n".join([head, *overview(read), *lines]).rstrip() + "\n"
-
-
-def overview(read: list[tuple[Experiment, dict]]) -> list[str]:
-    """A line for each experiment: the verdicts on the claims made before its runs, by recipe."""
-    rows = []
-    for experiment, found in read:
-        # As GitHub makes it from a heading.
-        anchor = re.sub(r"[^\w -]", "", heading_of(experiment).lower()).replace(" ", "-")
-        cells = []
-        for recipe, claims in found["claims"].items():
-            verdicts = Counter(c["verdict"] for c in claims if AFTER not in c["says"])
-            counts = [f"{n} {verdict}" for verdict, n in sorted(verdicts.items())]
-            cells += [f"{recipe}: {', '.join(counts)}"] * bool(counts)
-        rows.append([f"[{experiment.name}](#{anchor})", experiment.title, "; ".join(cells)])
+        sections.append(f"Not run yet: {', '.join(missing)}.")
     head = ["", "what is tested", "claims made before the runs"]
-    return [*markdown_table(head, rows, left=3), ""]
+    table = markdown_table(head, rows, left=3)
+    return "\n".join([(CONFIGS / "page.md").read_text(), *table, "", *sections]).rstrip() + "\n"
+
+
+def overview(experiment: Experiment, found: dict) -> list[str]:
+    """The cells of an experiment: the verdicts on the claims made before its runs, by recipe."""
+    cells = []
+    for recipe, claims in found["claims"].items():
+        verdicts = Counter(c["verdict"] for c in claims if AFTER not in c["says"])
+        counts = [f"{n} {verdict}" for verdict, n in sorted(verdicts.items())]
+        cells += [f"{recipe}: {', '.join(counts)}"] * bool(counts)
+    # The anchor is as GitHub makes it from a heading.
+    anchor = re.sub(r"[^\w -]", "", heading_of(experiment).lower()).replace(" ", "-")
+    return [f"[{experiment.name}](#{anchor})", experiment.title, "; ".join(cells)]
 
 
 def heading_of(experiment: Experiment) -> str:
@@ -196,18 +171,9 @@ def heading_of(experiment: Experiment) -> str:
 
 
 def section(experiment: Experiment, found: dict) -> list[str]:
-    return [
-        f"## {heading_of(experiment)}",
-        "",
-        f"*Claim*: {experiment.source}",
-        "",
-        f"*Setting*: {experiment.setting} Commit {found['commit']}, torch {found['torch']}.",
-        "",
-        f"![{experiment.name}](findings/{experiment.name}.png)",
-        "",
-        *tables(experiment, found),
-        experiment.meaning.strip(),
-        "",
-        f"*At the paper's scale*: {found['at_scale']}",
-        "",
-    ]
+    origin = f"Commit {found['commit']}, torch {found['torch']}."
+    figure = f"![{experiment.name}](findings/{experiment.name}.png)"
+    lines = [f"## {heading_of(experiment)}", "", f"*Claim*: {experiment.source}", ""]
+    lines += [f"*Setting*: {experiment.setting} {origin}", "", figure, ""]
+    lines += [*tables(experiment, found), experiment.meaning.strip(), ""]
+    return [*lines, f"*At the paper's scale*: {found['at_scale']}", ""]

@@ -6,8 +6,6 @@ With the file at hand its runs are not trained again. A row is {"run": folder, "
 at each evaluation, and figures {name: [value, standard error or None]}.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -52,8 +50,7 @@ class Results:
 
     def __init__(self, file: Path | None = None):
         """file: None saves nothing."""
-        self.file, self.lock = file, threading.Lock()
-        self.rows: dict[str, dict] = {}
+        self.file, self.lock, self.rows = file, threading.Lock(), {}
         if file and file.exists():
             with damaged(file, "remove it, and its runs are trained again"):
                 rows = [json_object(text, place) for place, text in read_lines(file, "results")]
@@ -76,9 +73,8 @@ def key_of(config: Config, commands: list[list[str]]) -> str:
     """Identifies a run and its measures. Keys with their default values do not count, so that a new
     option invalidates no results."""
     changed = configuration.differences(Config(), config)
-    text = json.dumps(
-        [{key: new for key, (_, new) in changed.items()}, commands], sort_keys=True, default=str
-    )
+    values = {key: new for key, (_, new) in changed.items()}
+    text = json.dumps([values, commands], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -91,25 +87,21 @@ def search(choices: list, loss_of: Callable[[Values], float]) -> list[tuple[Valu
     """Try the middle choice and both neighbours, then neighbours of the best one, until both of its
     own have been tried: where the loss is flat, chance would lead away from better values. Returns
     those tried, in their order, with their losses; nothing if there is only one choice."""
-    if len(choices) == 1:
-        return []
-    middle = len(choices) // 2
-    tried = {middle: loss_of(choices[middle])}
-    while True:
-        best = min(tried, key=tried.get)
-        wanted = (middle + 1, middle - 1, best + 1, best - 1)
+    middle, tried = len(choices) // 2, {}
+    while len(choices) > 1:
+        best = min(tried, key=tried.get, default=middle)
+        wanted = (middle, middle + 1, middle - 1, best + 1, best - 1)
         left = [n for n in wanted if 0 <= n < len(choices) and n not in tried]
         if not left:
-            return [(choices[place], tried[place]) for place in sorted(tried)]
+            break
         tried[left[0]] = loss_of(choices[left[0]])
+    return [(choices[place], tried[place]) for place in sorted(tried)]
 
 
 def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
     """The choice whose run ended lowest; the middle one if none was tried. Raises UserError if all
     runs diverged, which have infinite losses."""
-    if not tried:
-        return run_config.untuned
-    values, loss = min(tried, key=lambda of_one: of_one[1])
+    values, loss = min(tried, key=lambda pair: pair[1], default=(run_config.untuned, 0))
     if loss == math.inf:
         raise UserError(f"no run of {run_config.name} ended: lower the values that it tunes")
     return values
@@ -138,42 +130,38 @@ def train(
     found: Found = {recipe: {} for recipe in recipes}
     try:
         tuning = [pool.submit(runner.tune, recipe, one) for recipe, one in chosen]
-        tried = [future.result() for future in tuning]
-        best = [best_of(one, pairs) for (_, one), pairs in zip(chosen, tried, strict=True)]
-        runs = [
-            [pool.submit(runner.run, recipe, one, seed, tuned) for seed in range(seeds)]
-            for (recipe, one), tuned in zip(chosen, best, strict=True)
-        ]
-        for (recipe, one), pairs, tuned, of_one in zip(chosen, tried, best, runs, strict=True):
+        for (recipe, one), pairs in zip(chosen, (f.result() for f in tuning), strict=True):
+            tuned, grid = best_of(one, pairs), one.choices
             model = meta_model(experiment.config(recipe, one, 0, tuned))
-            grid = one.choices
             found[recipe][one.name] = {
                 "description": one.description,
                 "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
                 "tuned": tuned,
                 "at_boundary": bool(pairs) and tuned in (grid[0], grid[-1]),
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "runs": [future.result() for future in of_one],
+                "runs": [pool.submit(runner.run, recipe, one, s, tuned) for s in range(seeds)],
             }
+        for recipe, one in chosen:
+            entry = found[recipe][one.name]
+            entry["runs"] = [future.result() for future in entry["runs"]]
     finally:  # after an error or an interrupt no further run starts
         pool.shutdown(cancel_futures=True)
         bar.close()
     return found
 
 
+@dataclass
 class Runner:
     """Makes the runs of an experiment; its methods may be called by threads."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        results: Results,
-        processes: int = 1,
-        quick: bool = False,
-        bar: tqdm | None = None,
-    ):
-        self.experiment, self.results, self.processes = experiment, results, processes
-        self.quick, self.bar, self.lock = quick, bar, threading.Lock()
+    experiment: Experiment
+    results: Results
+    processes: int = 1
+    quick: bool = False
+    bar: tqdm | None = None
+
+    def __post_init__(self):
+        self.lock = threading.Lock()
 
     def tune(self, recipe: str, run_config: RunConfig) -> list[tuple[Values, float]]:
         """What `search` tries with seed 0."""
@@ -226,25 +214,21 @@ class Runner:
         names = self.experiment.helpers.get(recipe, {})
         return {name: self.experiment.helper(recipe, name, self.quick) for name in names}
 
-    def helper_results(self, recipes: list[str]) -> Found:
-        return {
-            recipe: {
-                name: self.results.of(config, [], lambda c=config: result_of(c, finished_run(c)))
-                for name, config in self.helpers(recipe).items()
-            }
-            for recipe in recipes
-        }
+    def helper_results(self, recipe: str) -> dict[str, dict]:
+        def result(config: Config) -> dict:
+            return self.results.of(config, [], lambda: result_of(config, finished_run(config)))
+
+        return {name: result(config) for name, config in self.helpers(recipe).items()}
 
 
 def benchmark(experiment: Experiment, quick: bool) -> Found:
     """The systems of a benchmark in place of run configs; its repeats stand in for seeds."""
+    found, row = {}, {"commit": commit(), "tokens": [], "losses": {}}
     bench = experiment.bench
-    found = {}
     for name, system in measured_by([bench.script, *bench.words(quick)]).items():
-        row = {"commit": commit(), "tokens": [], "losses": {}}
         runs = [row | {"measured": figures} for figures in system["repeats"]]
-        description = {"description": system["description"], "tuning": [], "tuned": {}}
-        found[name] = description | {"runs": runs}
+        told = {"description": system["description"], "tuning": [], "tuned": {}}
+        found[name] = told | {"runs": runs}
     return {"side by side": found}
 
 

@@ -1,7 +1,5 @@
 """Runs of train.py, each in a process of its own with one thread, resumed if interrupted."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess
@@ -63,8 +61,8 @@ def has_ended(config: Config) -> bool:
         return False
     if changed := configuration.differences(configuration.load_toml(file), config):
         raise UserError(
-            f"{config.run_folder} holds a run with another {', '.join(changed)}: the run config has "
-            "been changed since; remove the folder, or give the run config another name"
+            f"{config.run_folder} holds a run with another {', '.join(changed)}: the run config "
+            "has been changed since; remove the folder, or give the run config another name"
         )
     lines = validations_of(config, read_metrics(file.with_name("metrics.jsonl")))
     return any(line["step"] == config.train.steps for line in lines)

@@ -10,8 +10,6 @@ under `tune`, the lowest final loss decides, and the other seeds are trained wit
 Results are in results/speedrun/BENCHMARK.json, those of single runs in BENCHMARK.runs.jsonl.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import tempfile
@@ -38,7 +36,7 @@ from runtime.validation import (
     schema,
 )
 from studies.bench_common import cpu_name, spread_of
-from studies.experiment import Experiment, read_run_configs
+from studies.experiment import Experiment, laid_over, read_run_configs
 from studies.pages import mean_cell, tokens_to, tuned_cell, value_of
 from studies.runner import Results, commits_of, train
 from studies.runs import ROOT, finished_run, speed_of
@@ -130,8 +128,7 @@ def read_values(name: str) -> dict:
             for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
                 table[key] = round(length * table[key])
         for part in ("base", "run_configs"):
-            for key, table in values.pop(part, {}).items():
-                source[part][key] = source[part].get(key, {}) | table
+            source[part] = laid_over(source[part], values.pop(part, {}))
         return source | values
 
 

@@ -10,8 +10,6 @@ made first. Finished runs are not trained again, nor those with a row in
 results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run is resumed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Verdicts on claims, computed from differences between run configs, paired by seed."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass
@@ -24,8 +22,7 @@ class Claim:
     says: str
     lower: str
     higher: str
-    margin: float = 0.0
-    """The lower side may be larger by less than this: a claim that two figures are alike."""
+    margin: float = 0.0  # `lower` may be larger by less than this: two figures are alike
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,21 @@ class Figure:
     """Of one run."""
 
     value: float
-    error: float | None = None
-    """Standard error of the Monte Carlo estimate, if known."""
-    shared_samples: bool = False
-    """Runs of all seeds were measured with the same Monte Carlo samples."""
+    error: float | None = None  # standard error of the Monte Carlo estimate, if known
+    shared_samples: bool = False  # runs of all seeds were measured with the same samples
+
+
+def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
+    """A measured figure of a run, or else its loss at the first evaluation after a share of its
+    tokens. None if the run did not end or has no such figure."""
+    if share == 1 and kind in row.get("measured", {}):
+        return Figure(*row["measured"][kind], shared_samples=True)
+    if not row["tokens"] or kind not in row["losses"]:
+        return None
+    wanted = share * row["tokens"][-1]
+    place = next(i for i, tokens in enumerate(row["tokens"]) if tokens >= wanted)
+    errors = row["losses"].get(f"{kind}_error")
+    return Figure(row["losses"][kind][place], errors[place] if errors else None)
 
 
 def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
@@ -76,9 +84,8 @@ def verdict(differences: list[float], monte_carlo: float) -> dict:
     mean = statistics.mean(differences)
     over_seeds = statistics.stdev(differences) / math.sqrt(len(differences))
     error = math.sqrt(over_seeds**2 + monte_carlo**2)
-    word = "unresolved"
-    if abs(mean) > 2 * error and all(d * mean > 0 for d in differences):
-        word = "reproduced" if mean > 0 else "reversed"
+    clear = abs(mean) > 2 * error and all(d * mean > 0 for d in differences)
+    word = "unresolved" if not clear else "reproduced" if mean > 0 else "reversed"
     return {"mean": mean, "error": error, "verdict": word}
 
 
@@ -94,9 +101,8 @@ def on_the_plateau(claim: Claim, kind: str, entries: Entries) -> bool:
         for row in entries[name]["runs"]
         if (of in row["losses"] or of.startswith("eval_")) and "unigram" in row.get("measured", {})
     ]
-    return bool(losses) and all(
-        loss is not None and loss.value > unigram - NOTHING for loss, unigram in losses
-    )
+    near = [loss is not None and loss.value > unigram - NOTHING for loss, unigram in losses]
+    return bool(near) and all(near)
 
 
 def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
@@ -118,18 +124,11 @@ def monte_carlo_error(figures: tuple[Figure, ...]) -> float:
     return math.hypot(*errors) / len(errors)
 
 
-def parts_of(side: str, kind: str) -> tuple[str, str, float]:
-    """The run config (or number), KIND and SHARE of a side."""
-    name, _, named = side.partition(":")
-    named, _, share = named.partition("@")
-    return name, named or kind, float(share or 1)
-
-
 def sides_of(sides: tuple[str, ...], kind: str, entries: Entries) -> list | None:
     """For each side a list of its figures, one a seed; None if a run config is missing."""
     split = [parts_of(side, kind) for side in sides]
     names = [name for name, *_ in split if not is_number(name)]
-    if any(name not in entries for name in names):
+    if not entries.keys() >= set(names):
         return None
     seeds = min((len(entries[name]["runs"]) for name in names), default=0)
     return [
@@ -140,22 +139,15 @@ def sides_of(sides: tuple[str, ...], kind: str, entries: Entries) -> list | None
     ]
 
 
+def parts_of(side: str, kind: str) -> tuple[str, str, float]:
+    """The run config (or number), KIND and SHARE of a side."""
+    name, _, named = side.partition(":")
+    named, _, share = named.partition("@")
+    return name, named or kind, float(share or 1)
+
+
 def is_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True
-
-
-def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
-    """A measured figure of a run, or else its loss at the first evaluation after a share of its
-    tokens. None if the run did not end or has no such figure."""
-    if share == 1 and kind in row.get("measured", {}):
-        return Figure(*row["measured"][kind], shared_samples=True)
-    if not row["tokens"] or kind not in row["losses"]:
-        return None
-    wanted = share * row["tokens"][-1]
-    place = next(i for i, tokens in enumerate(row["tokens"]) if tokens >= wanted)
-    errors = row["losses"].get(f"{kind}_error")
-    return Figure(row["losses"][kind][place], errors[place] if errors else None)

@@ -7,11 +7,14 @@ and the steps seen; they use no layer, no fused kernel and no code of the projec
 parameters. The rest enumerates every sequence, every order and every plan of tiny problems. The
 last part builds the models, plans and samples that are compared with them."""
 
+import functools
 import itertools
 import math
+from collections import Counter
 from fractions import Fraction
 
 import torch
+from scipy.stats import chi2
 
 from evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
 from model import ModelConfig
@@ -27,23 +30,15 @@ LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test st
 
 def log_probs(config, params, tokens, order, group=1):
     """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params`
-    (name -> tensor).
-
-    group: steps in a group of the two-stream decoder, whose step i is predicted from the groups
+    (name -> tensor). group: of the two-stream decoder, whose step i is predicted from the groups
     before its own."""
-    rows = [
-        _sequence(config, params, x, s, group)
-        for x, s in zip(tokens.tolist(), order.tolist(), strict=True)
-    ]
-    return torch.stack(rows)
+    rows = zip(tokens.tolist(), order.tolist(), strict=True)
+    return torch.stack([_sequence(config, params, x, s, group) for x, s in rows])
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
     """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in place of
-    the masked tokens.
-
-    sigma: (B,) noise levels, for SEDD.
-    """
+    the masked tokens. sigma: (B,) noise levels, for SEDD."""
     sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
     rows = zip(tokens.tolist(), masked.tolist(), sigmas, strict=True)
     return torch.stack([_encoded(config, params, x, m, noise_level) for x, m, noise_level in rows])
@@ -63,14 +58,12 @@ def _sequence(config, params, tokens, order, group):
     # The last input of the group that the token of input i is in, the start before them all.
     ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
     seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
+    conditions = None
     if config.target == "two_stream":
         stream = _query_stream(config, params, stream, seen, own, targets, group, first)
     else:
-        conditions = (
-            [params["wtpe.weight"][target] for target in order]
-            if config.target == "adaln"
-            else None
-        )
+        if config.target == "adaln":
+            conditions = [params["wtpe.weight"][target] for target in order]
         for layer in range(config.n_layer):
             name = f"blocks.{layer}."
             if config.target in ("shared", "per_block"):
@@ -79,19 +72,14 @@ def _sequence(config, params, tokens, order, group):
             # A plain GPT is not told its target, by rotation either.
             turned = own if config.target == "none" else targets
             stream = _block(config, params, name, stream, conditions, seen, own, turned)
-    outputs = _outputs(config, params, stream, conditions if config.target == "adaln" else None)
-    result = [
-        logits[tokens[t]] - logits.exp().sum().log()
-        for logits, t in zip(outputs, order, strict=True)
-    ]
-    return torch.stack(result)
+    outputs = zip(_outputs(config, params, stream, conditions), order, strict=True)
+    return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
 
 
 def _query_stream(config, params, content, seen, own, targets, group, first):
-    """Final states of the query stream, which starts from a learned vector plus its position (row 0
-    of the position table is the start's) and reads the contents of the groups before its own:
-    inputs `first` (0 is [None]) to the group's start. Both streams share all weights; queries are
-    never keys."""
+    """Final states of the query stream: a learned vector plus its position (row 0 of the table is
+    the start's), which reads the contents of the groups before its own, inputs `first` (0 is
+    [None]) to the group's start. Both streams share all weights; queries are never keys."""
     queries = [
         params["query"] + (0 if config.position == "rotary" else params["wpe.weight"][target])
         for target in targets
@@ -106,14 +94,10 @@ def _query_stream(config, params, content, seen, own, targets, group, first):
         contents = _attention(*attention, seen, own, own)
         answers = _attention(*attention, seen_by_query, own, targets, asking)
         plain = _modulation(config, params, name, None)
-        content = [
-            _residual(config, params, name, x, a, plain)
-            for x, a in zip(content, contents, strict=True)
-        ]
-        queries = [
-            _residual(config, params, name, x, a, plain)
-            for x, a in zip(queries, answers, strict=True)
-        ]
+        content, queries = (
+            [_residual(config, params, name, x, a, plain) for x, a in zip(*pair, strict=True)]
+            for pair in ((content, contents), (queries, answers))
+        )
     return queries
 
 
@@ -167,8 +151,7 @@ def _block(config, params, name, stream, conditions, seen, key_positions, query_
 
 
 def _modulation(config, params, name, condition):
-    """shift1, scale1, gate1, shift2, scale2, gate2; without a condition shift 0, scale 0 and gate
-    1, which is none."""
+    """shift1, scale1, gate1, shift2, scale2, gate2; without a condition none."""
     if condition is None:
         return 0, 0, 1, 0, 0, 1
     return _conditioning(params, name + "adaln.", condition).split(config.n_embd)
@@ -187,10 +170,9 @@ def _attention(config, params, name, stream, seen, key_positions, query_position
     seen[i] and no other. The positions count where keys and queries are rotated."""
     width, heads = config.n_embd, config.n_head
     size = width // heads
-    qkv = [_linear(config, params, name + "qkv.", x) for x in stream]
-    asking = (
-        qkv if queries is None else [_linear(config, params, name + "qkv.", x) for x in queries]
-    )
+    project = functools.partial(_linear, config, params, name + "qkv.")
+    qkv = list(map(project, stream))
+    asking = list(map(project, queries)) if queries else qkv
     own_values = [x[2 * width :] for x in qkv]
     if config.value_residual:
         a, b = params[name + "mix"]
@@ -267,9 +249,9 @@ def _gelu(config, x):
 
 
 def randomise(model, seed, scale=1.0):
-    """Give every parameter a random value of a size that matters (at initialisation adaLN does
-    nearly nothing)."""
-    generator = torch.Generator().manual_seed(seed)
+    """Give every parameter a random value of a size that matters (at first adaLN does nearly
+    nothing)."""
+    generator = seeded(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -284,19 +266,16 @@ def randomise(model, seed, scale=1.0):
 
 
 def random_tokens(vocab_size, batch_size, length, seed):
-    return torch.randint(
-        vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(vocab_size, (batch_size, length), generator=seeded(seed))
 
 
 def random_orders(batch_size, length, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.stack([torch.randperm(length, generator=generator) for _ in range(batch_size)])
 
 
 def order_through(context, target, length):
-    """Positions in the order (context, target, all others): step len(context) predicts `target`
-    from `context`."""
+    """The order (context, target, all others): step len(context) predicts `target`."""
     rest = [p for p in range(length) if p not in context and p != target]
     return [*context, target, *rest]
 
@@ -310,21 +289,15 @@ def all_sequences(vocab_size, length):
 
 
 def listed_contexts(length):
-    """Every (context, target): a list of positions in every order, and a position that is not among
-    them."""
-    return [
-        (context, target)
-        for size in range(length)
-        for context in itertools.permutations(range(length), size)
-        for target in range(length)
-        if target not in context
-    ]
+    """Every (context, target): positions in every order, and a position that is not among them."""
+    sizes = range(length)
+    contexts = [c for size in sizes for c in itertools.permutations(range(length), size)]
+    return [(c, target) for c in contexts for target in range(length) if target not in c]
 
 
 def conditionals(model, vocab_size, length):
     """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for
-    every sequence x. Of two_stream also {(context, sizes, target): ...}, where the context is in
-    groups of these sizes (`given_groups`)."""
+    every sequence x. Of two_stream also {(context, sizes, target): ...} (`given_groups`)."""
     sequences, keys = all_sequences(vocab_size, length), listed_contexts(length)
     orders = torch.tensor([order_through(context, target, length) for context, target in keys])
     rows = model.token_log_probs(
@@ -349,21 +322,19 @@ def in_groups(model):
 
 def ordered_sums(total):
     """All ways to write `total` as an ordered sum of positive integers."""
-    if total == 0:
-        return [()]
-    return [(n, *rest) for n in range(1, total + 1) for rest in ordered_sums(total - n)]
+    parts = range(1, total + 1)
+    return [(n, *rest) for n in parts for rest in ordered_sums(total - n)] or [()]
 
 
 def group_starts(sizes, length):
-    """LongTensor (length,): of every step the first step of its group, groups of these sizes and
-    then of one."""
+    """LongTensor (length,): the first step of every step's group, groups of these sizes, then of
+    one."""
     sizes = [*sizes, *[1] * (length - sum(sizes))]
     return torch.tensor([sum(sizes[:g]) for g, size in enumerate(sizes) for _ in range(size)])
 
 
 def given_groups(conditional, context, sizes, target):
-    """p(x_target | x_context in groups of these sizes, of which some may be 0), (V ** T,). Only of
-    two_stream does it matter what a group is."""
+    """p(x_target | x_context in groups of these sizes, perhaps 0), (V ** T,)."""
     grouped = tuple(context), tuple(size for size in sizes if size), target
     return conditional[grouped if grouped in conditional else (tuple(context), target)]
 
@@ -396,35 +367,27 @@ def compositions(total, parts):
     """All ways to write `total` as an ordered sum of `parts` non-negative integers."""
     if parts == 1:
         return [(total,)]
-    return [
-        (first, *rest)
-        for first in range(total + 1)
-        for rest in compositions(total - first, parts - 1)
-    ]
+    firsts = range(total + 1)
+    return [(n, *rest) for n in firsts for rest in compositions(total - n, parts - 1)]
 
 
 def exact_plans(free, given, steps, schedule="linear"):
     """Every (probability, order, group sizes) when each position of `free` unmasks at its own U(0,
-    1) time, observed in `steps` equal steps: the counts are multinomial, and independent of the
-    order, which is uniform.
-
-    With the cosine schedule the share of masked positions at time t is sin(pi t / 2), t falling
-    from 1 to 0."""
-    k = len(free)
+    1) time, observed in `steps` equal steps. With the cosine schedule the share of masked positions
+    at time t is sin(pi t / 2), t falling from 1 to 0."""
     masked = [Fraction(steps - i, steps) for i in range(steps + 1)]
     if schedule == "cosine":
         masked = [math.sin(math.pi / 2 * float(t)) for t in masked]
     shares = [a - b for a, b in itertools.pairwise(masked)]
     for perm in itertools.permutations(free):
-        for counts in compositions(k, steps):
+        for counts in compositions(len(free), steps):
             probability = math.prod(share**n for share, n in zip(shares, counts, strict=True))
             yield probability / math.prod(map(math.factorial, counts)), (*given, *perm), counts
 
 
 def even_sizes(n, steps, schedule="linear"):
-    """Sizes of the groups of an even plan of n positions, differences of the expected number of
-    positions unmasked: n (1 - t), rounded up, or by the cosine schedule n (1 - sin(pi t / 2)),
-    rounded."""
+    """Sizes of the groups of an even plan: differences of the number of positions unmasked, n (1 -
+    t) rounded up, or by the cosine schedule n (1 - sin(pi t / 2)) rounded."""
     steps = min(n, steps)
     if schedule == "linear":
         return tuple(-(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps))
@@ -435,7 +398,7 @@ def even_sizes(n, steps, schedule="linear"):
 
 
 def fixed_plans(free, given, counts):
-    """Every (probability, order, group sizes) of a uniformly random order cut into groups of given
+    """Every (probability, order, group sizes) of a uniformly random order in groups of given
     sizes."""
     for perm in itertools.permutations(free):
         yield Fraction(1, math.factorial(len(free))), (*given, *perm), counts
@@ -443,8 +406,7 @@ def fixed_plans(free, given, counts):
 
 def plan_distribution(conditional, plans, n_given=0):
     """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens of a group
-    are independent, each drawn given the groups before it in the order in which they were
-    unmasked."""
+    are independent, each given the groups before it in the order in which they were unmasked."""
     total = 0
     for probability, order, counts in plans:
         product, known = torch.ones_like(next(iter(conditional.values()))), n_given
@@ -462,11 +424,10 @@ def one_stage_distribution(conditional, length, steps):
     """Distribution over all sequences, (V ** T,), of the reverse process in its plain form (the
     paper, Lemma 4.1).
 
-    From time t to s < t every masked position computes its distribution over V + 1 outcomes: stay
-    masked with probability s/t, take token v with probability (1 - s/t) p(v | context). Positions
-    unmasked in the same step enter the order in uniformly random order. A state is (unmasked
-    positions in order, their tokens): `reached[context][x]` is the probability of being there with
-    the tokens that sequence x has at these positions."""
+    From time t to s < t every masked position stays masked with probability s/t and takes token v
+    with probability (1 - s/t) p(v | context). Positions unmasked together enter the order in
+    uniformly random order. `reached[context][x]`: the probability of these unmasked positions, in
+    order, with the tokens that sequence x has there."""
     reached = {(): torch.ones_like(next(iter(conditional.values())))}
     for k in range(steps):
         t, s = Fraction(steps - k, steps), Fraction(steps - k - 1, steps)
@@ -486,46 +447,6 @@ def one_stage_distribution(conditional, length, steps):
     return sum(weight for context, weight in reached.items() if len(context) == length)
 
 
-def adaptive_distribution(conditional, vocab_size, length, by, group, given=()):
-    """Distribution over all sequences, (V ** T,), of decoding where the model chooses the `group`
-    positions of a step: those whose likeliest token is most probable, or those of least entropy.
-    What it chooses depends on the tokens so far, so the sequences that are consistent with a
-    context part ways: `reached[context][x]` is the probability that x's tokens at the positions of
-    `context` are drawn in that order. Equals are ranked in uniformly random order."""
-
-    def given_context(context, target):
-        chosen = len(context) - len(given)
-        sizes = *[1] * len(given), *[group] * (chosen // group), chosen % group
-        return given_groups(conditional, context, sizes, target)
-
-    result, reached = 0, {tuple(given): torch.ones(vocab_size**length, dtype=torch.float64)}
-    while reached:
-        following = {}
-        for context, weight in reached.items():
-            free = [p for p in range(length) if p not in context]
-            if not free:
-                result = result + weight
-                continue
-            ranks = list(itertools.permutations(free))
-            for ranked in ranks:  # equal to 7 digits: the same number, rounded differently
-                scores = torch.stack(
-                    [
-                        _certainty(given_context(context, p), p, vocab_size, length, by)
-                        for p in ranked
-                    ]
-                )
-                best = (scores * 1e7).round().argsort(dim=0, descending=True, stable=True)[:group]
-                for chosen in itertools.permutations(range(len(free)), len(best)):
-                    taken = weight / len(ranks) * (best == torch.tensor(chosen)[:, None]).all(dim=0)
-                    if taken.any():
-                        for i in chosen:
-                            taken = taken * given_context(context, ranked[i])
-                        state = (*context, *(ranked[i] for i in chosen))
-                        following[state] = following.get(state, 0) + taken
-        reached = following
-    return result
-
-
 def _certainty(conditional, target, vocab_size, length, by):
     """Of the distribution at `target` that each sequence belongs to: its highest probability, minus
     its entropy, or how far its highest probability is above the second."""
@@ -540,36 +461,39 @@ def _certainty(conditional, target, vocab_size, length, by):
 
 
 def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
-    """As `adaptive_distribution`, of decoding where the model also chooses how many positions a
-    step unmasks, sequence by sequence, from conditionals without equals."""
-    result = torch.zeros(vocab_size**length, dtype=torch.float64)
-    for x in range(len(result)):
-        context, sizes, probability = list(given), [1] * len(given), 1.0
-        while len(context) < length:
-            said = {
-                p: given_groups(conditional, context, sizes, p)
-                for p in range(length)
-                if p not in context
-            }
-            scores, entropies = (
-                {p: _certainty(said[p], p, vocab_size, length, of)[x].item() for p in said}
-                for of in (by, "entropy")
-            )
-            chosen = paced_choice(scores, entropies, by, **settings)
-            for p in chosen:
-                probability *= said[p][x].item()
-            context, sizes = context + chosen, [*sizes, len(chosen)]
-        result[x] = probability
-    return result
+    """Distribution over all sequences, (V ** T,), of decoding where the model chooses the positions
+    of a step (`paced_choice`). Equals are ranked in uniformly random order."""
+
+    def probability(x, context, sizes):
+        free = [p for p in range(length) if p not in context]
+        if not free:
+            return 1.0
+        said = {p: given_groups(conditional, context, sizes, p) for p in free}
+        scores, certain = (
+            {p: _certainty(said[p], p, vocab_size, length, of)[x].item() for p in free}
+            for of in (by, "entropy")
+        )
+        ranks = [{p: scores[p] for p in ranked} for ranked in itertools.permutations(free)]
+        choices = Counter(tuple(paced_choice(rank, certain, by, **settings)) for rank in ranks)
+        total = 0.0
+        for chosen, times in choices.items():
+            rest = probability(x, (*context, *chosen), (*sizes, len(chosen)))
+            total += times / len(ranks) * rest * math.prod(said[p][x].item() for p in chosen)
+        return total
+
+    sequences = range(vocab_size**length)
+    values = [probability(x, tuple(given), (1,) * len(given)) for x in sequences]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def paced_choice(scores, certain, by, group=None, threshold=None, entropy_bound=None, block=None):
-    """The positions of the next step, best first, of those left {position: score}; certain: minus
-    the entropy of each."""
+    """The positions of the next step, best first, of those left {position: score}, equals (to seven
+    digits: the same number, rounded differently) in their order; certain: minus the entropy of
+    each."""
     if block is not None:
         first = min(scores) // block
         scores = {p: score for p, score in scores.items() if p // block == first}
-    ranked = sorted(scores, key=scores.get, reverse=True)
+    ranked = sorted(scores, key=lambda p: round(scores[p], 7), reverse=True)
     count = len(ranked)
     if threshold is not None:
         least = -threshold if by == "entropy" else threshold
@@ -586,8 +510,8 @@ def paced_choice(scores, certain, by, group=None, threshold=None, entropy_bound=
 
 def truncated(probs, choice):
     """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k,
-    renormalise, then keep the shortest head whose mass reaches top_p, and at least one token,
-    without its last where that is to be dropped for passing top_p; renormalise."""
+    renormalise, keep the shortest head whose mass reaches top_p, without its last where that is to
+    be dropped for passing top_p, and at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     mass, kept, reached = sum(probs[i] for i in ranked), [], 0.0
     for i in ranked:
@@ -627,9 +551,8 @@ def with_choice(conditional, choice, vocab_size, length):
 
 def chi_square_p(observed, expected):
     """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same total.
-
-    Cells are merged, smallest first, until each expects at least 5; something observed where
-    nothing can be is p = 0."""
+    Cells are merged, smallest first, until each expects 5; what cannot be but was observed is p =
+    0."""
     observed, expected = observed.double(), expected.double()
     assert abs(float(observed.sum() - expected.sum())) < 1e-6 * float(expected.sum())
     if bool((observed[expected == 0] > 0).any()):
@@ -644,15 +567,12 @@ def chi_square_p(observed, expected):
     assert len(cells) >= 2, "too few counts to test anything"
     cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
     statistic = sum((o - e) ** 2 / e for o, e in cells)
-    half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(
-        torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64))
-    )
+    return float(chi2.sf(statistic, len(cells) - 1))
 
 
 def accept(counts, distribution):
-    """Whether counts (K,) pass for draws from a distribution (K,). 1e-5: SEDD's enumeration sums
-    float32 numbers."""
+    """Whether counts (K,) pass for draws from a distribution (K,); 1e-5: SEDD's is of float32
+    sums."""
     total = float(distribution.sum())
     assert abs(total - 1) < 1e-5
     return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
@@ -661,14 +581,8 @@ def accept(counts, distribution):
 # ---- models, plans and samples -------------------------------------------------------------------
 
 TOKENS = 11
-TINY = {
-    "vocab_size": TOKENS + 1,
-    "block_size": 9,
-    "n_layer": 2,
-    "n_head": 3,
-    "n_embd": 12,
-    "cond_dim": 5,
-}
+TINY = {"vocab_size": TOKENS + 1, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12}
+TINY |= {"cond_dim": 5}
 GPT2_BLOCKS = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
 DECODERS = {
     "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
@@ -681,13 +595,8 @@ DECODERS = {
     "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
-ROTARY_BLOCKS = {
-    "position": "rotary",
-    "norm": "layernorm",
-    "qk_norm": False,
-    "gelu": "tanh",
-    "attn_bias": False,
-}
+ROTARY_BLOCKS = {"position": "rotary", "norm": "layernorm", "qk_norm": False, "gelu": "tanh"}
+ROTARY_BLOCKS |= {"attn_bias": False}
 ENCODERS = {
     "RADD": ENCODER | ROTARY_BLOCKS,
     "SEDD": ENCODER | ROTARY_BLOCKS | {"norm_bias": False, "noise": True},
@@ -709,15 +618,12 @@ OTHERS = ROTATED | {
 
 
 def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings):
-    """A small random model of a system of the comparison. tokens: how many, beside [MASK] of an
-    encoder."""
+    """A small random model of a system. tokens: how many, beside [MASK] of an encoder."""
     settings = TINY | (SYSTEMS | OTHERS)[system] | settings
-    if tokens is not None:
-        settings |= (
-            {"vocab_size": tokens + 1, "mask_token": tokens}
-            if system in ENCODERS
-            else {"vocab_size": tokens}
-        )
+    if tokens is not None and system in ENCODERS:
+        settings |= {"vocab_size": tokens + 1, "mask_token": tokens}
+    elif tokens is not None:
+        settings |= {"vocab_size": tokens}
     return randomise(build_model(ModelConfig(**settings)).to(dtype), seed, scale)
 
 
@@ -725,9 +631,8 @@ def enumerable_system(system, seed, length=4, tokens=3, **settings):
     """A float64 model of 4 positions and 3 tokens, 81 sequences, and its conditionals."""
     sizes = {"block_size": length, "n_head": 2, "n_embd": 8, "cond_dim": 4}
     model = make_system(system, seed, tokens=tokens, **sizes | settings)
-    return model, (encoder_conditionals if system in ENCODERS else conditionals)(
-        model, tokens, length
-    )
+    enumerate_them = encoder_conditionals if system in ENCODERS else conditionals
+    return model, enumerate_them(model, tokens, length)
 
 
 def seeded(seed):
@@ -741,6 +646,7 @@ def some_given(batch_size, length, seed):
     return given
 
 
+SCORES = ("confidence", "entropy", "margin")
 # Plans of `make_plan` whose steps the model chooses: by which score, and how.
 PACES = {
     "sure": ("confidence", {"group": None, "threshold": 0.45}),
@@ -757,57 +663,51 @@ PACES = {
 
 def make_plan(mode, batch_size, length, given=None, seed=0):
     """A plan by name: "l2r" or "random" and the positions a step; "exact", "even", "cosine",
-    "even-cosine" and the steps; "confidence", "entropy" or "any" (adaptive, by that) and the
-    positions a step; "speculative", "speculative-random" and the positions drafted."""
+    "even-cosine" and the steps; "confidence", "entropy", "margin" or "any" (adaptive, by that) and
+    the positions a step; "speculative", "speculative-random" and the positions drafted."""
     kind, number = mode.split() if " " in mode else (mode, 1)
     rows, number = (batch_size, length), int(number)
     if kind == "l2r":
         return l2r_plan(*rows, given, number)
     if kind == "random":
         return random_plan(*rows, seeded(seed), given, number)
-    if kind in ("confidence", "entropy", "margin", "any"):
-        return adaptive_plan(*rows, {"any": "random"}.get(kind, kind), seeded(seed), given, number)
-    if kind in PACES:
-        by, settings = PACES[kind]
+    if kind in (*SCORES, "any", *PACES):
+        by, settings = PACES.get(kind, (kind.replace("any", "random"), {"group": number}))
         return adaptive_plan(*rows, by, seeded(seed), given, **settings)
     if kind.startswith(("speculative", "pairs")):
         draft_by = "ngram" if kind.startswith("pairs") else "model"
         shuffled = seeded(seed) if kind.endswith("random") else None
         return speculative_plan(*rows, number, shuffled, given, draft_by)
-    schedule = "cosine" if "cosine" in kind else "linear"
-    return mdm_plan(
-        *rows, number, seeded(seed), given, even=kind.startswith("even"), schedule=schedule
-    )
+    settings = {"even": kind.startswith("even"), "schedule": schedule_of(kind)}
+    return mdm_plan(*rows, number, seeded(seed), given, **settings)
+
+
+def schedule_of(kind):
+    return "cosine" if "cosine" in kind else "linear"
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position:
     token}."""
     kind, number = mode.split() if " " in mode else (mode, 1)
-    context, free, number = (
-        tuple(sorted(prompt)),
-        [p for p in range(length) if p not in prompt],
-        int(number),
-    )
-    schedule = "cosine" if "cosine" in kind else "linear"
+    free, number = [p for p in range(length) if p not in prompt], int(number)
+    context = tuple(sorted(prompt))
     # speculative: the exact joint of the order, whatever is drafted
     size = 1 if kind.startswith(("speculative", "pairs")) else number
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
-    if kind in ("confidence", "entropy", "margin"):
-        expected = adaptive_distribution(conditional, vocab_size, length, kind, number, context)
-    elif kind in PACES:
-        expected = paced_distribution(conditional, vocab_size, length, *PACES[kind], context)
-    elif kind in ("l2r", "speculative", "pairs"):
-        expected = plan_distribution(conditional, [(1, (*context, *free), groups)], len(context))
-    elif kind in ("random", "any", "speculative-random", "pairs-random"):
-        expected = plan_distribution(conditional, fixed_plans(free, context, groups), len(context))
-    elif kind.startswith("even"):
-        sizes = even_sizes(len(free), number, schedule)
-        expected = plan_distribution(conditional, fixed_plans(free, context, sizes), len(context))
+    if kind in (*SCORES, *PACES):
+        by, settings = PACES.get(kind, (kind, {"group": number}))
+        expected = paced_distribution(conditional, vocab_size, length, by, settings, context)
     else:
-        expected = plan_distribution(
-            conditional, exact_plans(free, context, number, schedule), len(context)
-        )
+        if kind in ("l2r", "speculative", "pairs"):
+            plans = [(1, (*context, *free), groups)]
+        elif kind in ("random", "any", "speculative-random", "pairs-random"):
+            plans = fixed_plans(free, context, groups)
+        elif kind.startswith("even"):
+            plans = fixed_plans(free, context, even_sizes(len(free), number, schedule_of(kind)))
+        else:
+            plans = exact_plans(free, context, number, schedule_of(kind))
+        expected = plan_distribution(conditional, plans, len(context))
     sequences = all_sequences(vocab_size, length)
     for position, token in dict(prompt).items():
         expected = expected * (sequences[:, position] == token)
@@ -852,19 +752,14 @@ def uncached_log_probs(model, tokens, plan):
 def sizes_of(steps):
     """How many positions each step unmasked, of a list of steps in order; given ones, step -1, are
     groups of one."""
-    return [
-        n
-        for step, equal in itertools.groupby(steps)
-        for n in ([1] * len(list(equal)) if step < 0 else [len(list(equal))])
-    ]
+    groups = [(step, len(list(equal))) for step, equal in itertools.groupby(steps)]
+    return [n for step, size in groups for n in ([1] * size if step < 0 else [size])]
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
-    """Ensembles of orders as they are defined (evaluation/ensembles.py): -log of the mean
-    probability of every token along one order of each sequence, (B, T, S), in sequence order.
-
-    Step i is scored from the original context and from max(sizes) - 1 permutations of it that are
-    drawn for this step alone, each with a full pass. `cheap_gains` gives the same for much less."""
+    """Ensembles of orders by definition (evaluation/ensembles.py): -log of the mean probability of
+    every token along one order of each sequence, (B, T, S), in sequence order. Step i is scored
+    from the original context and max(sizes) - 1 permutations of it, with a full pass each."""
     T, members = tokens.shape[1], max(sizes)
     order = orders_at(orders, seed, draw, rows, T)
     original = model.token_log_probs(tokens, order).double()

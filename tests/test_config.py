@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import train
 from model import ModelConfig
-from orders import OrderConfig, OrderKind
+from orders import OrderConfig
 from runtime.validation import keys_of
 from training import config as configuration
 from training.config import (
@@ -125,37 +125,26 @@ def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random(name):
 
 @st.composite
 def configs(draw):
-    """Any valid Config of a decoder, apart from the model's switches, which are plain values."""
-    heads, micro, size = (draw(st.integers(1, 64)) for _ in range(3))
-    steps, block = draw(st.integers(1, 2**31)), draw(st.integers(2, 2**20))
-    target = draw(st.sampled_from(("none", "input", "adaln", "shared", "per_block")))
-    sizes = {"block_size": block, "n_layer": size, "n_head": heads, "n_embd": heads * size}
-    model = ModelConfig(target=target, dropout=draw(st.floats(0, 0.99)), **sizes)
-    fixed = ("l2r", "fixed_random")
-    kinds = st.sampled_from(fixed if target == "none" else typing.get_args(OrderKind))
+    """Any valid Config of a plain architecture."""
+    micro, size, steps = (draw(st.integers(1, 2**15)) for _ in range(3))
+    block, stages = draw(st.integers(2, 2**20)), draw(st.sets(st.integers(0, 2**31), max_size=3))
     name = st.text(max_size=20).filter(lambda s: s.strip(".") and "/" not in s and "\0" not in s)
-    blocks, stages = st.integers(2, block), draw(st.sets(st.integers(0, 2**31), max_size=3))
-    order = any_table(OrderConfig, kind=kinds, block=blocks, file=st.text(min_size=1))
-    warmup, decay = st.integers(0, steps), st.sampled_from((0, steps, 2**31))
-    decays = st.sampled_from(((), (0.1234,), (0.1234, 0.5678)))
-    optim = {"warmup_steps": warmup, "decay_steps": decay, "more_ema_decays": decays}
-    batch = st.just(micro * size)
-    train = {"steps": st.just(steps), "micro_batch_size": st.just(micro), "batch_size": batch}
-    stage = any_table(StageConfig, kind=kinds)
-    return Config(
-        name=draw(name),
-        out=draw(st.text(max_size=20)),
-        seed=draw(st.integers(0, 2**63 - 1)),
-        model=model,
-        order=draw(order),
-        schedule=tuple(dataclasses.replace(draw(stage), step=step) for step in sorted(stages)),
-        data=draw(any_table(DataConfig)),
-        optim=draw(any_table(OptimConfig, **optim)),
-        train=draw(any_table(TrainConfig, **train)),
-        eval=draw(any_table(EvalConfig)),
-        checkpoint=draw(any_table(CheckpointConfig)),
-        wandb=draw(any_table(WandbConfig)),
-    )
+    decay, decays = st.sampled_from((0, steps, 2**31)), st.sampled_from(((), (0.1234, 0.5678)))
+    optim = {"warmup_steps": st.integers(0, steps), "decay_steps": decay, "more_ema_decays": decays}
+    train = {"steps": steps, "micro_batch_size": micro, "batch_size": micro * size}
+    tables = {
+        "order": any_table(OrderConfig, block=st.integers(2, block), file=st.text(min_size=1)),
+        "data": any_table(DataConfig),
+        "optim": any_table(OptimConfig, **optim),
+        "train": any_table(TrainConfig, **{key: st.just(value) for key, value in train.items()}),
+        "eval": any_table(EvalConfig),
+        "checkpoint": any_table(CheckpointConfig),
+        "wandb": any_table(WandbConfig),
+    }
+    schedule = [dataclasses.replace(draw(any_table(StageConfig)), step=s) for s in sorted(stages)]
+    plain = {"model": ModelConfig(block_size=block, dropout=draw(st.floats(0, 0.99)))}
+    plain |= {"name": draw(name), "out": draw(st.text(max_size=20)), "schedule": tuple(schedule)}
+    return Config(**plain, **{key: draw(table) for key, table in tables.items()})
 
 
 @settings(deadline=None, max_examples=60)
@@ -248,29 +237,15 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     changed = {key: after for key, (_, after) in configuration.differences(base, config).items()}
     given = {"name": "other", "model.target": "input", "optim.lr": 3e-4, "train.compile": True}
     assert changed == given
-    # every key, whatever its kind, can be given on the command line
-    for key in KEYS:
-        table, _, name = key.rpartition(".")
-        value = getattr(getattr(base, table) if table else base, name)
-        option = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            given = [option if value else f"--{table}.no-{name}".replace("_", "-")]
-        elif isinstance(value, tuple):
-            given = [option, *map(str, value)]
-        else:
-            given = [option, str(value)] if value != "" else [option + "="]
-        assert configuration.from_command_line([str(path), *given], "") == base
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--optim.lrr", "1"], ["--optim.lrr", "--optim.lr"]),
-        (["--optim.lr", "fast"], ["--optim.lr", "fast"]),
         (["--order.kind", "randm"], ["--order.kind", "'random'"]),
         (["--train.micro-batch-size", "3"], ["train.batch_size", "train.micro_batch_size"]),
         (["--model.target", "none"], ["model.target", "order.kind"]),
-        (["--optim.lr", "-1"], ["optim.lr"]),
     ],
 )
 def test_a_bad_override_exits_with_status_2_and_names_the_key_and_the_file(options, words, capsys):

@@ -467,7 +467,7 @@ def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message)
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "name a run to sample from"),
+        ([], "name a run (out/NAME)"),
         (["RUN", "--settings", "0.9"], "give temperature and top-p, a comma between"),
         (["RUN", "--settings", "-1,1"], "--settings -1,1: --temperature is -1.0"),
         (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: --top-p is 1.5"),

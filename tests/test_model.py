@@ -20,7 +20,7 @@ from reference import (
 )
 
 from model import ModelConfig, PermutationGather
-from sampling.cached import KVCache, ParallelPass, cached_hidden, modulation_tables
+from sampling.cached import KVCache, Step, cached_hidden, modulation_tables
 from variants import (
     build_model,
     check_config,
@@ -190,8 +190,9 @@ def cached_logits(model, tokens, order, known, sizes, spares, modulations):
         seen = ordered.where(torch.arange(T) < known[:, None], 0)
         sizes_of_pass = (int(count.sum()), int(count.max()), int((cached + count).max()))
         items, width, length = (v + spare for v, spare in zip(sizes_of_pass, spares, strict=True))
-        steps = ParallelPass(cached, known, count, items, width, min(length, T))
-        logits = model.head(cached_hidden(model, seen, order, steps, cache, modulations))
+        rows = torch.stack([cached, known, count, size, size])
+        step = Step(rows, items, width, min(length, T), *[0] * 3, grouped=False)
+        logits = model.head(cached_hidden(model, seen, order, step, cache, modulations))
         first = (count.cumsum(0) - count).tolist()
         for b in range(B):
             for i in range(int(known[b]), int(known[b] + size[b])):
