@@ -119,7 +119,7 @@ class Trainee:
         self.average.update(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         synchronize(self.device)
-        done = {"loss": float(loss), "seconds": time.perf_counter() - started}
+        done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
         if not math.isfinite(done["loss"]):
             raise RuntimeError(f"the loss of {self.name} is {done['loss']} in step {step}")
         print(f"step {step}, {self.name}: {done['seconds']:.3g} s", file=sys.stderr, flush=True)

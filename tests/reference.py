@@ -744,7 +744,8 @@ def uncached_log_probs(model, tokens, plan):
             single, starts = torch.tensor([order_through(order[:start], order[i], length)]), None
             if in_groups(model) and not plan.draft:
                 starts = group_starts(sizes_of(step[:start]), length)[None]
-            scored = model.token_log_probs(tokens[b : b + 1, :length], single, starts)
+            groups = () if starts is None else (starts,)
+            scored = model.token_log_probs(tokens[b : b + 1, :length], single, *groups)
             result[b, order[i]] = scored[0, start]
     return result
 

@@ -17,6 +17,7 @@ from sampling import engine, generate, passes
 from sampling.token_choice import TokenChoice, choose_tokens, probabilities
 
 triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() and triton.__version__ < "3.7" and np.__version__ >= "2.4":
     pytest.skip(
         "the interpreter of Triton before 3.7 needs NumPy before 2.4", allow_module_level=True
