@@ -4,6 +4,7 @@ Examples:
     python sample.py out/quickstart --mode mdm --steps 64
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
     python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
+    python sample.py out/quickstart --order slots:block=8 --group-size 4
 """
 
 from __future__ import annotations
@@ -28,20 +29,10 @@ from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.reports import provenance
-from sampling.modes import (
-    Context,
-    DecodingOptions,
-    SamplingOptions,
-    check_mode,
-    generate_distributed,
-    plan_samples,
-    with_default_steps,
-    with_mode_defaults,
-)
+from sampling import modes
+from sampling.modes import Context, DecodingOptions, SamplingOptions
 from sampling.page import PageSample, render
 from sampling.records import generation_cost, sample_records
-
-MAX_PROMPTS, PROMPT_CHARACTERS = 100_000, 64 << 20  # of a file, all together
 
 
 @dataclass(frozen=True)
@@ -49,8 +40,7 @@ class Arguments(SamplingOptions, ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
-    prompt: str | None = None
-    """Text that every sample begins with."""
+    prompt: str | None = None  # Text that every sample begins with.
     infill: str | None = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
@@ -58,8 +48,7 @@ class Arguments(SamplingOptions, ModelOptions, OutputOptions):
     """Many prompts: FILE.txt, one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
     until_end: bool = False
-    """Leave out the end-of-text of each sample and what stands after it: of models that were
-    trained on records, to which nothing comes after it."""
+    """Cut each sample before its end-of-text; for models that were trained on records."""
     jsonl: Path | None = None
     """Write a JSON object per sample: text, prompt, tokens, the step and log-probability of each,
     settings. Log-probabilities, here and on the page, are the model's own, before temperature,
@@ -70,14 +59,12 @@ class Arguments(SamplingOptions, ModelOptions, OutputOptions):
 
 @dataclass(frozen=True)
 class Request:
-    """What samples are asked for."""
+    """A prompt, or a text with masks."""
 
-    place: str
-    """Where the user wrote it, for messages."""
+    place: str  # where the user wrote it, for messages
     kind: Literal["prompt", "infill"]
     text: str
-    length: int | None = None
-    """In tokens, of a prompt."""
+    length: int | None = None  # in tokens, of a prompt
 
 
 def main() -> None:
@@ -87,59 +74,50 @@ def main() -> None:
 
 
 def sample(a: Arguments, procs: Processes) -> None:
-    """Generate what is asked for; the main process writes and prints it."""
-    # Everything that can be wrong is told before the model is loaded, or else before it runs.
-    options = with_mode_defaults(a.decoding)
-    outputs = check_files(a)
-    requests = read_requests(a)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
-    dtype = pick_dtype(a.dtype, procs.device)
-    tokenizer = get_tokenizer(loaded.tokenizer)
-    block_size = loaded.model.config.block_size
-    contexts = [encode(request, tokenizer, a.length, block_size) for request in requests]
-    check_mode(options, loaded.model.config)
-    check_contexts(loaded, requests, contexts)
-    options = with_default_steps(options, contexts)
-
-    started = time.perf_counter()
-    samples = generate_distributed(
-        loaded.model.to(dtype),
-        plan_samples(options, contexts, a.seed, a.num_samples),
-        options,
-        loaded.vocab_size,
-        procs,
-    )
-    if not procs.main:
-        return
-
-    cost = generation_cost(samples, time.perf_counter() - started)
-    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = origin.pop("settings")
-    del settings["decoding"]  # of which the defaults are known now
-    settings |= vars(options) | origin
-    prompts = [(request.kind, request.text) for request in requests]
-    records = sample_records(samples, tokenizer, prompts, a.until_end)
-    with outputs:
-        if a.jsonl:
-            rows = [record | cost | {"settings": settings} for record in records]
-            outputs.write_jsonl(a.jsonl, rows)
-        if a.html:
-            outputs.write(a.html, page(records, tokenizer, settings | cost))
-        print_samples(records, tokenizer)
-    print(summary(records, loaded.describe(), cost), file=sys.stderr)
-
-
-# ---- what is asked for ---------------------------------------------------------------------------
-
-
-def check_files(a: Arguments) -> Outputs:
-    """The files to write. ValueError for those that cannot be written or contradict each other."""
+    """Generate; the main process writes and prints the samples."""
+    # Mistakes are reported before the model is loaded, or else before it runs.
+    options = modes.with_mode_defaults(a.decoding)
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise UserError(
             "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold "
             "both kinds"
         )
-    return Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
+    outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
+    requests = read_requests(a)
+    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    dtype, tokenizer = pick_dtype(a.dtype, procs.device), get_tokenizer(loaded.tokenizer)
+    contexts = [encode(request, tokenizer, a.length, loaded) for request in requests]
+    modes.check_mode(options, loaded.model.config)
+    options = modes.with_default_steps(options, contexts)
+    started = time.perf_counter()
+    planned = modes.plan_samples(options, contexts, a.seed, a.num_samples)
+    model = loaded.model.to(dtype)
+    samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs)
+    if not procs.main:
+        return
+    cost = generation_cost(samples, time.perf_counter() - started)
+    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
+    settings = origin.pop("settings")
+    del settings["decoding"]  # `options` has its defaults
+    settings |= vars(options) | origin
+    prompts = [(request.kind, request.text) for request in requests]
+    records = sample_records(samples, tokenizer, prompts, a.until_end)
+    with outputs:
+        if a.jsonl:
+            outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
+        if a.html:
+            shown = [
+                PageSample(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"])
+                for r in records
+            ]
+            known = {k: v for k, v in (settings | cost).items() if v is not None}
+            outputs.write(a.html, render(shown, known))
+        print_samples(records, tokenizer)
+    lengths = [record["length"] for record in records]
+    tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
+    made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
+    print(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -151,19 +129,11 @@ def read_requests(a: Arguments) -> list[Request]:
         raise UserError(
             f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
         )
-    lines, characters = [], 0
-    for place, line in read_lines(a.prompts, "--prompts"):
-        lines.append((place, line))
-        characters += len(line)
-        if len(lines) > MAX_PROMPTS or characters > PROMPT_CHARACTERS:
-            raise UserError(
-                f"--prompts {a.prompts}: more than {MAX_PROMPTS:,} prompts, or more than "
-                f"{PROMPT_CHARACTERS >> 20} MB of them; cut the file"
-            )
-    if a.prompts.suffix == ".txt":
-        requests = [Request(place, "prompt", line) for place, line in lines]
-    else:
-        requests = [read_request(place, line) for place, line in lines]
+    lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix == ".txt"
+    requests = [
+        Request(place, "prompt", line) if is_text else read_request(place, line)
+        for place, line in lines
+    ]
     if not requests:
         raise UserError(f"--prompts {a.prompts}: there is no prompt in it")
     return requests
@@ -185,36 +155,44 @@ def read_request(place: str, line: str) -> Request:
     return Request(place, kind, row[kind], row.get("length"))
 
 
-def encode(request: Request, tokenizer: Tokenizer, length: int | None, block_size: int) -> Context:
-    """The tokens of a sample, None where they are to be generated.
-
-    length: of prompts that have none of their own.
-    """
+def encode(request: Request, tokenizer: Tokenizer, length: int | None, loaded: Loaded) -> Context:
+    """The tokens of a sample, None where they are to be generated; UserError for what the model
+    cannot do. length: of prompts that have none of their own."""
+    c = loaded.model.config
     if request.kind == "infill":
-        return encode_infill(request, tokenizer, length, block_size)
-    prompt = tokenizer.encode(request.text)
-    option, total = "length", request.length
-    if total is None:
-        option, total = "--length", length or block_size
-    if not len(prompt) < total <= block_size:
+        context = encode_infill(request, tokenizer, length, c.block_size)
+    else:
+        prompt, total, option = tokenizer.encode(request.text), request.length, "length"
+        if total is None:
+            total, option = length or c.block_size, "--length"
+        if not len(prompt) < total <= c.block_size:
+            raise UserError(
+                f"{request.place}: the prompt has {len(prompt)} tokens and {option} is {total}: "
+                "the length must exceed the prompt and be at most the model's block size, "
+                f"{c.block_size}"
+            )
+        context = prompt + [None] * (total - len(prompt))
+    if loaded.scored_from and context[0] is None:
         raise UserError(
-            f"{request.place}: the prompt has {len(prompt)} tokens and {option} is {total}: the "
-            f"length must exceed the prompt and be at most the model's block size, {block_size}"
+            f"{request.place}: this model has no start token (GPT-2): give it a prompt to "
+            "continue, or an infill that begins with text"
         )
-    return prompt + [None] * (total - len(prompt))
+    if c.l2r_only and any(token is not None for token in context[context.index(None) :]):
+        raise UserError(
+            f"{request.place}: this model is not conditioned on the target position and can only "
+            "continue a text: write one mask, at the end"
+        )
+    return context
 
 
-def encode_infill(
-    request: Request, tokenizer: Tokenizer, length: int | None, block_size: int
-) -> Context:
+def encode_infill(request: Request, tokenizer: Tokenizer, length, block_size: int) -> Context:
     if length is not None or request.length is not None:
         option = "--length" if request.length is None else '"length"'
         raise UserError(
             f"{request.place}: an infill is as long as its text and its masks; leave out {option}"
         )
     tokens = []
-    # Split at what begins like a mask, so that one that is written wrongly is told: text and masks
-    # take turns.
+    # Text and masks alternate. Anything that begins like a mask must be one.
     for number, part in enumerate(re.split(r"(\[MASK\b[^\]]*\]?)", request.text)):
         if number % 2 == 0:
             tokens += tokenizer.encode(part)
@@ -238,60 +216,19 @@ def encode_infill(
     return tokens
 
 
-def check_contexts(loaded: Loaded, requests: list[Request], contexts: list[Context]) -> None:
-    """ValueError if the model cannot do what is asked for."""
-    config = loaded.model.config
-    for request, context in zip(requests, contexts, strict=True):
-        if loaded.scored_from and context[0] is None:
-            raise UserError(
-                f"{request.place}: this model has no start token (GPT-2): give it a prompt to "
-                "continue, or an infill that begins with text"
-            )
-        text_after_mask = any(token is not None for token in context[context.index(None) :])
-        if config.l2r_only and text_after_mask:
-            raise UserError(
-                f"{request.place}: this model is not told its target position and can only "
-                "continue a text: write one mask, at the end"
-            )
-
-
-# ---- results -------------------------------------------------------------------------------------
-
-
-def page(records: list[dict], tokenizer: Tokenizer, settings: dict) -> str:
-    shown = [PageSample(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
-    known = {name: value for name, value in settings.items() if value is not None}
-    return render(shown, known)
-
-
 def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:
+    """On a terminal, what was generated is bold where something was given as well."""
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
-        source = f" of prompt {record['prompt_index'] + 1}" if several else ""
-        print(f"=== sample {number}{source} ===\n{emphasised(record, tokenizer)}\n")
-
-
-def emphasised(record: dict, tokenizer: Tokenizer) -> str:
-    """The text; on a terminal, what was generated is bold where something was given as well."""
-    if not sys.stdout.isatty() or -1 not in record["step"]:
-        return record["text"]
-    # Runs of pieces, not single ones: few escape sequences, and none within a character.
-    text = ""
-    pieces = zip(tokenizer.pieces(record["tokens"]), record["step"], strict=True)
-    for generated, run in itertools.groupby(pieces, key=lambda piece: piece[1] >= 0):
-        part = "".join(piece for piece, _ in run)
-        text += f"\033[1m{part}\033[0m" if generated else part
-    return text
-
-
-def summary(records: list[dict], source: str, cost: dict) -> str:
-    least, most = min(r["length"] for r in records), max(r["length"] for r in records)
-    tokens = f"{least}" if least == most else f"{least} to {most}"
-    return (
-        f"{len(records)} samples of {tokens} tokens from {source}: "
-        f"{cost['model_calls']} model calls, {cost['token_forwards']} token-forwards, "
-        f"{cost['seconds']:.2f} s"
-    )
+        text, source = record["text"], f" of prompt {record['prompt_index'] + 1}" * several
+        if sys.stdout.isatty() and -1 in record["step"]:
+            # Runs of pieces: few escape sequences, and none within a character.
+            pieces = zip(tokenizer.pieces(record["tokens"]), record["step"], strict=True)
+            text = ""
+            for bold, run in itertools.groupby(pieces, key=lambda piece: piece[1] >= 0):
+                part = "".join(piece for piece, _ in run)
+                text += f"\033[1m{part}\033[0m" if bold else part
+        print(f"=== sample {number}{source} ===\n{text}\n")
 
 
 if __name__ == "__main__":

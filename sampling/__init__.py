@@ -1,4 +1,9 @@
-"""Generation by any plan: `from sampling import generate, mdm_plan`."""
+"""Generation by any plan. Read simple.py first, a sampler of 25 lines, then cached.py, plans.py
+and engine.py.
+
+    from sampling import generate, mdm_plan
+    samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))
+"""
 
 from sampling.engine import Engine, Generation, generate
 from sampling.plans import (
@@ -12,20 +17,9 @@ from sampling.plans import (
     speculative_plan,
     stack_plans,
 )
+from sampling.simple import simple_generate
 from sampling.token_choice import TokenChoice
 
-__all__ = [
-    "Engine",
-    "Generation",
-    "Plan",
-    "TokenChoice",
-    "adaptive_plan",
-    "generate",
-    "group_sizes",
-    "l2r_plan",
-    "mdm_plan",
-    "order_plan",
-    "random_plan",
-    "speculative_plan",
-    "stack_plans",
-]
+__all__ = ["Engine", "Generation", "Plan", "TokenChoice", "adaptive_plan", "generate"]
+__all__ += ["group_sizes", "l2r_plan", "mdm_plan", "order_plan", "random_plan"]
+__all__ += ["simple_generate", "speculative_plan", "stack_plans"]

@@ -25,7 +25,6 @@ Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +36,12 @@ from variants.scoring import without_start
 
 @dataclass
 class Step:
-    """What one pass computes, and what is drawn from it. `rows` is on the device. The numbers are
-    on the host, where they fix all shapes; they may be larger than needed."""
+    """What one pass computes, and what is drawn from it. Of every row, (B,) on the device, cached:
+    inputs in the cache; known: tokens known, >= cached; count: inputs computed, from `cached` on, 0
+    for a finished row; candidates: places that could be unmasked; size: places that are. The
+    numbers are on the host and fix all shapes; they may be larger than needed."""
 
-    rows: Tensor  # (5, B): cached, known, count, candidates, size, as below
+    rows: Tensor  # (5, B): cached, known, count, candidates, size
     inputs: int  # N >= count.sum()
     width: int  # W >= count.max()
     end: int  # cache slots that are read, >= (cached + count).max()
@@ -51,21 +52,10 @@ class Step:
     grouped: bool = True  # two streams: what is known but not cached is one group
 
     def __post_init__(self):
-        self.cached: Tensor  # (B,) inputs that the cache holds
-        self.known: Tensor  # (B,) tokens that are known, >= cached
-        self.count: Tensor  # (B,) inputs computed, from `cached` on; 0 for a row that is finished
-        self.candidates: Tensor  # (B,) places that could be unmasked
-        self.size: Tensor  # (B,) places that are
         self.cached, self.known, self.count, self.candidates, self.size = self.rows
 
-    def numbers(self) -> tuple:
-        """All fields that are no tensors."""
-        return tuple(v for v in vars(self).values() if not torch.is_tensor(v))
 
-
-def make_steps(
-    cached: Tensor, known: Tensor, count: Tensor, candidates: Tensor, size: Tensor, device, **more
-) -> list[Step]:
+def make_steps(cached, known, count, candidates, size, device, **more) -> list[Step]:
     """Steps of LongTensors (G, B) on the host, which go to the device in one piece."""
     sums = count.sum(1), count.amax(1), (cached + count).amax(1), (candidates > 0).sum(1)
     numbers = torch.stack([*sums, candidates.sum(1), size.sum(1)], dim=1).tolist()
@@ -84,7 +74,6 @@ class KVCache:
         layers = range(config.n_layer)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.kernel: Callable | None = None  # reads the cache without a mask; not for two streams
 
     @property
     def nbytes(self) -> int:
@@ -106,12 +95,10 @@ class CachedPass(Pass):
         columns = torch.arange(step.width, device=order.device)
         # (B, W) where each row's inputs are, for attention; what is past a row's end is not read.
         self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
-        if cache.kernel is None:
-            self.mask, self.query_mask = self._masks(model.config, columns)
+        self.mask, self.query_mask = self._masks(model.config, columns)
         self.per_input = step.inputs < model.config.block_size  # adaLN of inputs, or of positions
-        self.condition = None if tables else model.condition()
-        if self.condition is not None and self.per_input:
-            self.condition = self.condition[self.targets]
+        if tables is None and (condition := model.condition()) is not None:
+            self.condition = condition[self.targets] if self.per_input else condition
 
     def _masks(self, config: ModelConfig, columns: Tensor) -> tuple[Tensor, Tensor | None]:
         """What inputs, and the queries of two streams, see of the first slots (B, 1, W, end)."""
@@ -137,10 +124,7 @@ class CachedPass(Pass):
         """(N, H, D/H) each -> (N, D)."""
         k, v = k.to(self.keys.dtype), v.to(self.values.dtype)
         self.keys[self.row, self.slot], self.values[self.row, self.slot] = k, v
-        if self.cache.kernel is None:
-            return self._attend_cache(q, self.mask)
-        numbers = self.step.rows[:3], self.step.width, self.hide_start
-        return self.cache.kernel(q.to(k.dtype), self.keys, self.values, *numbers).flatten(1)
+        return self._attend_cache(q, self.mask)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend_cache(q, self.query_mask)  # of two streams: k and v are cached already
@@ -161,16 +145,11 @@ class CachedPass(Pass):
 
 
 def cached_hidden(
-    model: AOGPT,
-    ordered: Tensor,
-    order: Tensor,
-    step: Step,
-    cache: KVCache,
-    tables: list[Tensor] | None = None,
+    model: AOGPT, ordered: Tensor, order: Tensor, step: Step, cache: KVCache, tables=None
 ) -> Tensor:
     """(N, D) final hidden states, rows one after the other. ordered, order: (B, T) tokens and
-    positions in prediction order; tokens from `known` on are ignored. tables: as
-    `modulation_tables` makes them. Nothing waits for the device."""
+    positions in prediction order; tokens from `known` on are ignored. tables: `modulation_tables`.
+    Nothing waits for the device."""
     p = CachedPass(model, order, step, cache, tables)
     source = torch.minimum(p.slot, step.known[p.row])
     before = (source - 1).clamp(min=0)  # the place whose token that input holds
@@ -187,14 +166,10 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     return [*(block.adaln(condition) for block in model.blocks), model.adaln_f(condition)]
 
 
-def modulation_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of `modulation_tables`."""
-    return config.block_size * (6 * config.n_layer + 2) * config.n_embd * dtype.itemsize
-
-
 def keeps_modulations(config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> bool:
     """Whether decoding computes the tables once: not where they are larger than the cache."""
-    return modulation_bytes(config, dtype) <= cache.nbytes
+    elements = config.block_size * (6 * config.n_layer + 2) * config.n_embd
+    return elements * dtype.itemsize <= cache.nbytes
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
 
 
 def triton_kernels(device: torch.device):
-    """`sampling.kernels` on a GPU with Triton, else None: they do the same in fewer launches."""
+    """`sampling.kernels` on a GPU with Triton, else None: it does the same in fewer launches."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from sampling import kernels
@@ -246,9 +246,6 @@ class Engine:
         self.cache = self.tables = None
         if not c.is_encoder:
             self.cache = KVCache(c, batch_size, length, device, weight.dtype)
-            # Its sums are float32, and it knows neither groups nor queries without their own key.
-            if self.kernels and weight.dtype != torch.float64 and c.target != "two_stream":
-                self.cache.kernel = self.kernels.attend_cached
             if caching.keeps_modulations(c, self.cache, weight.dtype):
                 self.tables = caching.modulation_tables(self.model)
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
@@ -333,10 +330,7 @@ class Engine:
     def steps(self, *rows: Tensor, **more) -> list[Step]:
         """As `make_steps`, of (G, B) numbers; compiled, of few shapes."""
         steps = caching.make_steps(*rows, self.device, **more)
-        if self.compiled:
-            reads_all = self.cache is not None and self.cache.kernel is not None
-            steps = [few_shapes(step, self.T, reads_all) for step in steps]
-        return steps
+        return [few_shapes(step, self.T) for step in steps] if self.compiled else steps
 
     def call(self, function: Callable, step: Step):
         """function(step), by a CUDA graph where these are recorded."""

@@ -1,13 +1,9 @@
-"""Triton kernels of decoding on a GPU: the choice of tokens, and attention over the cache.
+"""The choice of tokens on a GPU as a Triton kernel: one launch instead of some seventy.
 
-The token choice is one launch instead of some seventy. `sampling.token_choice` is the reference:
-one program draws the token of one row as `choose_tokens` does, but counts probability in integers,
-w_i = round(2^44 exp((logit_i - largest logit) / temperature)), whose sums are exact in any order.
-All tokens of weight 0, V <= 2^18, have less than 2^-27 of the probability of the likeliest, as much
-as the rounding of float32 logits moves anyway.
-
-Attention has no mask in memory: what an input sees follows from three numbers of its row. The
-masked form in `sampling.cached` is the reference.
+`sampling.token_choice` is the reference: one program draws the token of one row as `choose_tokens`
+does, but counts probability in integers, w_i = round(2^44 exp((logit_i - largest logit) /
+temperature)), whose sums are exact in any order. All tokens of weight 0, V <= 2^18, have less than
+2^-27 of the probability of the likeliest, as much as the rounding of float32 logits moves anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from sampling.token_choice import FIRST_FACTOR, INCREMENT, REDRAWN, SECOND_FACTOR, TokenChoice
 
@@ -28,7 +23,6 @@ KNOWN_FIELDS = {"temperature", "top_p", "top_k", "noise", "crossing"}  # of `Tok
 _ONE, _LEAST, _ALL = tl.constexpr(2.0**44), tl.constexpr(2.0**-53), tl.constexpr(2**53)
 _INCREMENT, _REDRAWN = tl.constexpr(INCREMENT), tl.constexpr(REDRAWN)
 _FIRST, _SECOND = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
-_ROWS, _SLOTS = tl.constexpr(16), tl.constexpr(64)  # 16 is the least that a matrix product takes
 
 
 def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
@@ -192,82 +186,3 @@ def _fresh(uniform, salt):
 @triton.jit
 def _shift_right(z, bits: tl.constexpr):
     return (z.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
-
-
-# Registered with PyTorch as an operator that changes none of its arguments: torch.compile sees that
-# it only reads the cache, and makes no copy.
-@torch.library.triton_op("aogpt::attend_cached", mutates_args=())
-def attend_cached(
-    q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, width: int, hide_start: bool
-) -> Tensor:
-    """Attention of the inputs of a `cached.Step` over the cache of a layer.
-
-    q (N, H, D/H), flattened rows; keys, values (B, C, H, D/H), contiguous, those of this pass in
-    them; rows LongTensor (3, B): cached, known, count; hide_start: slot 0 is seen by itself only.
-    Returns (N, H, D/H); 0 for padding."""
-    q, (B, C, H, size) = q.contiguous(), keys.shape
-    out, count = torch.zeros_like(q), rows[2]
-    rows = torch.cat([rows, (count.cumsum(0) - count)[None]])
-    kernel = _attend_cached
-    # wrap_triton shows torch.compile the kernel within the operator. In Triton's interpreter there
-    # is none to show, but a plain function.
-    if isinstance(kernel, JITFunction):
-        kernel = torch.library.wrap_triton(kernel)
-    numbers = C, size, size**-0.5, hide_start, max(16, triton.next_power_of_2(size))
-    kernel[(B, H, triton.cdiv(width, _ROWS.value))](q, keys, values, out, rows, *numbers)
-    return out
-
-
-@triton.jit
-def _attend_cached(
-    q_at,
-    keys_at,
-    values_at,
-    out_at,
-    rows_at,
-    C,
-    size,
-    scale,
-    HIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Some inputs of one row of the batch, one head: softmax over tiles of slots (Milakov and
-    Gimelshein, arXiv 1805.02867)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    B, H = tl.num_programs(0), tl.num_programs(1)
-    scale = tl.full((), scale, tl.float32)  # torch.compile hands over numbers as float64
-    count = tl.load(rows_at + 2 * B + row)
-    column = tl.program_id(2) * _ROWS + tl.arange(0, _ROWS)
-    valid = column < count
-    # 1. The queries, and the true inputs that each of them sees: all before `bound`.
-    d = tl.arange(0, SIZE)
-    index = tl.load(rows_at + 3 * B + row) + column
-    places = (index[:, None] * H + head) * size + d[None, :]
-    real = valid[:, None] & (d[None, :] < size)
-    q = tl.load(q_at + places, mask=real, other=0.0)
-    slot = tl.load(rows_at + row) + column
-    bound = tl.minimum(slot, tl.load(rows_at + B + row))
-    # 2. Their keys, a tile at a time: the largest score, the sum of exponentials, the weighted sum.
-    largest = tl.full((_ROWS,), -float("inf"), tl.float32)
-    total, mean = tl.zeros((_ROWS,), tl.float32), tl.zeros((_ROWS, SIZE), tl.float32)
-    end = tl.max(tl.where(valid, slot + 1, 0), axis=0)
-    for start in range(0, end, _SLOTS):
-        j = start + tl.arange(0, _SLOTS)
-        there = (j[:, None] < end) & (d[None, :] < size)
-        tile = ((row * C + j[:, None]) * H + head) * size + d[None, :]
-        k = tl.load(keys_at + tile, mask=there, other=0.0)
-        v = tl.load(values_at + tile, mask=there, other=0.0)
-        seen = (j[None, :] < bound[:, None]) | (j[None, :] == slot[:, None])
-        if HIDE:
-            seen = seen & ((j[None, :] > 0) | (slot[:, None] == 0))
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(seen, score, -float("inf"))
-        larger = tl.maximum(largest, tl.max(score, axis=1))
-        shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing seen yet
-        weight = tl.exp(score - shift[:, None])
-        before = tl.exp(largest - shift)
-        total = total * before + tl.sum(weight, axis=1)
-        mean = mean * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        largest = larger
-    mean = mean / tl.maximum(total, 1e-30)[:, None]
-    tl.store(out_at + places, mean.to(out_at.dtype.element_ty), mask=real)

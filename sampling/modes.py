@@ -106,7 +106,7 @@ class DecodingOptions:
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
     kernels: bool = False
-    """On a GPU: Triton kernels for attention and the draw, and with --compile CUDA graphs."""
+    """On a GPU: draw tokens with a Triton kernel, and with --compile record CUDA graphs."""
 
     def __post_init__(self):
         check_values(self)

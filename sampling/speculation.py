@@ -123,7 +123,8 @@ def verify(
     p = draft_probs[(drafted_before + slot - known[row]).clamp(max=len(draft_probs) - 1)]
     p = p * is_draft[:, None]
     # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.
-    token, uniforms = engine.tokens[row, slot][:, None], engine.uniforms_at(row, slot)
+    token = engine.tokens[row.to(engine.device), slot.to(engine.device)].to(q.device)[:, None]
+    uniforms = engine.uniforms_at(row, slot)
     coin = fresh_uniforms(uniforms, ACCEPTED)
     accept = coin * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
     # Log-probabilities under q replace those of the draft, also in slots that are not kept: step 4

@@ -58,11 +58,10 @@ class TokenChoice:
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
     """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,).
 
-    The nucleus is sampled without being sorted: a token is drawn from all, and one look at the mass
-    ranked before it says whether it belongs to the nucleus. If not, which has probability 1 - top_p
-    at most, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) / P(nucleus) =
-    P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first: to stretch the first
-    to [0, 1) would amplify the rounding of the logits, which depends on the batch.
+    The nucleus is not sorted: a token is drawn from all, and the mass ranked before it says whether
+    it is in the nucleus. If not, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) /
+    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first: the
+    first, stretched to [0, 1), would amplify the rounding of the logits, which depends on the batch.
     """
     if choice.greedy:
         return logits.argmax(dim=-1)
@@ -115,12 +114,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def _may_branch(x: Tensor) -> bool:
-    """Whether to look at values and do only what they need: a GPU would wait for it, compiled it
-    would break the graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-# ---- temperature, top-k --------------------------------------------------------------------------
+    return x.device.type == "cpu"  # a GPU would wait for the values
 
 
 def _tempered(logits: Tensor, choice: TokenChoice) -> Tensor:
@@ -143,11 +137,8 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
     return torch.where(kept, probs, 0)
 
 
-# ---- top-p: the nucleus --------------------------------------------------------------------------
-
-# One rule, "a token is kept if less than `wanted` is ranked before it, the lower id first among
-# equals", in three forms; change all: the nucleus of all rows (`_nucleus`), whether one token of
-# each row is outside (`_outside_nucleus`), one row from the top down to a token (`_draw_again`).
+# The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it, the lower id
+# first among equals", in three forms; change all: `_nucleus`, `_outside_nucleus`, `_draw_again`.
 
 
 def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
@@ -227,9 +218,6 @@ def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor
     kept = torch.where(mass_before < wanted, ranked, 0)
     by_id = torch.empty_like(kept).scatter_(0, place, kept)  # as `draw` has them in the whole row
     return ids[draw(by_id[None], uniform[None])[0]]
-
-
-# ---- the two ways to draw ------------------------------------------------------------------------
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

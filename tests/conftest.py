@@ -49,7 +49,7 @@ THINNED = (
     "test_tokens_are_drawn_from_the_truncated_distribution",
     "test_drawing_reaches_the_nucleus_and_nothing_else",
     "test_the_kernel_draws_what_the_reference_draws",
-    "test_the_engine_generates_with_the_kernels_what_it_does_without",
+    "test_the_engine_generates_with_the_kernel_what_it_does_without",
     "test_any_order_estimates_are_unbiased_given_the_context",
     "test_masks_of_stratified_rates_have_their_distribution_in_every_row",
     "test_the_training_forward_of_every_system_compiles_to_one_graph_once",

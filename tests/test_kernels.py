@@ -1,6 +1,7 @@
-"""Triton kernels against their references: on a GPU as they are, elsewhere in Triton's interpreter
+"""The Triton kernel against its reference: on a GPU as it is, elsewhere in Triton's interpreter
 (conftest.py); and assembled for an H100."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,9 +12,8 @@ import torch
 from helpers import ROOT
 from reference import make_plan, make_system, random_tokens, seeded, some_given
 from scipy.stats import chisquare
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sampling import engine, generate, passes
+from sampling import engine, generate
 from sampling.token_choice import TokenChoice, choose_tokens, probabilities
 
 triton = pytest.importorskip("triton")
@@ -104,125 +104,57 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
 def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     logits = torch.zeros(2, 5)
     assert kernels.can_choose(logits, TokenChoice(0.9, 0.5))
-    assert not kernels.can_choose(logits, TokenChoice(top_k=3))
-    assert not kernels.can_choose(logits, TokenChoice(top_p=0.5, crossing="drop"))
-    assert not kernels.can_choose(logits, TokenChoice(noise="float32"))
+    for choice in (
+        TokenChoice(top_k=3),
+        TokenChoice(top_p=0.5, crossing="drop"),
+        TokenChoice(noise="float32"),
+    ):
+        assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
 
 
+def test_the_kernel_draws_nothing_by_a_field_that_it_does_not_know():
+    """A setting that is added to `TokenChoice` must not be ignored in silence."""
+    more = dataclasses.make_dataclass(
+        "More", [("min_p", float, 0.0)], bases=(TokenChoice,), frozen=True
+    )
+    assert not kernels.can_choose(torch.zeros(2, 5), more())
+
+
 @pytest.mark.parametrize(
     "system, mode",
-    [
-        ("AO-GPT", "exact 3"),
-        ("AO-GPT", "confidence 4"),
-        ("AO-GPT, rotary", "speculative 3"),
-        ("target rotary", "confidence 2"),
-        ("sigma-GPT", "even 3"),
-        ("two_stream", "speculative 3"),
-        ("GPT-2", "l2r"),
-    ],
+    [("AO-GPT", "exact 3"), ("target rotary", "confidence 2"), ("GPT-2", "l2r")]
+    + [("AO-GPT, rotary", "speculative 3"), ("two_stream", "even 3")],
 )
-def test_the_engine_generates_with_the_kernels_what_it_does_without(system, mode, monkeypatch):
-    """Tokens and attention; rows of different lengths, some tokens given, a finished row beside
-    others, more items than there are."""
+def test_the_engine_generates_with_the_kernel_what_it_does_without(system, mode, monkeypatch):
+    """Rows of different lengths, some tokens given, a finished row beside others. The kernel is opt
+    in."""
     sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
-    model = make_system(system, 0, torch.float32, 0.7, 17, **sizes)
+    model = make_system(system, 0, torch.float32, 0.7, 17, **sizes).to(DEVICE)
     given = None if system == "GPT-2" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(11, 5, 12, seed=2)
     settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
-    reference = generate(model, plan, tokens, generator=seeded(1), **settings)
-    for module in (engine, passes):
-        monkeypatch.setattr(module, "triton_kernels", lambda device: kernels)
-    with_kernels = generate(model, plan, tokens, generator=seeded(1), **settings)
-    assert torch.equal(reference.tokens, with_kernels.tokens)
-    assert (reference.log_probs - with_kernels.log_probs).abs().max() < 1e-5  # float32
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that take the device at least one kernel."""
-
-    VIEWS = (
-        "view",
-        "slice",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "select",
-        "alias",
-        "detach",
-        "empty",
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = function.__name__.partition(".")[0]
-        if not name.startswith(self.VIEWS):
-            self.names.append(name)
-        return function(*arguments, **(keywords or {}))
-
-
-def test_the_choice_of_tokens_takes_few_launches(monkeypatch):
-    """Beside the kernel's one: uniforms are looked up, and tokens and log-probabilities stored."""
+    calls, choose = [], kernels.choose
     monkeypatch.setattr(engine, "triton_kernels", lambda device: kernels)
-    model = make_system("AO-GPT", 0, torch.float32, 0.7, 17, block_size=16)
-    made = engine.Engine(model, 5, 12, TokenChoice(0.9, 0.9), vocab_size=11)
-    row, slot = torch.arange(5), torch.arange(5)
-    logits = made._logits(torch.randn(5, 12, generator=seeded(0))).detach()
-    chosen = kernels.choose(logits, torch.rand(5, dtype=torch.float64), made.choice)
-    # In Triton's interpreter it would be many.
-    monkeypatch.setattr(kernels, "choose", lambda *arguments: chosen)
-    with torch.no_grad(), Launches() as beside:
-        made._draw_tokens(row, slot, logits)
-    assert 1 + len(beside.names) <= 8, beside.names
+    monkeypatch.setattr(kernels, "choose", lambda *a: calls.append(a) or choose(*a))
+    reference = generate(model, plan, tokens, generator=seeded(1), **settings)
+    assert not calls
+    got = generate(model, plan, tokens, generator=seeded(1), kernels=True, **settings)
+    assert bool(calls) != mode.startswith("speculative")
+    assert torch.equal(reference.tokens, got.tokens)
+    assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
 
 
-@pytest.mark.parametrize("hide_start", [False, True])
-def test_attention_over_the_cache_is_that_of_a_mask(hide_start):
-    """Against the formula in float64: 70 slots are more than a tile; rows that have nothing yet,
-    known tokens only, copies only, and nothing to do."""
-    B, C, H, size = 4, 71, 2, 24
-    cached, known, count = (torch.tensor(v) for v in ([0, 0, 60, 3], [0, 20, 62, 9], [5, 18, 8, 0]))
-    N, generator = int(count.sum()) + 2, seeded(0)
-    q = torch.randn(N, H, size, generator=generator)
-    keys, values = (torch.randn(B, C, H, size, generator=generator) for _ in range(2))
-    arguments = (v.to(DEVICE) for v in (q, keys, values, cached, known, count))
-    out = kernels.attend_cached(*arguments, int(count.max()), hide_start).cpu()
-    n = 0
-    for b in range(B):
-        for slot in range(int(cached[b]), int(cached[b] + count[b])):
-            source = min(slot, int(known[b]))
-            seen = {*range(source), slot}
-            if hide_start and slot > 0:
-                seen.discard(0)
-            seen = sorted(seen)
-            k, v = keys[b, seen].double(), values[b, seen].double()  # (seen, H, D/H)
-            weights = (torch.einsum("hd,khd->hk", q[n].double(), k) / size**0.5).softmax(-1)
-            expected = torch.einsum("hk,khd->hd", weights, v)
-            assert (out[n] - expected).abs().max() < 1e-5
-            n += 1
-    assert n == N - 2 and not out[n:].any()
-
-
-@pytest.mark.parametrize(
-    "name, number",
-    [
-        pytest.param("_choose", "fp32", marks=pytest.mark.slow),
-        pytest.param("_attend_cached", "fp32", marks=pytest.mark.slow),
-        ("_attend_cached", "fp64"),
-    ],
-)
-def test_kernels_assemble_for_an_h100(name, number, tmp_path):
+@pytest.mark.parametrize("number", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
+def test_kernels_assemble_for_an_h100(number, tmp_path):
     """Down to machine code, without a GPU. number: the type in which a float comes, fp64 where
     torch.compile calls the kernel."""
     (tmp_path / "assemble.py").write_text(ASSEMBLE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, tmp_path / "assemble.py", name, number],
+        [sys.executable, tmp_path / "assemble.py", number],
         env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
@@ -238,28 +170,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sampling import kernels
 
-signatures = {
-    "_choose": {
-        "logits_at": "*bf16",
-        "uniforms_at": "*fp64",
-        "tokens_at": "*i64",
-        "log_probs_at": "*fp32",
-        "stride": "i64",
-        "V": "i32",
-        "temperature": sys.argv[2],
-        "top_p": "i64",
-    },
-    "_attend_cached": dict.fromkeys(["q_at", "keys_at", "values_at", "out_at"], "*bf16")
-    | dict.fromkeys(["cached_at", "known_at", "count_at", "first_at"], "*i64")
-    | dict.fromkeys(["q_item", "q_head", "row_stride", "slot_stride", "head_stride"], "i64")
-    | {"size": "i32", "scale": sys.argv[2]},
-}
-constants = {
-    "_choose": {"GREEDY": False, "NUCLEUS": True, "TILE": 4096},
-    "_attend_cached": {"HIDE_START": False, "ROWS": 16, "SLOTS": 64, "SIZE": 64},
-}
-name = sys.argv[1]
-signature = signatures[name] | dict.fromkeys(constants[name], "constexpr")
-source = ASTSource(fn=getattr(kernels, name), signature=signature, constexprs=constants[name])
+types = ["*bf16", "*fp64", "*i64", "*fp32", "i64", "i32", sys.argv[1], "i64", "constexpr"]
+signature = dict(zip(kernels._choose.arg_names, types, strict=True))
+source = ASTSource(fn=kernels._choose, signature=signature, constexprs={"TILE": 4096})
 print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
 """

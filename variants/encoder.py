@@ -143,7 +143,7 @@ class NoiseEmbedding(nn.Module):
     def forward(self, sigma: Tensor) -> Tensor:
         frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float64) / 128)
         angle = sigma.double()[:, None] * frequency
-        waves = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight.dtype)
+        waves = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight)
         return self.proj(F.silu(self.fc(waves)))
 
 
