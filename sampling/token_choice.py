@@ -61,7 +61,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     The nucleus is not sorted: a token is drawn from all, and the mass ranked before it says whether
     it is in the nucleus. If not, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) /
     P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first: the
-    first, stretched to [0, 1), would amplify the rounding of the logits, which depends on the batch.
+    first, stretched to [0, 1), would amplify the rounding of the logits, which varies by batch.
     """
     if choice.greedy:
         return logits.argmax(dim=-1)

@@ -16,18 +16,50 @@ from helpers import NoHostReads
 from hypothesis import given as with_examples
 from hypothesis import settings
 from hypothesis import strategies as st
-from reference import DECODERS, ENCODERS, ONE_BY_ONE, PACES, ROTARY_GPT, accept, all_sequences
-from reference import chi_square_p, conditionals, distribution_of, encoder_conditionals
-from reference import enumerable_system, group_starts, in_groups, make_plan, make_system
-from reference import random_tokens, sampled_counts, seeded, some_given, uncached_log_probs
+from reference import (
+    DECODERS,
+    ENCODERS,
+    ONE_BY_ONE,
+    PACES,
+    ROTARY_GPT,
+    accept,
+    all_sequences,
+    chi_square_p,
+    conditionals,
+    distribution_of,
+    encoder_conditionals,
+    enumerable_system,
+    group_starts,
+    in_groups,
+    make_plan,
+    make_system,
+    random_tokens,
+    sampled_counts,
+    seeded,
+    some_given,
+    uncached_log_probs,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from evaluation.likelihood import decoding_nll, importance_weighted
 from orders import Roles
 from runtime import devices
-from sampling import Engine, Plan, TokenChoice, cached, compiled, engine, generate, group_sizes
-from sampling import l2r_plan, mdm_plan, simple_generate, speculative_plan, token_choice
+from sampling import (
+    Engine,
+    Plan,
+    TokenChoice,
+    cached,
+    compiled,
+    engine,
+    generate,
+    group_sizes,
+    l2r_plan,
+    mdm_plan,
+    simple_generate,
+    speculative_plan,
+    token_choice,
+)
 from sampling.plans import Pace, Rule
 from variants import log_linear_noise
 
