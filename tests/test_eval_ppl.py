@@ -260,7 +260,7 @@ def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
     per_token = report["l2r", 1]["nll"] / math.log(2) * count / predicted
     assert report["l2r", 1]["bits_per_byte"] == pytest.approx(per_token)
     status, _, err = script(eval_ppl, run, "--datasets", folder, "--ensemble", 2)
-    assert status == 2 and "holds prompts" in err
+    assert status == 2 and "take no prompts" in err
 
 
 # ---- the model's own orders, groups, encoders ----------------------------------------------------

@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import math
 
-import decode
 import pytest
 import torch
 from reference import accept, chi_square_p, even_sizes, exact_plans, make_plan, seeded, some_given
+
+import sampling as decode
 
 MODES = (
     "l2r, l2r 3, random 1, random 4, exact 5, even 5, cosine 4, even-cosine 4, confidence 2, "

@@ -316,12 +316,6 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
         check_given(line, prompt, 12 - len(prompt.encode()))
 
 
-def test_a_file_of_too_many_prompts_is_refused_before_it_is_read(script, run, prompts, monkeypatch):
-    monkeypatch.setattr(sample, "MAX_PROMPTS", 2)
-    status, _, errors = script(sample, run, "--num-samples", 1, "--prompts", prompts(ROWS))
-    assert status == 2 and "more than 2 prompts, or more than" in errors
-
-
 def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run, prompts):
     samples = draw("--prompts", prompts(ROWS), "--num-samples", 2)
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
@@ -555,7 +549,10 @@ def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_ma
     said = refused("--mode", "l2r", "--group-size", 2, path=plain)
     assert "--group-size 2 needs a model that is conditioned on the target position" in said
     said = refused("--mode", "l2r", "--infill", "[MASK:1]a", path=plain)
-    assert "--infill: this model is not told its target position and can only continue" in said
+    assert (
+        "--infill: this model is not conditioned on the target position and can only continue"
+        in said
+    )
     rows = prompts([{"prompt": "a"}, {"infill": "a[MASK:1]b[MASK:1]"}])
     said = refused("--mode", "l2r", "--prompts", rows, path=plain)
     assert "line 2" in said and "write one mask, at the end" in said
@@ -581,7 +578,7 @@ def test_a_batch_size_that_does_not_fit_is_an_error_that_says_which_does(
 ):
     samples = draw("--num-samples", 8)
     one = engine.bytes_per_sample(checkpoint.load_model(run), LENGTH)
-    monkeypatch.setattr(engine, "available_memory", lambda device: 3 * one)
+    monkeypatch.setattr("runtime.devices.available_memory", lambda device: 3 * one)
     said = refused("--num-samples", 8, "--batch-size", 8)
     assert "8 samples of 16 tokens" in said and "take a batch size of 3 or less" in said
     # left to the script, the batch is as small as it must be
