@@ -44,7 +44,7 @@ class Step:
     rows: Tensor  # (5, B): cached, known, count, candidates, size
     inputs: int  # N >= count.sum()
     width: int  # W >= count.max()
-    end: int  # cache slots that are read, >= (cached + count).max()
+    end: int  # cache slots that are read, >= (cached + count).max() where count > 0
     active: int  # rows with candidates: an encoder computes these alone
     all_candidates: int  # >= candidates.sum()
     all_size: int  # >= size.sum()
@@ -57,7 +57,8 @@ class Step:
 
 def make_steps(cached, known, count, candidates, size, device, **more) -> list[Step]:
     """Steps of LongTensors (G, B) on the host, which go to the device in one piece."""
-    sums = count.sum(1), count.amax(1), (cached + count).amax(1), (candidates > 0).sum(1)
+    ends = (cached + count) * (count > 0)  # rows that are finished read nothing
+    sums = count.sum(1), count.amax(1), ends.amax(1), (candidates > 0).sum(1)
     numbers = torch.stack([*sums, candidates.sum(1), size.sum(1)], dim=1).tolist()
     rows = torch.stack([cached, known, count, candidates, size], dim=1).to(device)
     return [Step(r, *n, **more) for r, n in zip(rows, numbers, strict=True)]

@@ -389,9 +389,8 @@ def logits_given(model, tokens, context, target, sizes=()):
     rest = [p for p in range(length) if p not in context and p != target]
     order = torch.tensor([[*context, target, *rest]])
     starts = group_starts(sizes, length)[None] if in_groups(model) else None
-    return model.head_logits(model.hidden(tokens[None], order, *filter(torch.is_tensor, [starts])))[
-        0, len(context)
-    ]
+    groups = () if starts is None else (starts,)
+    return model.head_logits(model.hidden(tokens[None], order, *groups))[0, len(context)]
 
 
 @torch.no_grad()
@@ -419,8 +418,8 @@ def adaptive_reference(model, tokens, context, mode):
 @every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE, ROTARY_GPT)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Rows of different lengths with different positions given; before temperature and truncation.
-    Float32: log-probabilities of size 1 to 10 round at about 1e-6. Adaptive modes: the positions of every step are those that the
-    uncached model prefers."""
+    Float32: log-probabilities of size 1 to 10 round at about 1e-6. Adaptive modes: the positions of
+    every step are those that the uncached model prefers."""
     model, given = text_model(system), some_given(7, LENGTH, seed=7)
     given[2:4] = False
     # relative: without any token given, no position is preferred to another
