@@ -312,7 +312,7 @@ def test_steps_past_the_end_of_a_row_may_be_anything_but_below_minus_one():
         (lambda: decode.mdm_plan(1, 4, 2**31 + 1, seeded(0)), r"at most 2\*\*31"),
         (
             lambda: decode.mdm_plan(1, 4, 2, seeded(0), schedule="sine"),
-            "'sine'.*'linear', 'cosine'",
+            "'sine'.*('linear', 'cosine'|'cosine', 'linear')",
         ),
         (lambda: decode.l2r_plan(1, 4, group=0), "group of 0"),
         (lambda: decode.random_plan(1, 4, seeded(0), group=-1), "group of -1"),
