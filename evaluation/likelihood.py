@@ -52,7 +52,7 @@ class Scorer:
     def nll(self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None) -> Tensor:
         """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
         (seed, number of the draw, rows, total of rows)."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind below has its own
 
     def passes(self, config: ModelConfig, lengths: Tensor) -> Tensor | None:
         """Model calls for a draw of rows of these lengths, (N,); None: the model decides."""

@@ -5,12 +5,10 @@ import gc
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map_only
 
 from runtime.errors import UserError
 
@@ -56,16 +54,6 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 def supports_float64(device: torch.device) -> bool:
     return device.type != "mps"
-
-
-def in_float64(function: Callable, *tensors: torch.Tensor):
-    """function(*tensors), which computes in float64: on the CPU where the device of the tensors has
-    none, and the results, which are not float64, go back to the device."""
-    device = tensors[0].device
-    if supports_float64(device):
-        return function(*tensors)
-    results = function(*(tensor.cpu() for tensor in tensors))
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), results)
 
 
 def current(device: torch.device):

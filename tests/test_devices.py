@@ -4,10 +4,8 @@ import os
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime import devices
-from runtime.devices import deterministic, in_float64, pick_device, pick_dtype, tf32
+from runtime.devices import deterministic, pick_device, pick_dtype, tf32
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -58,46 +56,6 @@ def test_bfloat16_is_what_autocast_has(kind, fast):
     assert pick_dtype("bfloat16", device) == (torch.bfloat16 if fast else torch.float32)
     assert pick_dtype("float32", device) == torch.float32
     assert kind == "cuda" or pick_dtype("auto", device) == torch.float32
-
-
-class NoFloat64(TorchDispatchMode):
-    """A device without float64: refuses tensors of it, except inside `on_the_cpu`."""
-
-    on_the_cpu = False
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        made = [
-            x for x in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(x)
-        ]
-        assert self.on_the_cpu or all(x.dtype != torch.float64 for x in made), function
-        return result
-
-
-@pytest.mark.parametrize("supported", [False, True])
-def test_what_a_device_without_float64_cannot_do_is_done_on_the_cpu(supported, monkeypatch):
-    """The CPU stands in for the device, a mark for the move to the CPU."""
-    moves, mode = [], NoFloat64()
-
-    def draw(probs, uniforms):
-        mode.on_the_cpu = bool(moves)
-        drawn = torch.searchsorted(probs.double().cumsum(-1), uniforms.double()[:, None])
-        mode.on_the_cpu = False
-        return drawn, {"copy": [probs]}
-
-    monkeypatch.setattr(devices, "supports_float64", lambda device: supported)
-    cpu = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moves.append(x) or cpu(x))
-    probs, uniforms = torch.tensor([[0.5, 0.25, 0.25]] * 2), torch.tensor([0.4, 0.8])
-    if supported:
-        with pytest.raises(AssertionError), mode:
-            in_float64(draw, probs, uniforms)
-        assert not moves
-    else:
-        with mode:
-            drawn, more = in_float64(draw, probs, uniforms)
-        assert drawn.tolist() == [[0], [2]] and len(moves) == 2
-        assert torch.equal(more["copy"][0], probs)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
