@@ -37,8 +37,7 @@ from runtime.reports import markdown_table, new_figure, png, provenance, version
 from runtime.validation import LARGEST, Count, check_values, flag
 from sampling import modes
 from sampling.engine import Generation
-from sampling.modes import BATCH_SIZE, DecodingOptions
-from sampling.records import generation_cost, sample_records
+from sampling.modes import BATCH_SIZE, DecodingOptions, generation_cost, sample_records
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler, and
 # how numbers are written. evaluation/scoring.py makes the rows.

@@ -30,9 +30,14 @@ from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.reports import provenance
 from sampling import modes
-from sampling.modes import Context, DecodingOptions, SamplingOptions
+from sampling.modes import (
+    Context,
+    DecodingOptions,
+    SamplingOptions,
+    generation_cost,
+    sample_records,
+)
 from sampling.page import PageSample, render
-from sampling.records import generation_cost, sample_records
 
 
 @dataclass(frozen=True)

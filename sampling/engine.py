@@ -24,15 +24,13 @@ from runtime import devices
 from runtime.errors import UserError
 from sampling import cached as caching
 from sampling.adaptive import adapt, reorder
-from sampling.cached import KVCache, Step
+from sampling.cached import KVCache, Step, decoding_copy
 from sampling.compiled import GraphRunner, few_shapes, many_shapes
-from sampling.packed import decoding_copy
 from sampling.plans import Plan, group_sizes, l2r_plan, stack_plans
 from sampling.speculation import speculate
 from sampling.token_choice import TokenChoice, choose_tokens
 from variants import head_chunk, log_linear_noise
 
-BUFFER_BYTES = 8 + 8 + 4 + 8  # a slot of order, tokens, log_probs and uniforms
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
 CPU_CHUNK_ELEMENTS = 2**19
 
@@ -113,35 +111,22 @@ def generate(
             progress(positions)
 
     while True:
-        # Whether the cache and the buffers fit is known before anything is allocated. What a step
-        # takes beside them is found out by running out of memory.
-        free, one = devices.available_memory(device), bytes_per_sample(model, T)
-        fits = size if free is None else free // one
-        if fits >= size:
-            try:
-                return Engine(model, size, T, **settings).run(plan, *inputs, count)
-            except (MemoryError, RuntimeError) as error:
-                if not devices.out_of_memory(error):
-                    raise
-                fits = size // 2
-            devices.release_memory(device)
-            count(-generated)  # take back what was reported; `generated` is 0 again
+        try:
+            return Engine(model, size, T, **settings).run(plan, *inputs, count)
+        except (MemoryError, RuntimeError) as error:
+            if not devices.out_of_memory(error):
+                raise
+        # Out of the except clause, whose frames keep tensors alive.
+        devices.release_memory(device)
+        count(-generated)  # take back what was reported; `generated` is 0 again
         if not halve or size == 1:
-            advice = f"take a batch size of {fits} or less"
-            if not fits:
+            advice = f"take a batch size of {size // 2} or less"
+            if size == 1:
                 advice = "not even one sample fits: take shorter samples or more steps"
             raise UserError(
                 f"memory ran out with a batch of {size} samples of {T} tokens on {device}: {advice}"
             )
         size //= 2
-
-
-def bytes_per_sample(model: AOGPT, length: int) -> int:
-    """Bytes of the cache and the buffers that an engine allocates for each sample in flight."""
-    buffers = BUFFER_BYTES * (length + 1) + torch.long.itemsize
-    if model.config.is_encoder:
-        return buffers
-    return buffers + KVCache(model.config, 1, length, "meta", model.wte.weight.dtype).nbytes
 
 
 def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced) -> tuple:
@@ -246,7 +231,9 @@ class Engine:
         self.cache = self.tables = None
         if not c.is_encoder:
             self.cache = KVCache(c, batch_size, length, device, weight.dtype)
-            if caching.keeps_modulations(c, self.cache, weight.dtype):
+            # What adaLN gives all positions, unless that is larger than the cache.
+            table = c.block_size * (6 * c.n_layer + 2) * c.n_embd * weight.dtype.itemsize
+            if table <= sum(t.nbytes for t in self.cache.keys + self.cache.values):
                 self.tables = caching.modulation_tables(self.model)
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
         # Their addresses stay, as CUDA graphs need.

@@ -6,6 +6,7 @@ Shapes: B samples, T positions of the longest.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from data.tokenizers import Tokenizer
 from model import AOGPT, ModelConfig
 from orders import parse_order
-from runtime.devices import available_memory
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.validation import LARGEST, Count, Probability, check_value, check_values, flag
@@ -45,7 +46,6 @@ MODE_OPTIONS = {
     "draft_by": ("model", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
-PLAN_BYTES = 40  # of a token of a sample: its id, its place in the plan, its random number
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
@@ -245,13 +245,6 @@ def plan_samples(
 ) -> PlannedSamples:
     """The plan of all samples, `num_samples` in a row for each context, a function of the seed.
     options: with the mode's defaults."""
-    numbers = num_samples * len(contexts) * max(map(len, contexts))
-    memory = available_memory(torch.device("cpu"))
-    if memory is not None and numbers * PLAN_BYTES > memory:
-        raise UserError(
-            f"{num_samples:,} samples for each of {len(contexts):,} prompts need "
-            f"{numbers * PLAN_BYTES / 2**30:,.0f} GiB of memory; ask for fewer at once"
-        )
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.tensor([token or 0 for token in context]) for context in contexts]
     given = [torch.tensor([token is not None for token in context]) for context in contexts]
@@ -285,3 +278,36 @@ def generate_distributed(
             random = {"uniforms": uniforms, "progress": bar.update}
             part = generate(model, plan, tokens, **random, **batch, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
+
+
+def sample_records(
+    samples: Generation,
+    tokenizer: Tokenizer,
+    prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
+    until_end: bool = False,
+) -> list[dict]:
+    """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
+    step -1: given; log_probs: nats.
+
+    prompts: of each, "prompt" or "infill" and its text; samples are in equal number for each, those
+    of a prompt one after the other. until_end: leave out what follows the first end-of-text that
+    was generated."""
+    records, nfe = [], samples.nfe.tolist()
+    for number, (tokens, step, log_probs) in enumerate(samples.rows()):
+        if until_end:
+            ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
+            end = next(ends, len(tokens))
+            tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
+        prompt_index = number * len(prompts) // len(samples)
+        kind, text = prompts[prompt_index]
+        record = {"text": tokenizer.decode(tokens), "prompt_index": prompt_index, kind: text}
+        record |= {"length": len(tokens), "tokens": tokens, "step": step}
+        record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
+        records.append(record)
+    return records
+
+
+def generation_cost(samples: Generation, seconds: float) -> dict:
+    """What all samples together cost."""
+    cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
+    return cost | {"seconds": round(seconds, 3)}

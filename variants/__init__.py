@@ -1,16 +1,18 @@
-"""Every system as one of three classes: `build_model(config)`."""
+"""Every system as one of three classes: `build_model(config)`, which checks the configuration."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated, get_type_hints
+
+from annotated_types import Interval
 
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
-from variants.checks import check_config, length_is_fixed
+from runtime.validation import BelowOne, check_value
 from variants.chunked_head import ChunkedHead, head_chunk
-from variants.counts import flops_per_token, parameter_counts
 from variants.encoder import Encoder, log_linear_noise
-from variants.initial_values import init_weight, init_weights
+from variants.parameters import flops_per_token, init_weight, init_weights, parameter_counts
 from variants.scoring import Scoring, group_log_probs, group_starts
 from variants.two_stream import TwoStream, TwoStreamPass
 
@@ -61,3 +63,66 @@ def set_block_size(model: AOGPT, block_size: int) -> None:
         )
     model.config = dataclasses.replace(model.config, block_size=block_size)
     model.make_angles(model.head.weight.device)
+
+
+# ---- checks of a configuration, for users --------------------------------------------------------
+
+BOUNDS = {"dropout": BelowOne} | {
+    name: Annotated[int, Interval(ge=1, le=largest)]
+    for name, largest in (
+        ("vocab_size", 2**24),
+        ("block_size", 2**20),
+        ("n_layer", 10_000),
+        ("n_head", 2**12),
+        ("n_embd", 2**17),
+        ("cond_dim", 2**17),
+    )
+}
+
+
+def check_config(c: ModelConfig) -> None:
+    """Raise UserError for values that are out of range or do not go together."""
+    for name, hint in get_type_hints(ModelConfig).items():
+        check_value(getattr(c, name), BOUNDS.get(name, hint), f"model.{name}")
+    if c.n_embd % c.n_head:
+        raise UserError(
+            f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
+        )
+    if c.rotates and c.head_dim % 2:
+        raise UserError(f"rotary positions need an even head width, but it is {c.head_dim}")
+    if c.is_encoder:
+        _check_encoder(c)
+    else:
+        _check_decoder(c)
+
+
+def _check_encoder(c: ModelConfig) -> None:
+    if c.target != "none":
+        raise UserError(
+            f"model.target is {c.target!r}, but an encoder (model.attention = 'full') has no "
+            "target position; set model.target to 'none'"
+        )
+    if c.mask_token is None or not 0 < c.mask_token < c.vocab_size:
+        raise UserError(
+            f"model.mask_token is {c.mask_token}; an encoder (model.attention = 'full') needs the "
+            f"first id after the tokenizer's, below model.vocab_size ({c.vocab_size}): 50257 for "
+            "gpt2, 257 for bytes"
+        )
+
+
+def _check_decoder(c: ModelConfig) -> None:
+    for name, value in (("mask_token", None), ("noise", False)):
+        if getattr(c, name) != value:
+            raise UserError(
+                f"model.{name} = {getattr(c, name)!r} is for encoders; set model.attention to "
+                "'full'"
+            )
+    if c.target == "rotary" and not c.rotates:
+        raise UserError(
+            "model.target = 'rotary' rotates queries to the target; set model.position to 'rotary'"
+        )
+
+
+def length_is_fixed(c: ModelConfig) -> bool:
+    """Whether a table has a row per position, so that no sequence can be longer."""
+    return c.position != "rotary" or c.target in ("input", "adaln", "shared", "per_block")
