@@ -130,7 +130,7 @@ class SamplingOptions:
 
 def with_mode_defaults(options: DecodingOptions) -> DecodingOptions:
     """The options with the defaults of their mode. Raises UserError for options without meaning in
-    it."""
+    it, and for values that exclude each other."""
     if options.mode is None:
         options = dataclasses.replace(options, mode="mdm" if options.order is None else "order")
     if options.mode in get_args(Score):
@@ -150,13 +150,7 @@ def with_mode_defaults(options: DecodingOptions) -> DecodingOptions:
             )
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
-    options = dataclasses.replace(options, **defaults)
-    check_together(options)
-    return options
-
-
-def check_together(o: DecodingOptions) -> None:
-    """Raise UserError for values that exclude each other."""
+    o = dataclasses.replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
             raise UserError(
@@ -174,6 +168,7 @@ def check_together(o: DecodingOptions) -> None:
             )
     elif o.threshold is not None:
         plans.check_threshold(o.unmask_by, o.threshold)
+    return o
 
 
 def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> DecodingOptions:

@@ -90,34 +90,23 @@ def check_config(c: ModelConfig) -> None:
         )
     if c.rotates and c.head_dim % 2:
         raise UserError(f"rotary positions need an even head width, but it is {c.head_dim}")
-    if c.is_encoder:
-        _check_encoder(c)
-    else:
-        _check_decoder(c)
-
-
-def _check_encoder(c: ModelConfig) -> None:
-    if c.target != "none":
+    if c.is_encoder and c.target != "none":
         raise UserError(
             f"model.target is {c.target!r}, but an encoder (model.attention = 'full') has no "
             "target position; set model.target to 'none'"
         )
-    if c.mask_token is None or not 0 < c.mask_token < c.vocab_size:
+    if c.is_encoder and (c.mask_token is None or not 0 < c.mask_token < c.vocab_size):
         raise UserError(
             f"model.mask_token is {c.mask_token}; an encoder (model.attention = 'full') needs the "
             f"first id after the tokenizer's, below model.vocab_size ({c.vocab_size}): 50257 for "
             "gpt2, 257 for bytes"
         )
-
-
-def _check_decoder(c: ModelConfig) -> None:
-    for name, value in (("mask_token", None), ("noise", False)):
-        if getattr(c, name) != value:
+    for name, value in (("mask_token", c.mask_token), ("noise", c.noise or None)):
+        if not c.is_encoder and value is not None:
             raise UserError(
-                f"model.{name} = {getattr(c, name)!r} is for encoders; set model.attention to "
-                "'full'"
+                f"model.{name} = {value!r} is for encoders; set model.attention to 'full'"
             )
-    if c.target == "rotary" and not c.rotates:
+    if not c.is_encoder and c.target == "rotary" and not c.rotates:
         raise UserError(
             "model.target = 'rotary' rotates queries to the target; set model.position to 'rotary'"
         )
