@@ -121,7 +121,7 @@ class Pass:
 
 
 def attention(q, k, v, mask=None, causal=False, dropout=0.0) -> Tensor:
-    """Softmax attention, (B, T, H, D/H) each -> (B, T, D). mask: True where a key is seen."""
+    """Softmax attention, (B, T, H, D/H) each -> (B, T, D). mask: True where a key is visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
     q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal)

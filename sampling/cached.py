@@ -104,14 +104,14 @@ class CachedPass(Pass):
         slots = cached + columns[:, None]  # (B, W, 1)
         source = torch.minimum(slots, known)  # the input that each is, or is a copy of
         keys = torch.arange(self.step.end, device=cached.device)
-        seen = (keys < source) | (keys == slots)
+        visible = (keys < source) | (keys == slots)
         if config.target != "two_stream":
-            return without_start(seen, slots, config).unsqueeze(1), None
+            return without_start(visible, slots, config).unsqueeze(1), None
         if self.step.grouped and config.group_attention:  # inputs of a group see all of it
-            seen |= (cached > 0) & (slots <= known) & (keys <= known)
+            visible |= (cached > 0) & (slots <= known) & (keys <= known)
         # A query has no key of its own. It reads the true inputs, 0 to `source`.
         of_query = without_start(keys <= source, source, config).unsqueeze(1)
-        return without_start(seen, slots, config).unsqueeze(1), of_query
+        return without_start(visible, slots, config).unsqueeze(1), of_query
 
     def enter(self, layer: int) -> None:
         if layer < len(self.cache.keys):

@@ -77,7 +77,7 @@ class Scoring:
 
 
 def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
-    """A mask (..., keys) in which a hidden [None] is seen only by what sees nothing else: queries
+    """A mask (..., keys) in which a hidden [None] is visible only to what sees nothing else: queries
     whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
         return allowed
