@@ -77,8 +77,8 @@ class Scoring:
 
 
 def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
-    """A mask (..., keys) in which a hidden [None] is visible only to what sees nothing else: queries
-    whose last input, of the shape (..., 1), is 0."""
+    """A mask (..., keys) in which a hidden [None] is visible only to queries that see nothing else:
+    those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
         return allowed
     return allowed & ((torch.arange(allowed.shape[-1], device=allowed.device) > 0) | (last == 0))
