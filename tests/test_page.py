@@ -56,15 +56,6 @@ def test_the_page_names_no_other_resource():
     assert re.findall(r'\b(?:src|href)="([^"]*)"', document) == ["data:,"]
 
 
-def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="no samples"):
-        render([], {})
-    with pytest.raises(ValueError, match="1 pieces, 2 steps and 1 log-probabilities"):
-        PageSample(["a"], [0, 1], [0.0])
-    with pytest.raises(ValueError, match="step -2"):
-        PageSample(["a"], [-2], [0.0])
-
-
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")
