@@ -594,6 +594,7 @@ OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
     "two_stream, rotary": {"target": "two_stream", "position": "rotary", "value_residual": True},
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
+    "per_block, both": {"target": "per_block", "position": "both"},
 }
 
 

@@ -380,7 +380,7 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE, ROTARY_GPT)
+@every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE, ROTARY_GPT, "per_block, both")
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Rows of different lengths with different positions given; before temperature and truncation.
     Float32: log-probabilities of size 1 to 10 round at about 1e-6. Adaptive modes: the positions of
@@ -882,6 +882,14 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
     assert 0 < graphs <= got.model_calls  # one for all layers of a shape
     again = run(True)
     assert counted_graphs.frame_count == graphs and torch.equal(again.tokens, eager.tokens)
+
+
+def test_steps_of_many_shapes_keep_away_from_attention_that_plans_each_of_them():
+    """cuDNN's; afterwards, as in training, it may be taken again."""
+    plan, seen, allowed = make_plan("exact 3", 2, LENGTH), [], torch.backends.cuda.cudnn_sdp_enabled
+    before = allowed()
+    generate(text_model(), plan, generator=seeded(1), progress=lambda _: seen.append(allowed()))
+    assert before and allowed() and seen and not any(seen)
 
 
 def steps_of(plan):

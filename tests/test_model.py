@@ -39,7 +39,7 @@ VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
     "two_stream, hidden start": ("two_stream", {"start": "hidden"}),
     "two_stream, mixed values": ("two_stream", {"value_residual": True}),
     "mixed values": ("AO-GPT", {"value_residual": True}),
-    "per_block, tables and rotary": ("per_block", {"position": "both"}),
+    "per_block, tables and rotary": ("per_block, both", {}),
     "layernorm, tied": ("AO-GPT", {"norm": "layernorm", "tied_head": True}),
     "no bias, tanh, no qk-norm": (
         "AO-GPT",
