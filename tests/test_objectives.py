@@ -7,25 +7,17 @@ import pytest
 import torch
 from reference import (
     all_sequences,
-    conditionals,
+    enumerable_system,
     mask_sets,
     mdm_weight,
     random_orders,
     random_tokens,
-    randomise,
 )
 
-from model import ModelConfig
 from objectives import ao_ar_loss, evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
-from variants import build_model
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
-
-
-def make_model(seed, target="adaln"):
-    config = ModelConfig(V, N, n_layer=2, n_head=2, n_embd=8, cond_dim=4, target=target)
-    return randomise(build_model(config).double(), seed)
 
 
 def ao_ar_by_enumeration(model, sequences):
@@ -42,8 +34,8 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     """int_0^1 (1/t) E_mask[sum over masked positions of -log p] dt of each of the 81 sequences;
     given a set, -log p is its mean over the orders of that set. 1e-12: a thousand terms of size
     1."""
-    model = make_model(seed, target)
-    sequences, conditional = all_sequences(V, N), conditionals(model, V, N)
+    model, conditional = enumerable_system("AO-GPT", seed, target=target)
+    sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
         contexts = list(itertools.permutations([p for p in range(N) if p not in masked]))
@@ -58,7 +50,7 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
 def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
     """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over 1..n, exactly,
     all n-l+1 targets in one pass of the parallel mask."""
-    model = make_model(seed)
+    model = enumerable_system("AO-GPT", seed)[0]
     orders = torch.tensor(list(itertools.permutations(range(N))))
     sequences = all_sequences(V, N)[::8]
     middle = torch.zeros(len(sequences), dtype=torch.float64)
@@ -72,7 +64,11 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
 
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
     """A distributed or compiled wrapper forwards, and has no other method of the model."""
-    model, tokens, order = make_model(0), random_tokens(V, 5, N, 0), random_orders(5, N, 1)
+    model, tokens, order = (
+        enumerable_system("AO-GPT", 0)[0],
+        random_tokens(V, 5, N, 0),
+        random_orders(5, N, 1),
+    )
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert loss.shape == () and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
     loss.backward()
@@ -81,7 +77,7 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
 
 @pytest.mark.parametrize("kind", ["l2r", "random"])
 def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
-    model, rows = make_model(0).float(), range(2, 7)
+    model, rows = enumerable_system("AO-GPT", 0)[0].float(), range(2, 7)
     tokens = random_tokens(V, 5, N, seed=0)
     order = orders_at(OrderConfig(kind), 3, 1, rows, N)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
