@@ -7,7 +7,6 @@ and the steps seen; they use no layer, no fused kernel and no code of the projec
 parameters. The rest enumerates every sequence, every order and every plan of tiny problems. The
 last part builds the models, plans and samples that are compared with them."""
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -33,7 +32,7 @@ def log_probs(config, params, tokens, order, group=1):
     (name -> tensor). group: of the two-stream decoder, whose step i is predicted from the groups
     before its own."""
     rows = zip(tokens.tolist(), order.tolist(), strict=True)
-    return torch.stack([_sequence(config, params, x, s, group) for x, s in rows])
+    return torch.stack([_Formulas(config, params).decoded(x, s, group) for x, s in rows])
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
@@ -41,161 +40,164 @@ def encoder_outputs(config, params, tokens, masked, sigma=None):
     the masked tokens. sigma: (B,) noise levels, for SEDD."""
     sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
     rows = zip(tokens.tolist(), masked.tolist(), sigmas, strict=True)
-    return torch.stack([_encoded(config, params, x, m, noise_level) for x, m, noise_level in rows])
+    return torch.stack([_Formulas(config, params).encoded(*row) for row in rows])
 
 
-def _sequence(config, params, tokens, order, group):
-    stream, params = [], dict(params)
-    own, targets = [0] + [p + 1 for p in order[:-1]], [p + 1 for p in order]  # 0: of the start
-    for i, target in enumerate(order):
-        x = params["start"] if i == 0 else params["wte.weight"][tokens[order[i - 1]]]
-        if config.position != "rotary":
-            x = x + params["wpe.weight"][own[i]]
-        if config.target == "input":
-            x = x + params["wtpe.weight"][target]
-        stream.append(x)
-    first = 1 if config.start == "hidden" else 0  # the first input that later steps see
-    # The last input of the group that the token of input i is in, the start before them all.
-    ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
-    seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
-    conditions = None
-    if config.target == "two_stream":
-        stream = _query_stream(config, params, stream, seen, own, targets, group, first)
-    else:
-        if config.target == "adaln":
-            conditions = [params["wtpe.weight"][target] for target in order]
-        for layer in range(config.n_layer):
+class _Formulas:
+    """The formulas for one sequence. A stream is a list of vectors, one for each input."""
+
+    def __init__(self, config, params):
+        self.config, self.params, self.first_values = config, params, None
+
+    def decoded(self, tokens, order, group):
+        config, params, stream = self.config, self.params, []
+        own, targets = [0] + [p + 1 for p in order[:-1]], [p + 1 for p in order]  # 0: of the start
+        for i, target in enumerate(order):
+            x = params["start"] if i == 0 else params["wte.weight"][tokens[order[i - 1]]]
+            if config.position != "rotary":
+                x = x + params["wpe.weight"][own[i]]
+            if config.target == "input":
+                x = x + params["wtpe.weight"][target]
+            stream.append(x)
+        first = 1 if config.start == "hidden" else 0  # the first input that later steps see
+        # The last input of the group that the token of input i is in, the start before them all.
+        ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
+        seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
+        conditions = [None] * len(order)
+        if config.target == "two_stream":
+            stream = self.query_stream(stream, seen, own, targets, group, first)
+        else:
+            if config.target == "adaln":
+                conditions = [params["wtpe.weight"][target] for target in order]
+            for layer in range(config.n_layer):
+                name = f"blocks.{layer}."
+                if config.target in ("shared", "per_block"):
+                    table = "wtpe.weight" if config.target == "shared" else name + "wtpe.weight"
+                    stream = [x + params[table][t] for x, t in zip(stream, order, strict=True)]
+                # A plain GPT is not told its target, by rotation either.
+                turned = own if config.target == "none" else targets
+                stream = self.block(name, stream, conditions, seen, own, turned)
+        outputs = zip(self.outputs(stream, conditions), order, strict=True)
+        return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
+
+    def query_stream(self, content, seen, own, targets, group, first):
+        """Final states of the query stream: a learned vector plus its position (row 0 of the table
+        is the start's), which reads the contents of the groups before its own, inputs `first` (0 is
+        [None]) to the group's start. Both streams share all weights; queries are never keys."""
+        queries = [self.params["query"]] * len(targets)
+        if self.config.position != "rotary":
+            queries = [
+                x + self.params["wpe.weight"][t] for x, t in zip(queries, targets, strict=True)
+            ]
+        starts = [i - i % group for i in range(len(targets))]
+        seen_by_query = [range(min(start, first), start + 1) for start in starts]
+        for layer in range(self.config.n_layer):
             name = f"blocks.{layer}."
-            if config.target in ("shared", "per_block"):
-                table = params["wtpe.weight" if config.target == "shared" else name + "wtpe.weight"]
-                stream = [x + table[target] for x, target in zip(stream, order, strict=True)]
-            # A plain GPT is not told its target, by rotation either.
-            turned = own if config.target == "none" else targets
-            stream = _block(config, params, name, stream, conditions, seen, own, turned)
-    outputs = zip(_outputs(config, params, stream, conditions), order, strict=True)
-    return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
+            keys = [self.norm(name + "norm1.", x) for x in content]
+            asking = [self.norm(name + "norm1.", x) for x in queries]
+            contents = self.attention(name + "attn.", keys, seen, own, own)
+            answers = self.attention(name + "attn.", keys, seen_by_query, own, targets, asking)
+            content, queries = (
+                [self.residual(name, x, a, (0, 0, 1, 0, 0, 1)) for x, a in zip(*pair, strict=True)]
+                for pair in ((content, contents), (queries, answers))
+            )
+        return queries
 
+    def encoded(self, tokens, masked, sigma):
+        config, params, stream = self.config, self.params, []
+        for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
+            x = params["wte.weight"][config.mask_token if hidden else token]
+            stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
+        positions = range(len(tokens))
+        conditions = [None if sigma is None else self.noise_condition(sigma)] * len(tokens)
+        for layer in range(config.n_layer):
+            seen = [positions] * len(tokens)
+            name = f"blocks.{layer}."
+            stream = self.block(name, stream, conditions, seen, positions, positions)
+        return torch.stack(self.outputs(stream, conditions))[:, : config.mask_token]
 
-def _query_stream(config, params, content, seen, own, targets, group, first):
-    """Final states of the query stream: a learned vector plus its position (row 0 of the table is
-    the start's), which reads the contents of the groups before its own, inputs `first` (0 is
-    [None]) to the group's start. Both streams share all weights; queries are never keys."""
-    queries = [
-        params["query"] + (0 if config.position == "rotary" else params["wpe.weight"][target])
-        for target in targets
-    ]
-    starts = [i - i % group for i in range(len(targets))]
-    seen_by_query = [range(min(start, first), start + 1) for start in starts]
-    for layer in range(config.n_layer):
-        name = f"blocks.{layer}."
-        keys = [_norm(config, params, name + "norm1.", x) for x in content]
-        asking = [_norm(config, params, name + "norm1.", x) for x in queries]
-        attention = (config, params, name + "attn.", keys)
-        contents = _attention(*attention, seen, own, own)
-        answers = _attention(*attention, seen_by_query, own, targets, asking)
-        plain = _modulation(config, params, name, None)
-        content, queries = (
-            [_residual(config, params, name, x, a, plain) for x, a in zip(*pair, strict=True)]
-            for pair in ((content, contents), (queries, answers))
-        )
-    return queries
+    def noise_condition(self, sigma):
+        """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000 ** (-127 /
+        128)."""
+        angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
+        waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
+        x = torch.tensor(waves, dtype=self.params["wte.weight"].dtype)
+        return self.linear("noise.proj.", _silu(self.linear("noise.fc.", x)))
 
+    def outputs(self, stream, conditions):
+        head = self.params["wte.weight" if self.config.tied_head else "head.weight"]
+        bias, result = self.params["head.bias"] if self.config.head_bias else 0, []
+        for x, condition in zip(stream, conditions, strict=True):
+            x = self.norm("norm_f.", x)
+            if condition is not None:
+                shift, scale = self.linear("adaln_f.", _silu(condition)).chunk(2)
+                x = x * (1 + scale) + shift
+            result.append(head @ x + bias)
+        return result
 
-def _encoded(config, params, tokens, masked, sigma):
-    stream, params = [], dict(params)
-    for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
-        x = params["wte.weight"][config.mask_token if hidden else token]
-        stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
-    positions = range(len(tokens))
-    seen = [positions] * len(tokens)
-    conditions = None if sigma is None else [_noise_condition(config, params, sigma)] * len(tokens)
-    for layer in range(config.n_layer):
-        name = f"blocks.{layer}."
-        stream = _block(config, params, name, stream, conditions, seen, positions, positions)
-    return torch.stack(_outputs(config, params, stream, conditions))[:, : config.mask_token]
+    def block(self, name, stream, conditions, seen, key_positions, query_positions):
+        modulations = [
+            (0, 0, 1, 0, 0, 1)  # shift1, scale1, gate1, shift2, scale2, gate2
+            if condition is None
+            else self.linear(name + "adaln.", _silu(condition)).split(self.config.n_embd)
+            for condition in conditions
+        ]
+        normed = [
+            self.norm(name + "norm1.", x) * (1 + scale1) + shift1
+            for x, (shift1, scale1, *_) in zip(stream, modulations, strict=True)
+        ]
+        attended = self.attention(name + "attn.", normed, seen, key_positions, query_positions)
+        rows = zip(stream, attended, modulations, strict=True)
+        return [self.residual(name, *row) for row in rows]
 
+    def residual(self, name, x, attended, modulation):
+        _, _, gate1, shift2, scale2, gate2 = modulation
+        x = x + gate1 * attended
+        h = self.norm(name + "norm2.", x) * (1 + scale2) + shift2
+        h = _gelu(self.config, self.linear(name + "mlp.fc.", h))
+        return x + gate2 * self.linear(name + "mlp.proj.", h)
 
-def _noise_condition(config, params, sigma):
-    """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000 ** (-127 /
-    128)."""
-    angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
-    waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
-    x = torch.tensor(waves, dtype=params["wte.weight"].dtype)
-    return _linear(config, params, "noise.proj.", _silu(_linear(config, params, "noise.fc.", x)))
+    def attention(self, name, stream, seen, key_positions, query_positions, queries=None):
+        """Output of every step of `queries` (the stream itself by default), which sees the inputs
+        seen[i] and no other. The positions count where keys and queries are rotated."""
+        width, size = self.config.n_embd, self.config.n_embd // self.config.n_head
+        qkv = [self.linear(name + "qkv.", x) for x in stream]
+        asking = [self.linear(name + "qkv.", x) for x in queries] if queries else qkv
+        own_values = [x[2 * width :] for x in qkv]
+        if self.config.value_residual:
+            a, b = self.params[name + "mix"]
+            self.first_values = self.first_values or own_values
+            own_values = [a * v + b * u for v, u in zip(own_values, self.first_values, strict=True)]
+        outputs = []
+        for i in range(len(stream)):
+            by_head = []
+            for part in (slice(start, start + size) for start in range(0, width, size)):
+                query = self.head_norm(name + "q_norm.", asking[i][:width][part])
+                query = _rotated(self.config, query, query_positions[i])
+                scores, values = [], []
+                for j in seen[i]:
+                    key = self.head_norm(name + "k_norm.", qkv[j][width : 2 * width][part])
+                    key = _rotated(self.config, key, key_positions[j])
+                    scores.append((query * key).sum() / math.sqrt(size))
+                    values.append(own_values[j][part])
+                weights = torch.stack(scores).exp()
+                weights = weights / weights.sum()
+                by_head.append(sum(w * v for w, v in zip(weights, values, strict=True)))
+            outputs.append(self.linear(name + "proj.", torch.cat(by_head)))
+        return outputs
 
+    def linear(self, name, x):
+        y = self.params[name + "weight"] @ x
+        return y + self.params[name + "bias"] if name + "bias" in self.params else y
 
-def _outputs(config, params, stream, conditions):
-    head = params["wte.weight"] if config.tied_head else params["head.weight"]
-    result = []
-    for i, x in enumerate(stream):
-        x = _norm(config, params, "norm_f.", x)
-        if conditions is not None:
-            shift, scale = _conditioning(params, "adaln_f.", conditions[i]).chunk(2)
-            x = x * (1 + scale) + shift
-        result.append(head @ x + params["head.bias"] if config.head_bias else head @ x)
-    return result
+    def norm(self, name, x):
+        if self.config.norm == "rmsnorm":
+            return _rms_norm(self.params[name + "weight"], x)
+        x = _rms_norm(self.params[name + "weight"], x - x.mean())
+        return x + self.params[name + "bias"] if name + "bias" in self.params else x
 
-
-def _block(config, params, name, stream, conditions, seen, key_positions, query_positions):
-    conditions = [None] * len(stream) if conditions is None else conditions
-    modulations = [_modulation(config, params, name, c) for c in conditions]
-    normed = [
-        _norm(config, params, name + "norm1.", x) * (1 + scale1) + shift1
-        for x, (shift1, scale1, *_) in zip(stream, modulations, strict=True)
-    ]
-    attended = _attention(
-        config, params, name + "attn.", normed, seen, key_positions, query_positions
-    )
-    rows = zip(stream, attended, modulations, strict=True)
-    return [_residual(config, params, name, x, a, modulation) for x, a, modulation in rows]
-
-
-def _modulation(config, params, name, condition):
-    """shift1, scale1, gate1, shift2, scale2, gate2; without a condition none."""
-    if condition is None:
-        return 0, 0, 1, 0, 0, 1
-    return _conditioning(params, name + "adaln.", condition).split(config.n_embd)
-
-
-def _residual(config, params, name, x, attended, modulation):
-    _, _, gate1, shift2, scale2, gate2 = modulation
-    x = x + gate1 * attended
-    h = _norm(config, params, name + "norm2.", x) * (1 + scale2) + shift2
-    h = _linear(config, params, name + "mlp.fc.", h)
-    return x + gate2 * _linear(config, params, name + "mlp.proj.", _gelu(config, h))
-
-
-def _attention(config, params, name, stream, seen, key_positions, query_positions, queries=None):
-    """Output of every step of `queries` (the stream itself by default), which sees the inputs
-    seen[i] and no other. The positions count where keys and queries are rotated."""
-    width, heads = config.n_embd, config.n_head
-    size = width // heads
-    project = functools.partial(_linear, config, params, name + "qkv.")
-    qkv = list(map(project, stream))
-    asking = list(map(project, queries)) if queries else qkv
-    own_values = [x[2 * width :] for x in qkv]
-    if config.value_residual:
-        a, b = params[name + "mix"]
-        first = params.setdefault("values of the first block", own_values)
-        own_values = [a * v + b * u for v, u in zip(own_values, first, strict=True)]
-    outputs = []
-    for i in range(len(stream)):
-        by_head = []
-        for h in range(heads):
-            part = slice(h * size, (h + 1) * size)
-            query = _head_norm(config, params, name + "q_norm.", asking[i][:width][part])
-            query = _rotated(config, query, query_positions[i])
-            scores, values = [], []
-            for j in seen[i]:
-                key = _head_norm(config, params, name + "k_norm.", qkv[j][width : 2 * width][part])
-                key = _rotated(config, key, key_positions[j])
-                scores.append((query * key).sum() / math.sqrt(size))
-                values.append(own_values[j][part])
-            weights = torch.stack(scores).exp()
-            weights = weights / weights.sum()
-            by_head.append(sum(w * v for w, v in zip(weights, values, strict=True)))
-        outputs.append(_linear(config, params, name + "proj.", torch.cat(by_head)))
-    return outputs
+    def head_norm(self, name, x):
+        return _rms_norm(self.params[name + "weight"], x) if self.config.qk_norm else x
 
 
 def _rotated(config, x, position):
@@ -209,34 +211,12 @@ def _rotated(config, x, position):
     return torch.stack(first + second)
 
 
-def _conditioning(params, name, condition):
-    """Linear(SiLU(c)); it always has a bias."""
-    return params[name + "weight"] @ _silu(condition) + params[name + "bias"]
-
-
 def _silu(x):
     return x / (1 + (-x).exp())
 
 
-def _linear(config, params, name, x):
-    y = params[name + "weight"] @ x
-    return y + params[name + "bias"] if name + "bias" in params else y
-
-
 def _rms_norm(weight, x):
     return x / (x.pow(2).mean() + 1e-5).sqrt() * weight
-
-
-def _norm(config, params, name, x):
-    if config.norm == "rmsnorm":
-        return _rms_norm(params[name + "weight"], x)
-    centred = x - x.mean()
-    y = centred / (centred.pow(2).mean() + 1e-5).sqrt() * params[name + "weight"]
-    return y + params[name + "bias"] if name + "bias" in params else y
-
-
-def _head_norm(config, params, name, x):
-    return _rms_norm(params[name + "weight"], x) if config.qk_norm else x
 
 
 def _gelu(config, x):
@@ -614,6 +594,7 @@ OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
     "two_stream, rotary": {"target": "two_stream", "position": "rotary", "value_residual": True},
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
+    "per_block, both": {"target": "per_block", "position": "both"},
 }
 
 
@@ -716,9 +697,9 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
 
 def prompt_rows(prompt, batch_size, length):
     """given and tokens, (B, T) both, of a prompt {position: token} that every row has."""
-    given = torch.tensor([p in prompt for p in range(length)]).expand(batch_size, length)
-    tokens = torch.tensor([prompt.get(p, 0) for p in range(length)]).expand(batch_size, length)
-    return given, tokens
+    tokens = torch.tensor([prompt.get(p, 0) for p in range(length)])
+    given = torch.tensor([p in prompt for p in range(length)])
+    return given.expand(batch_size, length), tokens.expand(batch_size, length)
 
 
 def sequence_counts(tokens, vocab_size):

@@ -2,62 +2,22 @@
 enumerate."""
 
 import itertools
-import math
-from fractions import Fraction
 
 import pytest
 import torch
 from reference import (
     all_sequences,
-    conditionals,
+    enumerable_system,
     mask_sets,
     mdm_weight,
     random_orders,
     random_tokens,
-    randomise,
 )
 
-from model import ModelConfig
 from objectives import ao_ar_loss, evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
-from variants import build_model
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
-
-
-def make_model(seed, target="adaln"):
-    config = ModelConfig(V, N, n_layer=2, n_head=2, n_embd=8, cond_dim=4, target=target)
-    return randomise(build_model(config).double(), seed)
-
-
-def order_invariant_model(seed):
-    """A random decoder whose conditionals do not depend on the order of their context.
-
-    Queries of zero make attention the mean over the inputs seen, a set. That mean goes to the
-    second half of the residual stream (B), which alone the head reads. The last input, in the first
-    half (A), does no harm: the MLP does not read A, and all inputs have the same norm there (token
-    and position each fill a quarter with -1 and 1), so that no RMSNorm passes it on."""
-    config = ModelConfig(vocab_size=V, block_size=N, n_layer=1, n_head=2, n_embd=16, cond_dim=4)
-    model = randomise(build_model(config).double(), seed)
-    A, B, width = slice(0, 8), slice(8, 16), config.n_embd
-    block = model.blocks[0]
-    with torch.no_grad():
-        for table in (model.wte.weight, model.start[None], model.wpe.weight):
-            own = slice(4, 8) if table is model.wpe.weight else slice(0, 4)
-            signs = table[:, own].sign()
-            table.zero_()
-            table[:, own] = signs
-        block.attn.qkv.weight[:width] = 0
-        block.attn.qkv.bias[:width] = 0
-        block.adaln.weight[: 2 * width] = 0  # shift1 and scale1
-        block.adaln.bias[: 2 * width] = 0
-        block.mlp.fc.weight[:, A] = 0
-        for layer in (block.attn.proj, block.mlp.proj):
-            layer.weight[A] = 0
-            layer.bias[A] = 0
-            layer.weight[B] *= 3  # strong enough that the conditionals differ between contexts
-        model.head.weight[:, A] = 0
-    return model
 
 
 def ao_ar_by_enumeration(model, sequences):
@@ -74,8 +34,8 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     """int_0^1 (1/t) E_mask[sum over masked positions of -log p] dt of each of the 81 sequences;
     given a set, -log p is its mean over the orders of that set. 1e-12: a thousand terms of size
     1."""
-    model = make_model(seed, target)
-    sequences, conditional = all_sequences(V, N), conditionals(model, V, N)
+    model, conditional = enumerable_system("AO-GPT", seed, target=target)
+    sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
         contexts = list(itertools.permutations([p for p in range(N) if p not in masked]))
@@ -86,21 +46,11 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     assert integral.std() > 0.1
 
 
-def test_mdm_weights_are_the_integrals_over_time():
-    """(1/t) t^m (1-t)^(n-m) integrated term by term; those that hide a position sum to 1."""
-    for masked in mask_sets(N):
-        m = len(masked)
-        terms = (Fraction((-1) ** k * math.comb(N - m, k), m + k) for k in range(N - m + 1))
-        assert mdm_weight(masked, N) == sum(terms) == Fraction(1, m * math.comb(N, m))
-    for position in range(N):
-        assert sum(mdm_weight(masked, N) for masked in mask_sets(N) if position in masked) == 1
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
     """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over 1..n, exactly,
     all n-l+1 targets in one pass of the parallel mask."""
-    model = make_model(seed)
+    model = enumerable_system("AO-GPT", seed)[0]
     orders = torch.tensor(list(itertools.permutations(range(N))))
     sequences = all_sequences(V, N)[::8]
     middle = torch.zeros(len(sequences), dtype=torch.float64)
@@ -112,29 +62,13 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
     assert (middle - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_order_invariant_decoder_is_a_masked_diffusion_model(seed):
-    """Here masked_log_probs *is* the conditional given a set."""
-    model = order_invariant_model(seed)
-    sequences, conditional = all_sequences(V, N), conditionals(model, V, N)
-    for (context, target), p in conditional.items():
-        assert (p - conditional[tuple(sorted(context)), target]).abs().max() < 1e-12
-    contexts = [conditional[context, 3] for context in ((), (0,), (1,), (0, 1), (0, 1, 2))]
-    gaps = [float((a - b).abs().max()) for a, b in itertools.combinations(contexts, 2)]
-    assert min(gaps) > 1e-2  # invariant to the order of the context, not to the context
-
-    integral = torch.zeros(len(sequences), dtype=torch.float64)
-    for masked in mask_sets(N):
-        mask = torch.tensor([p in masked for p in range(N)]).expand(len(sequences), N)
-        integral -= float(mdm_weight(masked, N)) * model.masked_log_probs(sequences, mask).sum(
-            dim=1
-        )
-    assert (ao_ar_by_enumeration(model, sequences) - integral).abs().max() < 1e-12
-
-
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
     """A distributed or compiled wrapper forwards, and has no other method of the model."""
-    model, tokens, order = make_model(0), random_tokens(V, 5, N, 0), random_orders(5, N, 1)
+    model, tokens, order = (
+        enumerable_system("AO-GPT", 0)[0],
+        random_tokens(V, 5, N, 0),
+        random_orders(5, N, 1),
+    )
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert loss.shape == () and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
     loss.backward()
@@ -143,7 +77,7 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
 
 @pytest.mark.parametrize("kind", ["l2r", "random"])
 def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
-    model, rows = make_model(0).float(), range(2, 7)
+    model, rows = enumerable_system("AO-GPT", 0)[0].float(), range(2, 7)
     tokens = random_tokens(V, 5, N, seed=0)
     order = orders_at(OrderConfig(kind), 3, 1, rows, N)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)

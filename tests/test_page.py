@@ -56,15 +56,6 @@ def test_the_page_names_no_other_resource():
     assert re.findall(r'\b(?:src|href)="([^"]*)"', document) == ["data:,"]
 
 
-def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="no samples"):
-        render([], {})
-    with pytest.raises(ValueError, match="1 pieces, 2 steps and 1 log-probabilities"):
-        PageSample(["a"], [0, 1], [0.0])
-    with pytest.raises(ValueError, match="step -2"):
-        PageSample(["a"], [-2], [0.0])
-
-
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")
@@ -230,26 +221,6 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
         tab.locator("#text .token").nth(position).focus()
     assert tab.locator("#text *:not(span), #tip img, img").count() == 0
     assert tab.title() == "Generation order" and tab.locator("body > *").count() == 9
-
-
-def test_scrubbing_through_a_thousand_steps_touches_every_token_once(show):
-    """So that it does not lag, however fast the machine is."""
-    T = 1024
-    sample = PageSample([" token"] * T, [i * 389 % T for i in range(T)], [-1.0] * T)
-    tab = show([sample] * 64)
-    touched = tab.evaluate(
-        """() => {
-            show(0);
-            let count = 0;
-            const one = unmask;
-            unmask = (...values) => { count += 1; one(...values); };
-            for (let i = 0; i <= 1024; i++) show(i);
-            return count;
-        }"""
-    )
-    assert touched == T
-    tab.locator("#sample").select_option("63")
-    assert len(state(tab)[0]) == T
 
 
 def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(show):

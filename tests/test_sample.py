@@ -3,13 +3,14 @@ arguments."""
 # ruff: noqa: F811  (fixtures are imported by their names)
 
 import dataclasses
+import itertools
 import json
 import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import LENGTH, MODES, column, data_of, read_lines, run_script, torchrun
+from helpers import LENGTH, MODES, column, data_of, read_lines, torchrun
 
 import checkpoints as checkpoint
 import sample
@@ -22,6 +23,7 @@ ROWS = [
     {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"},
     {"prompt": "", "length": 7},
 ]
+PARTS = [["the ", 12], [2, "the", 1, " é", 3], [7]]  # of these, as `check_given` wants them
 
 
 @pytest.fixture
@@ -29,11 +31,10 @@ def draw(script, run, tmp_path):
     """Sample from the run: the JSON objects of the samples."""
 
     def call(*arguments, path=run):
-        status, _, err = script(
-            sample, path, "--overwrite", "--jsonl", tmp_path / "samples.jsonl", *arguments
-        )
+        file = tmp_path / "samples.jsonl"
+        status, _, err = script(sample, path, "--overwrite", "--jsonl", file, *arguments)
         assert status == 0, err
-        return read_lines(tmp_path / "samples.jsonl")
+        return read_lines(file)
 
     return call
 
@@ -44,9 +45,8 @@ def prompts(tmp_path):
 
     def write(content):
         path = tmp_path / ("prompts.txt" if isinstance(content, str) else "prompts.jsonl")
-        path.write_text(
-            content if isinstance(content, str) else "\n".join(map(json.dumps, content))
-        )
+        lines = content if isinstance(content, str) else "\n".join(map(json.dumps, content))
+        path.write_text(lines)
         return path
 
     return write
@@ -55,21 +55,11 @@ def prompts(tmp_path):
 def check_given(line, *expected):
     """The sample is what `expected` says: text that is given, and numbers of tokens that are
     not."""
-    given = [
-        token
-        for part in expected
-        for token in (part.encode() if isinstance(part, str) else [None] * part)
-    ]
-    assert (
-        line["length"]
-        == len(line["tokens"])
-        == len(line["step"])
-        == len(line["log_probs"])
-        == len(given)
-    )
-    for token, step, log_prob, wanted in zip(
-        line["tokens"], line["step"], line["log_probs"], given, strict=True
-    ):
+    parts = [part.encode() if isinstance(part, str) else [None] * part for part in expected]
+    given = list(itertools.chain(*parts))
+    assert line["length"] == len(given)
+    rows = zip(line["tokens"], line["step"], line["log_probs"], given, strict=True)
+    for token, step, log_prob, wanted in rows:
         if wanted is None:
             assert 0 <= token < 257 and step >= 0 and log_prob < 0
         else:
@@ -80,36 +70,23 @@ def check_given(line, *expected):
 
 
 def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
-    path = tmp_path / "samples.jsonl"
-    status, out, err = script(
-        sample, run, "--num-samples", 3, "--steps", 5, "--seed", 4, "--jsonl", path
-    )
+    path, given = tmp_path / "samples.jsonl", {"num_samples": 3, "steps": 5, "seed": 4}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    status, out, err = script(sample, run, *arguments, "--jsonl", path)
     assert status == 0
     lines = read_lines(path)
     assert len(lines) == out.count("=== sample") == 3
+    defaults = {"mode": "mdm", "top_p": 1.0, "schedule": "linear", "noise": "float64"}
     for line in lines:
         assert line["text"] in out
         assert line["text"] == get_tokenizer("bytes").decode(line["tokens"])
         check_given(line, LENGTH)
         assert all(step < 5 for step in line["step"])
         assert (line["prompt_index"], line["prompt"]) == (0, "")
-        assert (
-            1 <= line["model_calls"] <= 5
-            and line["token_forwards"] >= 3 * LENGTH
-            and line["seconds"] > 0
-        )
+        assert 1 <= line["model_calls"] <= 5 and line["token_forwards"] >= 3 * LENGTH
         settings = line["settings"]
-        assert (settings["steps"], settings["seed"], settings["mode"], settings["top_p"]) == (
-            5,
-            4,
-            "mdm",
-            1.0,
-        )
-        assert (settings["schedule"], settings["noise"], settings["dtype"]) == (
-            "linear",
-            "float64",
-            "float32",
-        )
+        assert line["seconds"] > 0 and settings["dtype"] == "float32"
+        assert (given | defaults).items() <= settings.items()
         assert f"{store.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
         assert settings["versions"]["torch"] == torch.__version__
     assert "3 samples of 16 tokens" in err and "model calls" in err
@@ -131,16 +108,6 @@ def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_see
     assert column(fewer, "length") == [10, 10]
 
 
-@pytest.mark.slow
-def test_two_processes_and_a_single_sample(draw, run, tmp_path):
-    """One of them has nothing to do."""
-    arguments = ["--num-samples", 1, "--seed", 3, "--steps", 5, "--prompt", "the"]
-    done = torchrun(2, "sample.py", run, *arguments, "--jsonl", tmp_path / "two.jsonl")
-    two, one = read_lines(tmp_path / "two.jsonl"), draw(*arguments)
-    assert column(two, "tokens") == column(one, "tokens")
-    assert done.stdout.count("=== sample") == 1
-
-
 def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     draw, run, prompts, tmp_path
 ):
@@ -159,53 +126,30 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
 
 
 def test_the_modes_unmask_positions_as_they_say(draw):
+    def counts(*mode, n=3):
+        lines = draw("--mode", *mode, "--num-samples", n)
+        found = [np.bincount(line["step"]).tolist() for line in lines]
+        calls = max(len(set(line["step"])) for line in lines)
+        assert n > 3 or column(lines, "model_calls") == [calls] * n  # few rows share a batch
+        return found
+
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
     assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
     assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3] and l2r["model_calls"] == 4
-    for line in draw("--mode", "even", "--steps", 5, "--num-samples", 3):
-        counts = np.bincount(line["step"], minlength=5)
-        assert sorted(counts) == [3, 3, 3, 3, 4] and line["model_calls"] == 5
-    (cosine,) = draw("--mode", "even", "--steps", 4, "--schedule", "cosine", "--num-samples", 1)
-    counts = np.bincount(cosine["step"], minlength=4).tolist()
-    assert counts == sorted(counts) and counts[-1] > 4  # few at first, many at the end
-    for mode in (
-        ["random"],
-        ["adaptive"],
-        ["adaptive", "--unmask-by", "entropy"],
-        ["adaptive", "--unmask-by", "random"],
-    ):
-        samples = draw("--mode", *mode, "--group-size", 6, "--num-samples", 3)
-        for line in samples:
-            assert np.bincount(line["step"]).tolist() == [6, 6, 4] and line["model_calls"] == 3
-        if "random" in mode:
-            assert len(set(map(tuple, column(samples, "step")))) == 3
-    one_step = draw("--mode", "mdm", "--steps", 1, "--num-samples", 3)
-    assert (
-        column(one_step, "step") == [[0] * LENGTH] * 3
-        and column(one_step, "model_calls") == [1] * 3
-    )
+    for found in counts("even", "--steps", 5):
+        assert sorted(found) == [3, 3, 3, 3, 4]
+    (found,) = counts("even", "--steps", 4, "--schedule", "cosine", n=1)
+    assert found == sorted(found) and found[-1] > 4  # few at first, many at the end
+    by = [["adaptive", "--unmask-by", score] for score in ("confidence", "entropy", "random")]
+    for mode in (["random"], *by):
+        assert counts(*mode, "--group-size", 6) == [[6, 6, 4]] * 3
+    samples = draw("--mode", "random", "--group-size", 6, "--num-samples", 3)
+    assert len(set(map(tuple, column(samples, "step")))) == 3
+    assert counts("mdm", "--steps", 1) == [[LENGTH]] * 3
     # exact masked diffusion draws the number of tokens of a step: of 20 samples hardly two agree in
     # all four
-    counts = {
-        tuple(np.bincount(line["step"], minlength=4))
-        for line in draw("--steps", 4, "--num-samples", 20)
-    }
-    assert len(counts) > 5
-
-
-def test_adaptive_begins_where_the_model_is_surest(draw, run):
-    (line,) = draw("--mode", "adaptive", "--num-samples", 1, "--prompt", "the", "--temperature", 0)
-    model = checkpoint.load_model(run)
-    first = {}
-    for position in range(3, LENGTH):
-        order = torch.tensor([[0, 1, 2, position, *(i for i in range(3, LENGTH) if i != position)]])
-        with torch.no_grad():
-            logits = model.head(model.hidden(torch.tensor([line["tokens"]]), order))[0, 3, :257]
-        first[position] = float(logits.log_softmax(-1).max())
-    surest = max(first, key=first.get)
-    assert line["step"][surest] == 0
-    assert line["log_probs"][surest] == pytest.approx(first[surest], abs=1e-5)
+    assert len(set(map(tuple, counts("mdm", "--steps", 4, n=20)))) > 5
 
 
 def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(
@@ -228,26 +172,24 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
     assert line["tokens"] == other["tokens"]
     model, tokens = checkpoint.load_model(run), torch.tensor([line["tokens"]])
     with torch.no_grad():
-        logits = model.head(model.hidden(tokens, torch.arange(LENGTH)[None]))[0, :, :257]
+        logits = model.logits(tokens, torch.arange(LENGTH)[None])[0, :, :257]
     assert logits.argmax(-1).tolist() == line["tokens"]
-    expected = logits.log_softmax(-1).max(-1).values
     # the cached steps round differently from one causal pass: float32, values of about 3
+    expected = logits.log_softmax(-1).max(-1).values
     np.testing.assert_allclose(line["log_probs"], expected, atol=1e-5)
 
 
 def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
-    exact = draw("--mode", "l2r")
+    exact, compiled = column(draw("--mode", "l2r"), "tokens"), []
     for noise in ("float32", "bfloat16"):
         noisy = draw("--mode", "l2r", "--noise", noise)
-        assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != column(
-            exact, "tokens"
-        )
-    compiled = []
-    monkeypatch.setattr(
-        modes,
-        "generate",
-        lambda *a, compile, **k: compiled.append(compile) or engine.generate(*a, **k),
-    )
+        assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != exact
+
+    def generate(*arguments, compile, **settings):
+        compiled.append(compile)
+        return engine.generate(*arguments, **settings)
+
+    monkeypatch.setattr(modes, "generate", generate)
     draw()
     draw("--compile")
     assert compiled == [False, True]
@@ -291,20 +233,6 @@ def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
         assert line["infill"] == infill and "prompt" not in line
 
 
-def test_what_is_given_is_what_the_model_sees(draw, run):
-    """The log-probability of a lone mask is that of its token after all the text, on either side of
-    it."""
-    (line,) = draw("--infill", "any or[MASK:1]er to", "--num-samples", 1)
-    order = [*(i for i in range(12) if i != 6), 6]
-    tokens = torch.tensor([line["tokens"]])
-    with torch.no_grad():
-        model = checkpoint.load_model(run)
-        logits = model.head(model.hidden(tokens, torch.tensor([order])))[0, -1, :257]
-    assert line["log_probs"][6] == pytest.approx(
-        float(logits.log_softmax(-1)[line["tokens"][6]]), abs=1e-5
-    )
-
-
 def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
     path = prompts("the\r\n\n  \nany \n\u2028é\x0c\n")
     samples = draw("--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12)
@@ -320,14 +248,12 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run
     samples = draw("--prompts", prompts(ROWS), "--num-samples", 2)
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
     for number, line in enumerate(samples):
-        check_given(line, *[["the ", 12], [2, "the", 1, " é", 3], [7]][number // 2])
-        assert {key: line[key] for key in ("prompt", "infill") if key in line}.items() <= ROWS[
-            number // 2
-        ].items()
+        check_given(line, *PARTS[number // 2])
+        kinds = {key: line[key] for key in ("prompt", "infill") if key in line}
+        assert kinds.items() <= ROWS[number // 2].items()
     status, out, err = script(sample, run, "--prompts", prompts(ROWS), "--num-samples", 2)
     assert status == 0 and "6 samples of 7 to 16 tokens" in err
-    for line in samples:
-        assert line["text"] in out
+    assert all(line["text"] in out for line in samples)
     assert "=== sample 3 of prompt 2 ===" in out
 
 
@@ -355,21 +281,18 @@ def test_an_encoder_takes_every_mode_but_speculation(draw, script, encoder, prom
     for mode, options in MODES.items():
         if "speculative" not in mode:
             samples = draw(*options, "--prompts", prompts(ROWS), "--num-samples", 1, path=encoder)
-            for line, expected in zip(
-                samples, [["the ", 12], [2, "the", 1, " é", 3], [7]], strict=True
-            ):
+            for line, expected in zip(samples, PARTS, strict=True):
                 check_given(line, *expected)
     status, _, err = script(sample, encoder, "--mode", "speculative")
     assert status == 2 and "needs causal attention" in err and "take another mode" in err
 
 
 def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
-    assert column(draw("--mode", "l2r", "--num-samples", 1, path=plain), "step") == [
-        list(range(LENGTH))
-    ]
-    rows = prompts([{"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}])
+    rows = prompts([{"prompt": ""}, {"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}])
     samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
-    assert column(samples, "step") == [[-1] * 3 + list(range(13)), [-1] * 3 + list(range(4))]
+    given, free = ([0, 3, 3], [16, 13, 4])
+    expected = [[-1] * g + list(range(n)) for g, n in zip(given, free, strict=True)]
+    assert column(samples, "step") == expected
 
 
 def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, draw):
@@ -382,23 +305,6 @@ def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, d
     assert f"the \033[1m{middle}\033[0mé\033[1m" in out
     # nothing given, nothing to tell apart
     assert "\033" not in script(sample, run, "--num-samples", 1)[1]
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-def test_an_infill_as_a_process_writes_its_page(run, tmp_path):
-    path, samples = tmp_path / "order.html", tmp_path / "samples.jsonl"
-    infill = ["--infill", "the [MASK:3]</b>", "--mode", "l2r", "--num-samples", 2]
-    run_script("sample.py", run, *infill, "--html", path, "--jsonl", samples)
-    shown = data_of(path.read_text(encoding="utf-8"))
-    for line, page_sample in zip(read_lines(samples), shown["samples"], strict=True):
-        check_given(line, "the ", 3, "</b>")
-        assert "".join(page_sample["pieces"]) == line["text"]
-        assert (page_sample["step"], page_sample["log_probs"]) == (line["step"], line["log_probs"])
-    assert shown["settings"]["mode"] == "l2r" and shown["settings"]["model_calls"] == 3
-    assert "steps" not in shown["settings"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["order.html", "samples.jsonl"]
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
@@ -421,7 +327,6 @@ def words(text):
     return text.split(" | ")
 
 
-FOLDER = "there is no folder"
 ONE_KIND = "one of --prompt, --infill and --prompts"
 
 
@@ -429,15 +334,12 @@ ONE_KIND = "one of --prompt, --infill and --prompts"
     "arguments, message",
     [
         ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | block size"),
-        ("--prompt | xxxxx | --length | 5", "5 tokens | --length"),
         ("--length | 17", "--length is 17 | block size, 16"),
         ("--length | 0", "--length is 0"),
         ("--steps | 0", "--steps is 0"),
-        ("--mode | even | --steps | -3", "--steps is -3"),
         ("--mode | l2r | --steps | 4", "--steps has no meaning with --mode l2r | mdm or even"),
         ("--mode | random | --schedule | cosine", "--schedule | random | mdm or even"),
         ("--group-size | 1", "--group-size | mdm | l2r or random or order or adaptive"),
-        ("--mode | speculative | --group-size | 2", "--group-size | speculative"),
         ("--mode | random | --unmask-by | entropy", "--unmask-by | random | --mode adaptive"),
         ("--mode | even | --draft | 4", "--draft | even | --mode speculative"),
         ("--mode | l2r | --order | l2r", "--order | l2r | --mode order or speculative"),
@@ -447,33 +349,25 @@ ONE_KIND = "one of --prompt, --infill and --prompts"
         ("--mode | speculative | --noise | float32", "--noise float32 | speculative"),
         ("--mode | adaptive | --unmask-by | length", "--unmask-by | confidence"),
         ("--temperature | -1", "--temperature is -1"),
-        ("--temperature | nan", "--temperature is nan"),
         ("--top-p | 2", "--top-p is 2"),
         ("--top-k | 0", "--top-k is 0"),
         ("--noise | float16", "--noise | float64"),
         ("--num-samples | 0", "--num-samples is 0"),
-        ("--num-samples | many", "--num-samples | many"),
         ("--batch-size | 0", "--batch-size is 0"),
-        ("--jsonl | no/such/x.jsonl", f"--jsonl no/such/x.jsonl | {FOLDER}"),
-        ("--html | no/such/x.html", f"--html no/such/x.html | {FOLDER}"),
+        ("--jsonl | no/such/x.jsonl", "--jsonl no/such/x.jsonl | there is no folder"),
         ("--html | tests", "--html tests is a folder"),
         ("--html | /tmp/no.file | --jsonl | /tmp/../tmp/no.file", "the same file | different"),
         ("--device | banana", "device 'banana'"),
         ("--seed | 9999999999999999999999", "seed"),
         ("--stepz | 3", "--stepz | --steps"),
-        ("--mode | backwards", "--mode | mdm"),
         ("--prompt | a | --infill | [MASK:1]", ONE_KIND),
         ("--prompt | a | --prompts | a.txt", ONE_KIND),
         ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
         ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
         ("--infill | no mask", "--infill: there is no mask | [MASK:n]"),
-        ("--infill | ", "--infill: there is no mask"),
         ("--infill | a [MASK]", "'[MASK]' is no mask | [MASK:n]"),
         ("--infill | [MASK:1] [MASK:0]", "'[MASK:0]' is no mask | at least 1"),
-        ("--infill | [MASK:-1]", "'[MASK:-1]' is no mask"),
         ("--infill | [MASK:٣]", "is no mask"),
-        ("--infill | [MASK: 1]", "'[MASK: 1]' is no mask"),
-        ("--infill | a [MASK:1 b", "'[MASK:1 b' is no mask"),
         (f"--infill | [MASK:{'9' * 5000}]", "is no mask"),
         ("--infill | a[MASK:999999999]", "exceed the model's block size, 16 tokens"),
         ("--infill | xxxxxxxxxxxxxxxx[MASK:1]", "--infill | block size, 16 tokens; shorten"),
@@ -486,36 +380,29 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(refused, argu
     assert all(word in said for word in words(message)), said
 
 
-BAD_TXT = [
-    (b"", "there is no prompt in it"),
-    (b"\n \n\r\n", "there is no prompt in it"),
-    (b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
-    (b"ok\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
-]
-BAD_JSONL = [
-    (b"\xef\xbb\xbf", "there is no prompt in it"),
-    (b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
-    (b"[" * 100_000, "line 1 | not JSON"),
-    (b'\n"text"', "line 2 | this is a str, not an object"),
-    (b"{}", "line 1 | found keys (none)"),
-    (b'{"length": 3}', "line 1 | \"prompt\": TEXT | 'length'"),
-    (b'{"prompt": "a", "infill": "[MASK:1]"}', "line 1 | 'prompt', 'infill'"),
-    (b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
-    (b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
-    (b'{"infill": null}', 'line 1 | "infill" must be text, not null'),
-    (b'{"prompt": "a", "length": true}', 'line 1 | "length" must be a whole number, not true'),
-    (b'{"prompt": "a", "length": 4.0}', "line 1 | not 4.0"),
-    (b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
-    (b'{"prompt": "a", "length": 17}', "line 1 | length is 17 | block size, 16"),
-    (b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
-    (b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
+BAD_FILES = [
+    ("txt", b"", "there is no prompt in it"),
+    ("txt", b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
+    ("txt", b"ok\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
+    ("jsonl", b"\xef\xbb\xbf", "there is no prompt in it"),
+    ("jsonl", b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
+    ("jsonl", b"[" * 100_000, "line 1 | not JSON"),
+    ("jsonl", b'\n"text"', "line 2 | this is a str, not an object"),
+    ("jsonl", b"{}", "line 1 | found keys (none)"),
+    ("jsonl", b'{"length": 3}', "line 1 | \"prompt\": TEXT | 'length'"),
+    ("jsonl", b'{"prompt": "a", "infill": "[MASK:1]"}', "line 1 | 'prompt', 'infill'"),
+    ("jsonl", b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
+    ("jsonl", b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
+    ("jsonl", b'{"prompt": "a", "length": true}', "line 1 | must be a whole number, not true"),
+    ("jsonl", b'{"prompt": "a", "length": 4.0}', "line 1 | not 4.0"),
+    ("jsonl", b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
+    ("jsonl", b'{"prompt": "a", "length": 17}', "line 1 | length is 17 | block size, 16"),
+    ("jsonl", b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
+    ("jsonl", b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
 ]
 
 
-@pytest.mark.parametrize(
-    "suffix, content, message",
-    [("txt", *row) for row in BAD_TXT] + [("jsonl", *row) for row in BAD_JSONL],
-)
+@pytest.mark.parametrize("suffix, content, message", BAD_FILES)
 def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
     refused, tmp_path, suffix, content, message
 ):
@@ -525,11 +412,8 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
     assert all(word in said for word in (str(path), *words(message))), said
 
 
-def test_a_file_of_prompts_is_not_overwritten_and_takes_no_length_for_infills(refused, prompts):
-    path = prompts(ROWS)
-    assert "is a file that is read" in refused("--prompts", path, "--jsonl", path)
-    assert read_lines(path) == ROWS
-    said = refused("--prompts", path, "--length", 12)
+def test_a_file_of_prompts_takes_no_length_for_infills(refused, prompts):
+    said = refused("--prompts", prompts(ROWS), "--length", 12)
     assert "prompts.jsonl line 2: an infill is as long as its text and its masks" in said
 
 
@@ -571,15 +455,3 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
     ):
         assert f"{place}: this model has no start token (GPT-2)" in refused(*arguments)
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
-
-
-def test_a_batch_size_that_does_not_fit_is_an_error_that_says_which_does(
-    refused, run, draw, monkeypatch
-):
-    samples = draw("--num-samples", 8)
-    one = engine.bytes_per_sample(checkpoint.load_model(run), LENGTH)
-    monkeypatch.setattr("runtime.devices.available_memory", lambda device: 3 * one)
-    said = refused("--num-samples", 8, "--batch-size", 8)
-    assert "8 samples of 16 tokens" in said and "take a batch size of 3 or less" in said
-    # left to the script, the batch is as small as it must be
-    assert column(draw("--num-samples", 8), "tokens") == column(samples, "tokens")
