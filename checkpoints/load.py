@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from checkpoints import on_disk, released, store
-from checkpoints.errors import CheckpointError
+from checkpoints import released, store
+from checkpoints.store import CheckpointError
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -72,10 +72,16 @@ def load(
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
+    read = partial(_from_checkpoint, weights=weights)
     file = path
     try:
-        if found := _find_checkpoint(path, weights):
-            file, (model, origin) = found
+        if path.name == "best" and path.is_file():
+            file = store.best_of(path.parent)
+            model, origin = read(file)
+        elif (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
+            model, origin = read(path)
+        elif path.is_dir() and (newest := store.read_newest(path, read)):
+            file, (model, origin) = newest
         else:
             file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)
@@ -94,17 +100,6 @@ def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device=
 
 
 # ---- what a path means ---------------------------------------------------------------------------
-
-
-def _find_checkpoint(path: Path, weights: str) -> tuple[Path, tuple[AOGPT, dict]] | None:
-    read = partial(_from_checkpoint, weights=weights)
-    if path.is_dir():
-        if (path / on_disk.STATE).is_file() or store.step_of(path) is not None:
-            return path, read(path)
-        return store.read_newest(path, read)
-    if path.name == "best" and (best := store.best_of(path.parent)):
-        return best, read(best)
-    return None
 
 
 def weights_file(folder: Path) -> Path:
@@ -142,7 +137,7 @@ def download(repo: str) -> Path:
     except Exception as error:  # not installed, no network, no such repo, no access
         raise CheckpointError(
             f"there is no {repo} here, and it could not be downloaded from Hugging Face: "
-            f"{on_disk.reason_of(error)}"
+            f"{store.reason_of(error)}"
         ) from error
     return local
 
@@ -152,9 +147,9 @@ def download(repo: str) -> Path:
 
 def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     prefix = "ema." if weights == "ema" else "model."
-    values = on_disk.read_values(path, prefix=prefix)
+    values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
-    model = make_model(config, on_disk.read_all(path, values, prefix))
+    model = make_model(config, store.read_all(path, values, prefix))
     data = values["data"]
     origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
     return model, origin | {"step": values["step"], "weights": weights}
@@ -180,38 +175,28 @@ def read_file(path: Path) -> dict:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
             return load_file(path)
-        is_zip = magic.startswith(b"PK")
-        if is_zip:
-            check_zip(path)
+        if is_zip := magic.startswith(b"PK"):  # of torch.save; torch.load checks no checksums
+            with zipfile.ZipFile(path) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise CheckpointError(f"{path} is compressed, unlike files of torch.save")
+                if name := archive.testzip():
+                    raise CheckpointError(f"{path} is damaged (checksum of {name}); get it again")
         # weights_only: otherwise a pickle can call any function of Python
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # torch raises many kinds for damaged and foreign files
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: {_why_unreadable(error)}; {SUPPORTED}"
-        ) from error
+        if name := re.search(r"GLOBAL (\S+)", str(error)):
+            reason = f"it is refused, because loading it would run code ({name[1]})"
+        elif isinstance(error, pickle.UnpicklingError):
+            reason = "it is refused: a pickle of more than tensors and plain values can run code"
+        else:
+            first_sentence = " ".join(str(error).split()).split(". ")[0]
+            reason = f"truncated, or not a file of weights ({first_sentence})"
+        raise CheckpointError(f"{path} cannot be read: {reason}; {SUPPORTED}") from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}")
     return contents
-
-
-def check_zip(path: Path) -> None:
-    """Verify the checksums in a zip file of torch.save, which torch.load does not."""
-    with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise CheckpointError(f"{path} is compressed, unlike files of torch.save")
-        if name := archive.testzip():
-            raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
-
-
-def _why_unreadable(error: Exception) -> str:
-    if name := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it is refused, because loading it would run code ({name[1]})"
-    if isinstance(error, pickle.UnpicklingError):
-        return "it is refused: a pickle of more than tensors and plain values can run code"
-    first_sentence = " ".join(str(error).split()).split(". ")[0]
-    return f"truncated, or not a file of weights ({type(error).__name__}: {first_sentence})"
 
 
 @schema
@@ -232,7 +217,7 @@ def _exported(
     file: Path, tensors: dict, settings: dict, weights: str
 ) -> tuple[ModelConfig, dict[str, Tensor], dict]:
     place = file.with_name("config.json")
-    if settings.get("sha256") != on_disk.digest(settings):
+    if settings.get("sha256") != store.digest(settings):
         raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
     if (found := settings["format"]) != EXPORT_FORMAT:
         raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
@@ -266,7 +251,7 @@ def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
             raise UserError(f"{name} is {shape}, more than the file holds")
         # a copy: the file, which is mapped into memory, may change
         value = value.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        if not on_disk.is_finite(value):
+        if not store.is_finite(value):
             raise UserError(f"{name} holds numbers that are not finite")
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(value))

@@ -49,7 +49,7 @@ import eval_gen
 import eval_ppl
 import sample
 import train
-from checkpoints import load_model, on_disk
+from checkpoints import load_model, store
 from checkpoints.released import gpt_names
 from data import prepare
 from runtime.command_line import run_script
@@ -204,7 +204,7 @@ def changed_tree(path, text, how, rng):
     elif how == "deep":
         table[key] = 0
     if how.startswith("crafted") and "sha256" in values:
-        values["sha256"] = on_disk.digest(values)
+        values["sha256"] = store.digest(values)
     lines[place] = json.dumps(values)
     if how == "deep":
         lines[place] = lines[place].replace(": 0", f": {'[' * 9999}{']' * 9999}", 1)

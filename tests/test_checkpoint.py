@@ -15,7 +15,7 @@ import torch
 from helpers import Hostile, assert_same, flip_byte, limited_file_size, read_checkpoint
 from safetensors.torch import save_file
 
-from checkpoints import CheckpointError, load, load_model, on_disk, store
+from checkpoints import CheckpointError, load, load_model, store
 from model import ModelConfig
 from runtime.files import write_atomically
 from training.averages import EMA
@@ -165,7 +165,7 @@ def change_state(path, without=None, **changes):
     """Another state.json with a checksum that fits."""
     contents = json.loads((path / "state.json").read_text()) | changes
     contents.pop(without, None)
-    contents["sha256"] = on_disk.digest(contents)
+    contents["sha256"] = store.digest(contents)
     (path / "state.json").write_text(json.dumps(contents))
 
 
