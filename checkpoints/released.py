@@ -110,45 +110,36 @@ def listed(names: list[str], limit: int = 4) -> str:
 
 # Modules there -> ours, in the order of parameters(), which is that of the averaged weights; within
 # a module the weight comes before the bias.
-GPT_BLOCK = {
-    "ln_1": "norm1",
-    "attn.c_attn": "attn.qkv",
-    "attn.c_proj": "attn.proj",
-    "attn.q_norm": "attn.q_norm",
-    "attn.k_norm": "attn.k_norm",
-    "ln_2": "norm2",
-    "mlp.c_fc": "mlp.fc",
-    "mlp.c_proj": "mlp.proj",
-    "adaLN.1": "adaln",
-}
-DIFFUSION_BLOCK = {
-    "norm1": "norm1",
-    "attn_qkv": "attn.qkv",
-    "attn_out": "attn.proj",
-    "norm2": "norm2",
-    "mlp.0": "mlp.fc",
-    "mlp.2": "mlp.proj",
-    "adaLN_modulation": "adaln",
-}
+GPT_BLOCK = (
+    "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
+    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
+)
+DIFFUSION_BLOCK = (
+    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc mlp.2:mlp.proj "
+    "adaLN_modulation:adaln"
+)
 
 
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
     """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last norm."""
-    modules = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe", "wnonee")}
-    for i in range(n_layer):
-        modules |= {f"transformer.h.{i}.{m}": f"blocks.{i}.{our}" for m, our in GPT_BLOCK.items()}
-    modules |= {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
-    return _with_kinds(modules) | {"transformer.wnonee.weight": "start"}
+    tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
+    last = {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
+    blocks = _blocks("transformer.h", GPT_BLOCK, n_layer)
+    return _with_kinds(tables) | {"transformer.wnonee.weight": "start"} | _with_kinds(blocks | last)
 
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
     """Names in RADD and SEDD -> ours."""
     modules = {"sigma_map.mlp.0": "noise.fc", "sigma_map.mlp.2": "noise.proj"}
-    for i in range(n_layer):
-        modules |= {f"blocks.{i}.{m}": f"blocks.{i}.{our}" for m, our in DIFFUSION_BLOCK.items()}
+    modules |= _blocks("blocks", DIFFUSION_BLOCK, n_layer)
     modules |= {"output_layer.norm_final": "norm_f", "output_layer.linear": "head"}
     modules |= {"output_layer.adaLN_modulation": "adaln_f"}
     return _with_kinds(modules) | {"vocab_embed.embedding": "wte.weight"}
+
+
+def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
+    pairs = [pair.split(":") for pair in names.split()]
+    return {f"{prefix}.{i}.{m}": f"blocks.{i}.{our}" for i in range(n_layer) for m, our in pairs}
 
 
 def _with_kinds(modules: dict[str, str]) -> dict[str, str]:

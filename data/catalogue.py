@@ -6,7 +6,7 @@ their splits. A row is a document, and its text is what the Hugging Face dataset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from data import sources
 from data.generators import generated, latin5, polya, shuffled
 from data.prompts import read_examples
 from data.puzzles import TASKS, puzzle_corpus
-from data.sources import ROW_FILES, TEXT_FILES, Corpus, Piece, local_files
+from data.sources import ROW_FILES, TEXT_FILES, Corpus, local_files
 
 if TYPE_CHECKING:
     from data.prepare import Prepare
@@ -74,33 +74,24 @@ def made(make: Callable[[str, list[int], int], Corpus], *numbers: int, **options
 
 
 def evaluation_set(
-    *rows: int, hub=None, url=None, lines=(), clean=str, foreign=None, split="test", **options
+    *rows: int, hub=None, url=None, lines=(), clean=str, split="test", **options
 ) -> Dataset:
     """A test set of the published tables; rows: of each split.
 
     hub: (repository, configuration). url: of a file, with the split's name in it. lines: suffixes
-    of text files with a row a line. clean: what was read -> text of the row. foreign: a word that
-    the published form does not have."""
+    of text files with a row a line. clean: what was read -> text of the row."""
 
     def corpora(args: Prepare) -> dict[str, Corpus]:
         name, readers = args.name, ROW_FILES | dict.fromkeys(lines, sources.read_lines)
-        published, notes = dict(zip(dataset.splits, rows, strict=True))[args.split], []
+        published = dict(zip(dataset.splits, rows, strict=True))[args.split]
         if args.source:
-            inner = local_files(args.source, readers, args.field)
+            found = local_files(args.source, readers, args.field)
         elif url:
             file = url.format(FILE_SPLITS[args.split])
-            inner = sources.downloaded_file(name, file, readers, args.field, published)
+            found = sources.downloaded_file(name, file, readers, args.field, published)
         else:
-            inner = sources.hub_rows(name, *hub, HUB_SPLITS[args.split], args.field, published)
-
-        def pieces() -> Iterator[Piece]:
-            for text, end in inner.pieces():
-                if foreign and foreign in text and not notes:
-                    what = "which the raw form of the published tables does not"
-                    notes.append(f"the text holds {foreign}, {what}")
-                yield clean(text), end
-
-        return {args.split: Corpus(pieces, inner.description, published, notes)}
+            found = sources.hub_rows(name, *hub, HUB_SPLITS[args.split], args.field, published)
+        return {args.split: Corpus(map(clean, found.documents), found.description, published)}
 
     dataset = Dataset(corpora, source="optional", protocol="sedd", split=split, **options)
     return dataset
@@ -111,7 +102,6 @@ WIKITEXT = dict(
     detokeniser="wikitext",
     lines=(".tokens", ".raw", ".txt"),
     clean=lambda line: line if line.strip() else "",  # a row is a line with its end
-    foreign="<unk>",
 )
 WIKITEXT_2 = dict(hub=("Salesforce/wikitext", "wikitext-2-raw-v1"), split="train", **WIKITEXT)
 WIKITEXT_103 = dict(hub=("Salesforce/wikitext", "wikitext-103-raw-v1"), **WIKITEXT)

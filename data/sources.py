@@ -1,8 +1,7 @@
 """Where documents come from: files of the user's, published files, the Hugging Face hub.
 
-A `Corpus` yields *pieces*, pairs (text, end): a document is the texts up to and including the one
-with end=True. Most documents are one piece; a big text file is many, so that it is never held
-whole, split where the tokens of the pieces are those of the whole.
+Rows of .jsonl and .parquet files and lines of text are read one at a time; a .txt or .md file is
+one document, held whole.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import contextlib
 import gzip
 import io
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -22,25 +20,21 @@ from typing import BinaryIO, TextIO
 from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
 
-PIECE = 1 << 20  # characters
 ROWS = 1000  # of a table, read at once
-Piece = tuple[str, bool]
-# (stream, its name for messages, the field of a row that holds the text) -> pieces
-Reader = Callable[[BinaryIO, str, str], Iterator[Piece]]
+# (stream, its name for messages, the field of a row that holds the text) -> documents
+Reader = Callable[[BinaryIO, str, str], Iterator[str]]
 
 
 @dataclass
 class Corpus:
-    """The documents of a split.
+    """The documents of a split, to be read once.
 
-    pieces: called for each pass over them. description: for meta.json; equal ones mean equal
-    documents. published: how many documents the published split has. notes: for the user, once the
-    documents have been read."""
+    description: for meta.json; equal ones mean equal documents. published: how many documents the
+    published split has."""
 
-    pieces: Callable[[], Iterator[Piece]]
+    documents: Iterable[str]
     description: list[dict]
     published: int | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -> Corpus:
@@ -53,12 +47,12 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         description.append({"file": path.name, **facts})
 
-    def pieces() -> Iterator[Piece]:
+    def documents() -> Iterator[str]:
         for path, read in files.items():
             with unpacked(path) as stream:
                 yield from at_least(1, read(stream, str(path), field), str(path), "leave it out")
 
-    return Corpus(pieces, description)
+    return Corpus(documents(), description)
 
 
 def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
@@ -94,56 +88,36 @@ def decoded(stream: BinaryIO, name: str, newline: str | None) -> Iterator[TextIO
         raise UserError(f"{name}: not UTF-8 ({what}); {advice}") from error
 
 
-def at_least(number: int, pieces: Iterable[Piece], name: str, advice: str) -> Iterator[Piece]:
-    """The same pieces; raises UserError at the end if they are fewer."""
+def at_least(number: int, documents: Iterable[str], name: str, advice: str) -> Iterator[str]:
+    """The same documents; raises UserError at the end if they are fewer."""
     found = 0
-    for piece in pieces:
+    for document in documents:
         found += 1
-        yield piece
+        yield document
     if found < number:
         raise UserError(f"{name}: {found:,} of at least {number:,} documents; {advice}")
 
 
-def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
-    """The file as one document."""
-    held, is_empty = "", True
+def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+    """The file as one document; none if it is empty."""
     with decoded(stream, name, newline="") as text:
-        while chunk := text.read(PIECE):
-            is_empty, searched, held = False, len(held), held + chunk
-            if place := safe_place(held, after=searched - 1):
-                yield held[:place], False
-                held = held[place:]
-    if not is_empty:
-        yield held, True
+        if whole := text.read():
+            yield whole
 
 
-def safe_place(text: str, before: int | None = None, after: int = 0) -> int:
-    """The last place (at most `before`, above `after`) to split a text so that GPT-2's ids of both
-    parts are those of the whole; 0 where there is none.
-
-    It lies between a character that is no white space and a newline (else a carriage return, else
-    a space): no word of GPT-2 continues there, and its rules look ahead from white space only."""
-    end = len(text) if before is None else min(before + 1, len(text))
-    backwards = text[max(after, 0) : end][::-1]  # the last place becomes the first match
-    for space in "\n\r ":
-        if found := re.search(rf"{space}(?=\S)", backwards):
-            return end - 1 - found.start()
-    return 0
-
-
-def read_lines(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def read_lines(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each line, with its end."""
     with decoded(stream, name, newline=None) as lines:
         for number, line in enumerate(lines, 1):
             if "\0" in line:
                 raise UserError(f"{name} line {number}: this is not text; is it the right file?")
-            yield line, True
+            yield line
 
 
-def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each row of JSON."""
     for place, line in lines_of(stream, name):
-        yield text_of(json_object(line, place), field, place), True
+        yield text_of(json_object(line, place), field, place)
 
 
 def text_of(row: dict, field: str, place: str) -> str:
@@ -156,7 +130,7 @@ def text_of(row: dict, field: str, place: str) -> str:
     return row[field]
 
 
-def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each row of a table."""
 
     def tables() -> Iterable:
@@ -167,16 +141,14 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
     return read_tables(tables, field, name, "damaged, or not a .parquet file")
 
 
-def read_tables(tables: Callable, field: str, name: str, problem: str) -> Iterator[Piece]:
+def read_tables(tables: Callable, field: str, name: str, problem: str) -> Iterator[str]:
     """A document for each row of pyarrow's tables. problem: what it is where that fails."""
     number = 0
     try:
         for table in tables():
-            if field not in table.schema.names:
-                text_of(dict.fromkeys(table.schema.names), field, name)  # raises
-            for text in table.column(field).to_pylist():
+            for row in table.to_pylist():
                 number += 1
-                yield text_of({field: text}, field, f"{name} row {number}"), True
+                yield text_of(row, field, f"{name} row {number}")
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have errors of their own
@@ -205,13 +177,13 @@ def hub_rows(
             streamed = load_dataset(repository, **copy, **options)
         return streamed.with_format("arrow").iter(ROWS)
 
-    def pieces() -> Iterator[Piece]:
+    def documents() -> Iterator[str]:
         advice = without_network(name)
         found = read_tables(tables, field, repository, f"the hub failed; {advice}")
         yield from at_least(rows, found, repository, advice)
 
     source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(pieces, [source])
+    return Corpus(documents(), [source])
 
 
 def downloaded_file(
@@ -219,7 +191,7 @@ def downloaded_file(
 ) -> Corpus:
     """The file at an address, held in memory."""
 
-    def pieces() -> Iterator[Piece]:
+    def documents() -> Iterator[str]:
         import urllib.request
 
         read, advice = find_reader(url.rpartition("/")[2], readers, url), without_network(name)
@@ -230,7 +202,7 @@ def downloaded_file(
             raise UserError(f"{url}: {cause(error)}; {advice}") from error
         yield from at_least(rows, read(stream, url, field), url, advice)
 
-    return Corpus(pieces, [{"url": url}])
+    return Corpus(documents(), [{"url": url}])
 
 
 def without_network(name: str) -> str:
