@@ -86,7 +86,7 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
     "convert": (converts, "run new", "new/model.safetensors"),
     "convert export": (converts, "export new", "new/model.safetensors"),
     "convert release": (converts, "released.pt new", "new/model.safetensors"),
-    "resume": (train.main, f"run.toml --train.steps {STEPS + 3}", CHECKPOINTS),
+    "resume": (train.main, f"run.toml --data.verify --train.steps {STEPS + 3}", CHECKPOINTS),
     "perplexity": (eval_ppl.main, f"run {PERPLEXITY}", "out.json"),
     "prepare": (prepare.main, "text --source text.jsonl --tokenizer bytes --out new", "new"),
     "judge": (eval_gen.main, "--samples samples.jsonl --judge run --json out.json", "out.json"),
@@ -444,7 +444,7 @@ def main():
     check_values(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"AOGPT_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+        os.environ["HF_HUB_OFFLINE"] = "1"
         started = time.monotonic()
         campaign = Campaign(Path(folder), arguments.show)
         each = arguments.cases // len(arguments.seeds)
