@@ -225,24 +225,3 @@ def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) 
     eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
     rounded = eighths[np.searchsorted(eighths, drawn)]
     return np.where(uniform[:, 0] < random_prob, rounded, lengths)
-
-
-def frequency_losses(
-    counted: np.ndarray, tokens: np.ndarray, vocab_size: int
-) -> tuple[float, float]:
-    """Mean loss of `tokens` (m,) but the first, nats per token, under the frequencies of tokens in
-    `counted` (n,), and of pairs of neighbours, which a training curve should fall below. Unigrams
-    are add-one smoothed, bigrams interpolated with them (Witten and Bell 1991)."""
-    from scipy.sparse import csr_array
-
-    if min(counted.size, tokens.size) < 2:
-        raise UserError("pairs need at least 2 tokens; prepare more text")
-    unigram = (np.bincount(counted, minlength=vocab_size) + 1) / (counted.size + vocab_size)
-    here = counted[:-1].astype(np.int32), counted[1:].astype(np.int32)
-    pairs = csr_array((np.ones(counted.size - 1), here), shape=(vocab_size, vocab_size))  # summed
-    before, after = tokens[:-1], tokens[1:]
-    followed, different = pairs.sum(axis=1)[before], np.diff(pairs.indptr)[before]
-    of_next, total = unigram[after], followed + different
-    shares = (pairs[before, after] + different * of_next) / np.maximum(total, 1)
-    bigram = np.where(total > 0, shares, of_next)
-    return float(-np.log(of_next).mean()), float(-np.log(bigram).mean())

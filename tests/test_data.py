@@ -16,14 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import loader, packing, sources
-from data.loader import (
-    TokenDataset,
-    evaluation_split,
-    find_dataset,
-    frequency_losses,
-    load_meta,
-    read_tokens,
-)
+from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens
 from data.tokenizers import get_tokenizer
 from runtime.errors import UserError
 
@@ -289,37 +282,3 @@ def test_find_dataset(tmp_path, monkeypatch):
     assert find_dataset("mine") == Path("mine")
     with pytest.raises(FileNotFoundError, match=r"in .* \(mine\); make it.* data/prepare.py ptb "):
         find_dataset("ptb")
-
-
-# ---- frequencies ---------------------------------------------------------------------------------
-
-
-def test_frequencies_of_large_ids():
-    tokens = np.array([50256, 50255, 50256, 50254] * 5 + [50256], dtype=np.uint16)
-    of_pairs = frequency_losses(tokens, tokens, 50257)[1]
-    assert of_pairs == pytest.approx(0.5 * -math.log(5 / 12) + 0.5 * -math.log(5 / 6), rel=1e-3)
-    with pytest.raises(UserError, match="at least 2"):
-        frequency_losses(tokens, tokens[:1], 50257)
-
-
-@given(*[st.lists(st.integers(0, 4), min_size=2, max_size=50)] * 2)
-def test_frequencies_against_brute_force(counted, tokens):
-    """Whose conditionals sum to 1."""
-    unigram = {t: (counted.count(t) + 1) / (len(counted) + 5) for t in range(5)}
-    pairs = list(itertools.pairwise(counted))
-
-    def after(a, b):
-        followers = [y for x, y in pairs if x == a]
-        if not followers:
-            return unigram[b]
-        different = len(set(followers))
-        return (followers.count(b) + different * unigram[b]) / (len(followers) + different)
-
-    assert all(sum(after(a, b) for b in range(5)) == pytest.approx(1) for a in range(5))
-    asked = list(itertools.pairwise(tokens))
-    expected = (
-        -sum(math.log(unigram[b]) for _, b in asked) / len(asked),
-        -sum(math.log(after(a, b)) for a, b in asked) / len(asked),
-    )
-    found = frequency_losses(np.array(counted), np.array(tokens), 5)
-    assert found == pytest.approx(expected, abs=1e-12)
