@@ -156,16 +156,23 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
 
 
 def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
-    contents = read_file(file)
-    place = file.with_name("config.json")
+    contents, place, settings = read_file(file), file.with_name("config.json"), None
     # A container of released weights, a dict with the key "model", has its own settings.
-    beside = place.exists() and "model" not in contents
-    settings = read_json(place, dict[str, Any], "get it again") if beside else None
-    if str((settings or {}).get("format")).startswith("aogpt-export-"):
-        config, tensors, origin = _exported(file, contents, settings, weights)
-    else:
+    if place.exists() and "model" not in contents:
+        settings = read_json(place, dict[str, Any], "get it again")
+    if not str((settings or {}).get("format")).startswith("aogpt-export-"):
         config, tensors, origin = released.read(contents, settings, weights)
-    return make_model(config, tensors), origin
+        return make_model(config, tensors), origin
+    if settings.get("sha256") != store.digest(settings):
+        raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
+    if (found := settings["format"]) != EXPORT_FORMAT:
+        raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
+    settings = from_values(settings, Export, str(place), "convert its source again")
+    if settings["files"].get(file.name) != sha256_file(file):
+        raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
+    if weights == "raw" and settings["weights"] != "raw":
+        raise UserError("it holds the ema weights only; convert its source with --weights raw")
+    return make_model(settings["model"], contents), {name: settings[name] for name in EXPORTED}
 
 
 def read_file(path: Path) -> dict:
@@ -211,22 +218,6 @@ class Export(TypedDict):
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file
-
-
-def _exported(
-    file: Path, tensors: dict, settings: dict, weights: str
-) -> tuple[ModelConfig, dict[str, Tensor], dict]:
-    place = file.with_name("config.json")
-    if settings.get("sha256") != store.digest(settings):
-        raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
-    if (found := settings["format"]) != EXPORT_FORMAT:
-        raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
-    settings = from_values(settings, Export, str(place), "convert its source again")
-    if settings["files"].get(file.name) != sha256_file(file):
-        raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
-    if weights == "raw" and settings["weights"] != "raw":
-        raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return settings["model"], tensors, {name: settings[name] for name in EXPORTED}
 
 
 # ---- models --------------------------------------------------------------------------------------

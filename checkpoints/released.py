@@ -180,26 +180,16 @@ def _gpt2(state: dict, settings: dict):
 
 def _diffusion(state: dict, settings: dict):
     """Rotary positions; the mask is the last row of the token table."""
-    tokens, noise = _size(settings, "tokens"), {}
+    tokens, length = _size(settings, "tokens"), settings.get("length", 1024)
+    sizes = {"n_layer": "n_blocks", "n_head": "n_heads", "n_embd": "hidden_size"}
+    model = {our: _size(settings, theirs) for our, theirs in sizes.items()}
+    model |= {"vocab_size": tokens + 1, "mask_token": tokens, "block_size": length}
+    model |= {"attention": "full", "target": "none", "position": "rotary", "norm": "layernorm"}
+    model |= {"qk_norm": False, "gelu": "tanh", "attn_bias": False}
     if layout(state) == "SEDD":
         cond_dim = _width(state, "sigma_map.mlp.2.weight")
-        noise = {"noise": True, "norm_bias": False, "cond_dim": cond_dim}
-    config = ModelConfig(
-        block_size=settings.get("length", 1024),
-        n_layer=_size(settings, "n_blocks"),
-        n_head=_size(settings, "n_heads"),
-        n_embd=_size(settings, "hidden_size"),
-        vocab_size=tokens + 1,
-        mask_token=tokens,
-        attention="full",
-        target="none",
-        position="rotary",
-        norm="layernorm",
-        qk_norm=False,
-        gelu="tanh",
-        attn_bias=False,
-        **noise,
-    )
+        model |= {"noise": True, "norm_bias": False, "cond_dim": cond_dim}
+    config = ModelConfig(**model)
     check_config(config)
     state = {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
     return config, state, diffusion_names(config.n_layer)

@@ -122,9 +122,9 @@ class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
     examples with prompts are shorter.
 
-    Attributes: meta (dict), tokens (all ids, memory-mapped), num_blocks. Raises FileNotFoundError
-    or UserError for a folder that is missing, damaged (verify: see `read_tokens`), too short, or
-    packed for another block size."""
+    Attributes: meta (dict), tokens (all ids, memory-mapped), num_blocks, of_records. Raises
+    FileNotFoundError or UserError for a folder that is missing, damaged (verify: see
+    `read_tokens`), too short, or packed for another block size."""
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):
         self.meta, self.tokens = load_meta(folder), read_tokens(folder, split, verify)
@@ -143,22 +143,17 @@ class TokenDataset:
             raise UserError(f"the {split} split of {folder} {few}: {advice}")
         self.block_size, self.num_blocks = block_size, count // block_size
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
-        self._roles = None
-        if roles := self.meta["splits"][split].get("roles"):
+        roles = self.meta["splits"][split].get("roles")
+        self.of_records = roles is not None  # whether a block is an example with a prompt
+        if self.of_records:
             self._roles = np.memmap(Path(folder) / roles["file"], np.uint8, mode="r")
             self._roles = self._roles.reshape(-1, block_size)
 
-    @property
-    def of_records(self) -> bool:
-        """Whether a block is an example with a prompt (prompts.py)."""
-        return self._roles is not None
-
-    def roles(self, indices) -> torch.Tensor | None:
-        """The roles of the tokens in these blocks, uint8 (B, T); None where there is no prompt."""
+    def roles(self, indices) -> torch.Tensor:
+        """The roles (prompts.py) of the tokens in these blocks, where they are examples: uint8
+        (B, T)."""
         import torch
 
-        if self._roles is None:
-            return None
         return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
 
     def blocks(self, indices) -> torch.LongTensor:

@@ -16,14 +16,12 @@ examples:
 import contextlib
 import glob
 import os
-import platform
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,8 +150,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
     files, share = args.val or args.test, args.val_fraction is not None
     drawn = dataset.val_fraction is not None  # the validation split
-    paths = [str(path.resolve()) for path in (*args.source, *args.val, *args.test)]
-    twice = ", ".join({path for path in paths if paths.count(path) > 1})
+    twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
     mistakes = [
         (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
         (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
@@ -170,7 +167,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
         (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),
         (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
-        (twice, f"{twice} is given twice; a file belongs to one split, once"),
+        (twice, f"{[*map(str, twice)]}: a file belongs to one split"),
     ]
     for is_mistake, message in mistakes:
         if is_mistake:
@@ -185,7 +182,6 @@ def metadata(
     """The contents of meta.json, without splits and notes. settings: what decides the result,
     beside the documents."""
     keys = "split protocol block_size tokenizer field val_fraction limit".split()
-    packages = ["numpy"] if tokenizer.name == "bytes" else ["numpy", "tiktoken"]
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -199,7 +195,6 @@ def metadata(
         "split": args.split,
         "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
         "settings": {"dataset": args.name} | {key: getattr(args, key) for key in keys},
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
     }
 
 
@@ -249,17 +244,12 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         raise UserError(f"{target} is no prepared dataset ({found}); choose another --out")
     if overwrite:
         return False
-    advice = "pass --overwrite to replace it, or choose another --out"
-    try:
-        found = load_meta(target)
-        for split in found["splits"]:
-            read_tokens(target, split, verify=True)
-    except (UserError, FileNotFoundError) as error:
-        raise UserError(f"{target} holds a damaged dataset ({error}): {advice}") from error
-    before = found.get("settings", {})
-    changed = [key for key, value in meta["settings"].items() if before.get(key) != value]
-    changed += ["source"] * (found.get("source") != meta["source"])
-    if changed:
+    found = load_meta(target)
+    for split in found["splits"]:
+        read_tokens(target, split, verify=True)
+    before, now = ({**m.get("settings", {}), "source": m.get("source")} for m in (found, meta))
+    if changed := [key for key in now if before.get(key) != now[key]]:
+        advice = "pass --overwrite to replace it, or choose another --out"
         raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
 

@@ -33,6 +33,7 @@ class Task:
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
     # with exact conditionals
     limit: Callable[[Sequence[int]], float] | None = None
+    temperature = 0.0  # of answers
 
     def example(self, key: str, rng: np.random.Generator) -> str:
         """The text made from a key, its prompt marked (prompts.py)."""
@@ -53,11 +54,6 @@ class Task:
 
     def fits(self, answer: str, key: str, made: str) -> bool:
         return answer == made
-
-    @property
-    def temperature(self) -> float:
-        """Of answers: 1 where the limit is that of samples, else 0."""
-        return 1.0 if self.limit else 0.0
 
 
 def puzzle_corpus(task: Task, split: str, seed: list[int], documents: int) -> Corpus:
@@ -188,19 +184,18 @@ class Colouring(Task):
     def answer(self, key, rng):
         """A colour for each country: the first colouring that fits, tried in random order, so not
         all colourings are equally likely."""
-        order, colours = letters(rng, COUNTRIES, of=COUNTRIES), {}
+        order = letters(rng, COUNTRIES, of=COUNTRIES)
 
-        def search(depth: int) -> bool:
-            if depth == COUNTRIES:
-                return True
+        def search(colours: dict[str, str]) -> dict[str, str] | None:
+            if len(colours) == COUNTRIES:
+                return colours
             for k in rng.permutation(len(COLOURS)):
-                colours[order[depth]] = COLOURS[k]
-                if not self.clashes(key, colours) and search(depth + 1):
-                    return True
-            del colours[order[depth]]
-            return False
+                more = colours | {order[len(colours)]: COLOURS[k]}
+                if not self.clashes(key, more) and (found := search(more)):
+                    return found
+            return None
 
-        search(0)
+        colours = search({})
         return "".join(colours[country] for country in LETTERS[:COUNTRIES])
 
     def fits(self, answer, key, made):
@@ -280,6 +275,7 @@ class Parity(Task):  # bits, and the parity of each and all before it: left to r
 class Letters(Task):  # and what is made of them
     def __init__(self, name, size, change, fits=None, limit=None):
         self.name, self.size, self.change, self.limit = name, size, change, limit
+        self.temperature = 1.0 if limit else 0.0  # the limit is that of samples
         self.length, self.start, self.fits = 2 * size + 1, size + 1, fits or self.fits
 
     def draw(self, rng):

@@ -21,6 +21,7 @@ from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
 
 ROWS = 1000  # of a table, read at once
+OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
 # (stream, its name for messages, the field of a row that holds the text) -> documents
 Reader = Callable[[BinaryIO, str, str], Iterator[str]]
 
@@ -49,19 +50,24 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
 
     def documents() -> Iterator[str]:
         for path, read in files.items():
+            empty = True
             with unpacked(path) as stream:
-                yield from at_least(1, read(stream, str(path), field), str(path), "leave it out")
+                for text in read(stream, str(path), field):
+                    empty = False
+                    yield text
+            if empty:
+                raise UserError(f"{path} holds no document; leave it out")
 
     return Corpus(documents(), description)
 
 
 def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
     """The reader of a file, by its suffix. name: of the file, for the message."""
+    unpacked = file.lower().removesuffix(".gz").removesuffix(".xz")
     for suffix, reader in readers.items():
-        endings = ("",) if suffix == ".parquet" else ("", ".gz", ".xz")
-        if any(fnmatch(file.lower(), f"*{suffix}{ending}") for ending in endings):
+        if fnmatch(unpacked, f"*{suffix}"):
             return reader
-    known = f"{', '.join(readers)} (each but .parquet also followed by .gz or .xz)"
+    known = f"{', '.join(readers)} (each also followed by .gz or .xz)"
     raise UserError(f"{name}: unknown kind of file; known here are {known}")
 
 
@@ -83,19 +89,8 @@ def decoded(stream: BinaryIO, name: str, newline: str | None) -> Iterator[TextIO
     try:
         yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError as error:
-        what = f"{error.reason} at byte {stream.tell() - len(error.object) + error.start:,}"
         advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
-        raise UserError(f"{name}: not UTF-8 ({what}); {advice}") from error
-
-
-def at_least(number: int, documents: Iterable[str], name: str, advice: str) -> Iterator[str]:
-    """The same documents; raises UserError at the end if they are fewer."""
-    found = 0
-    for document in documents:
-        found += 1
-        yield document
-    if found < number:
-        raise UserError(f"{name}: {found:,} of at least {number:,} documents; {advice}")
+        raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
 
 
 def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
@@ -133,35 +128,31 @@ def text_of(row: dict, field: str, place: str) -> str:
 def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each row of a table."""
 
-    def tables() -> Iterable:
+    def rows() -> Iterator[dict]:
         from pyarrow.parquet import ParquetFile
 
-        return ParquetFile(stream).iter_batches(ROWS)
+        for table in ParquetFile(stream).iter_batches(ROWS):
+            yield from table.to_pylist()
 
-    return read_tables(tables, field, name, "damaged, or not a .parquet file")
+    return texts_of(rows(), field, name, "damaged, or not a .parquet file")
 
 
-def read_tables(tables: Callable, field: str, name: str, problem: str) -> Iterator[str]:
-    """A document for each row of pyarrow's tables. problem: what it is where that fails."""
+def texts_of(rows: Iterable[dict], field: str, name: str, problem: str) -> Iterator[str]:
+    """The document in each row. problem: what it is where reading them fails."""
     number = 0
     try:
-        for table in tables():
-            for row in table.to_pylist():
-                number += 1
-                yield text_of(row, field, f"{name} row {number}")
+        for number, row in enumerate(rows, 1):
+            yield text_of(row, field, f"{name} row {number}")
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have errors of their own
         raise UserError(f"{name}: {problem} ({cause(error)}, after row {number})") from error
 
 
-def hub_rows(
-    name: str, repository: str, config: str | None, split: str, field: str, rows: int
-) -> Corpus:
-    """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here. rows: how
-    many there are."""
+def hub_rows(name: str, repository: str, config: str | None, split: str, field: str) -> Corpus:
+    """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here."""
 
-    def tables() -> Iterable:
+    def hub() -> Iterator[dict]:
         from datasets import load_dataset
 
         options = {"split": split, "streaming": True}
@@ -175,41 +166,28 @@ def hub_rows(
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
             copy = {"data_files": files, "revision": "refs/convert/parquet"}
             streamed = load_dataset(repository, **copy, **options)
-        return streamed.with_format("arrow").iter(ROWS)
+        yield from streamed
 
-    def documents() -> Iterator[str]:
-        advice = without_network(name)
-        found = read_tables(tables, field, repository, f"the hub failed; {advice}")
-        yield from at_least(rows, found, repository, advice)
-
+    problem = f"the hub failed; {OFFLINE.format(name)}"
     source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(documents(), [source])
+    return Corpus(texts_of(hub(), field, repository, problem), [source])
 
 
-def downloaded_file(
-    name: str, url: str, readers: dict[str, Reader], field: str, rows: int
-) -> Corpus:
+def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str) -> Corpus:
     """The file at an address, held in memory."""
 
     def documents() -> Iterator[str]:
         import urllib.request
 
-        read, advice = find_reader(url.rpartition("/")[2], readers, url), without_network(name)
+        read = find_reader(url.rpartition("/")[2], readers, url)
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            raise UserError(f"{url}: {cause(error)}; {advice}") from error
-        yield from at_least(rows, read(stream, url, field), url, advice)
+            raise UserError(f"{url}: {cause(error)}; {OFFLINE.format(name)}") from error
+        yield from read(stream, url, field)
 
     return Corpus(documents(), [{"url": url}])
-
-
-def without_network(name: str) -> str:
-    return (
-        f"pip install datasets, or download the files of {name} where there is a network and pass "
-        f"them: python data/prepare.py {name} --source FILE.parquet ... (--help: other kinds)"
-    )
 
 
 def cause(error: BaseException) -> str:

@@ -9,8 +9,6 @@ bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 import base64
 import codecs
 import functools
-import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -36,9 +34,6 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
-
-    def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        return map(self.encode_array, texts)
 
     def decode(self, ids) -> str:
         """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD. Raises
@@ -89,11 +84,6 @@ class BytePairTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
-
-    def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        threads = os.cpu_count() or 1  # tiktoken releases Python's lock
-        encoded = self.encoding.encode_ordinary_batch(list(texts), num_threads=threads)
-        return (np.array(ids, dtype=np.uint16) for ids in encoded)
 
 
 @functools.cache

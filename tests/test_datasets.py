@@ -34,11 +34,9 @@ from data import catalogue, packing
 from data import prepare as prepare_module
 from data.detokenisers import RULES, detokenise
 from data.loader import TokenDataset, load_meta, read_tokens
-from data.puzzles import TASKS
 from runtime.errors import UserError
 from runtime.files import sha256_file
 
-SETS = {name: each for name, each in catalogue.DATASETS.items() if each.protocol == "sedd"}
 BYTES = ("--tokenizer", "bytes", "--out")
 
 
@@ -118,19 +116,6 @@ CASES = {
 def test_detokenisers(name):
     for text, expected in CASES[name]:
         assert detokenise(name, text) == expected
-
-
-def test_detokenisers_on_real_lines(real_data):
-    ptb = (real_data / "ptb" / "ptb.test.txt").read_text().splitlines()
-    start = "the 1 stock specialist firms on the big board floor the buyers"
-    assert detokenise("ptb", ptb[3].strip()).startswith(start)
-    wiki = (real_data / "wikitext" / "wiki.test.tokens").read_text(encoding="utf-8")
-    wiki = [detokenise("wikitext", line) for line in wiki.splitlines(keepends=True)[:12]]
-    assert wiki[1] == " = Robert Boulter =\n" and wiki[6] == " == Career ==\n"
-    assert ' he portrayed "Scott Parry" in the episode, "In Safe Hands". ' in wiki[11]
-    line = (real_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").split("\n")[0]
-    first = detokenise("lambada", json.loads(line)["text"])
-    assert first.startswith("\nIn my palm is a clear stone, and inside it is a small ivory")
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -288,7 +273,6 @@ def test_gpt2_field_share_and_limit_of_several_files(tmp_path):
     folder = prepared("openwebtext", tmp_path / "o", *paths, **options)
     meta = load_meta(folder)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
-    assert "tiktoken" in meta["versions"]
     assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
     train, val = documents(folder, "train"), documents(folder, "val")
     assert len(val) == 5 and train == [text for text in texts[:50] if text not in val]
@@ -354,8 +338,6 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
         ["", " wikitext-103-raw-v1 validation \n"],
     )
     assert rows_of("wikitext103", "val", two, catalogue.WIKITEXT_103, **here) == rows
-    with pytest.raises(UserError, match="2 of at least 4,358 documents"):
-        rows_of("wikitext103", "test", (2, 2, 4358), catalogue.WIKITEXT_103, **here)
 
     # a repository that still holds a script: the converted copy, of which parts can be partial
     real = datasets.load_dataset
@@ -388,19 +370,7 @@ def test_rows_of_published_files(tmp_path):
         assert rows_of("lambada", "test", (1,), lambada) == ["a\nb"]
         with pytest.raises(UserError, match="ptb.test.txt: .*404.*ptb --source FILE"):
             rows_of("ptb", "test", *ptb)
-        with pytest.raises(UserError, match="1 of at least 5,153 documents"):
-            rows_of("lambada", "test", (5_153,), lambada)
         server.shutdown()
-
-
-def test_splits_and_protocols_of_the_sets():
-    """Those of the published tables; what models are trained on is not packed."""
-    splits = dict.fromkeys(SETS, "test") | {"wikitext2": "train", "pubmed": "val", "arxiv": "val"}
-    assert {name: each.split for name, each in SETS.items()} == splits
-    protocols = {name: each.protocol for name, each in catalogue.DATASETS.items()}
-    texts = ("stories", "text", "openwebtext", "polya", "latin5", "shuffled")
-    expected = dict.fromkeys(texts, "full") | dict.fromkeys(SETS, "sedd")
-    assert protocols == expected | dict.fromkeys((*TASKS, "records"), "records")
 
 
 # ---- what users get wrong ------------------------------------------------------------------------
@@ -431,9 +401,9 @@ FILES = {
     ("name", "file", "options", "says"),
     [
         # files that cannot be read
-        ("text", "empty.txt", {}, "empty.txt: 0 of at least 1 documents; leave it out"),
+        ("text", "empty.txt", {}, "empty.txt holds no document; leave it out"),
         ("text", "one.txt", {}, "has 1 characters.*add documents"),
-        ("text", "latin.txt", {}, "latin.txt: not UTF-8 .* at byte 3.*iconv"),
+        ("text", "latin.txt", {}, "latin.txt: not UTF-8 .*iconv"),
         ("text", "latin.jsonl", {}, "latin.jsonl line 2: this is not UTF-8"),
         ("text", "syntax.jsonl", {}, "syntax.jsonl line 2: this is not JSON"),
         ("text", "number.jsonl", {}, "number.jsonl line 2.*'text' holds int, not a string"),
@@ -456,7 +426,7 @@ FILES = {
         ("text", None, {}, "text needs files: --source FILE"),
         ("polya", "good.txt", {}, "takes no --source.*text --source"),
         ("stories", None, {"val": "good.txt"}, "takes no --val"),
-        ("text", "good.txt", {"val": "good.txt"}, "is given twice"),
+        ("text", "good.txt", {"val": "good.txt"}, "belongs to one split"),
         ("text", "good.txt", {"val": "one.txt", "val_fraction": 0.1}, "--val or --val-fraction"),
         ("text", "good.txt", {"val_fraction": 0.7}, "--val-fraction is 0.7; .* at most 0.5"),
         ("text", "good.txt", {"tokenizer": "byte"}, "did you mean 'bytes'"),
@@ -491,7 +461,7 @@ def test_parquet_files_without_the_field_or_rows(tmp_path):
     file = parquet(tmp_path / "b.parquet", ["one", None])
     with pytest.raises(UserError, match="b.parquet row 2: the field 'text' holds NoneType"):
         prepared("lambada", tmp_path / "o", file)
-    with pytest.raises(UserError, match="e.parquet: 0 of at least 1 doc"):
+    with pytest.raises(UserError, match="e.parquet holds no document"):
         prepared("lambada", tmp_path / "o", parquet(tmp_path / "e.parquet", []))
 
 
@@ -544,7 +514,7 @@ def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(t
     meta = load_meta(tmp_path / "o")
     assert (meta["tokenizer"], meta["vocab_size"]) == ("english", 2048)
     assert (meta["format"], meta["dtype"], meta["eot"]) == (1, "uint16", 2047)
-    assert meta["versions"]["numpy"] == np.__version__
+
     train, val = documents(tmp_path / "o", "train"), documents(tmp_path / "o", "val")
     assert len(train) + len(val) == 171 and len(val) == 8
     assert sum(map(len, train + val)) > 2_700_000
@@ -577,7 +547,7 @@ def test_a_second_run_does_nothing(tmp_path, capsys):
     again(overwrite=True)
     assert load_meta(out)["splits"]["train"]["documents"] == 2
     (out / "train.bin").write_bytes(bytes((out / "train.bin").stat().st_size))
-    with pytest.raises(UserError, match="damaged.*--overwrite"):
+    with pytest.raises(UserError, match="does not match its checksum"):
         again()
     assert names(tmp_path) == ["a.jsonl", "o"]
 

@@ -516,14 +516,6 @@ def test_a_repo_that_the_cache_holds_is_loaded_by_its_id(tmp_path, monkeypatch):
     assert torch.equal(load("org/radd-1.5").model.wte.weight, state["vocab_embed.embedding"])
 
 
-def test_a_mistyped_path_is_not_looked_for_on_hugging_face(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").mkdir()
-    for path in ("out/nothing", "other/model.pt", "a/b/c", "nothing"):
-        with pytest.raises(CheckpointError, match=f"there is no {path}; give a run folder"):
-            load(path)
-
-
 # ---- convert -------------------------------------------------------------------------------------
 
 
