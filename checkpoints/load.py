@@ -135,10 +135,8 @@ def download(repo: str) -> Path:
             if any(local.glob(name)):
                 break
     except Exception as error:  # not installed, no network, no such repo, no access
-        raise CheckpointError(
-            f"there is no {repo} here, and it could not be downloaded from Hugging Face: "
-            f"{store.reason_of(error)}"
-        ) from error
+        reason = store.reason_of(error)
+        raise CheckpointError(f"there is no {repo} here or on Hugging Face: {reason}") from error
     return local
 
 

@@ -119,17 +119,13 @@ def prepare(args: Prepare) -> Path:
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
     dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
     check_options(args, dataset)
-    args = replace(
-        args,
-        split=args.split or dataset.split,
-        protocol=args.protocol or dataset.protocol,
-        tokenizer=args.tokenizer or dataset.tokenizer,
-        field=args.field or dataset.field,
-        val_fraction=None if args.val or args.split else args.val_fraction or dataset.val_fraction,
-    )
-    if args.protocol != "full":
-        size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
-        args = replace(args, block_size=size)
+    keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
+    chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
+    if chosen["protocol"] != "full":
+        chosen["block_size"] = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+    if args.val or args.split:
+        chosen["val_fraction"] = None
+    args = replace(args, **chosen)
     tokenizer = get_tokenizer(args.tokenizer)  # before files are read, which can take long
     corpora = dataset.corpora(args)
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
@@ -286,9 +282,8 @@ def report(target: Path, meta: dict) -> None:
     for split, entry in meta["splits"].items():
         dropped = f"{entry['dropped_tokens']:,} tokens dropped"
         print(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
-    print(f"in {name}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids")
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
-    print(f"protocol {meta['protocol']}{blocks}")
+    print(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
     for note in meta["notes"]:
         print(f"not comparable with the published tables: {note}")
     if meta["protocol"] == "sedd" or meta["split"]:

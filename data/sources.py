@@ -1,7 +1,6 @@
 """Where documents come from: files of the user's, published files, the Hugging Face hub.
 
-Rows of .jsonl and .parquet files and lines of text are read one at a time; a .txt or .md file is
-one document, held whole.
+Rows of .jsonl and .parquet files are read one at a time; text files are held whole.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ import contextlib
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
@@ -42,9 +42,7 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
     """The documents of some files. readers: how files of each suffix are read."""
     description, files = [], {}
     for path in paths:
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
-        files[path] = find_reader(path.name, readers, str(path))
+        files[path] = find_reader(str(path), readers)
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         description.append({"file": path.name, **facts})
 
@@ -61,14 +59,14 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -
     return Corpus(documents(), description)
 
 
-def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
-    """The reader of a file, by its suffix. name: of the file, for the message."""
+def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+    """The reader of a file, by its suffix."""
     unpacked = file.lower().removesuffix(".gz").removesuffix(".xz")
     for suffix, reader in readers.items():
         if fnmatch(unpacked, f"*{suffix}"):
             return reader
     known = f"{', '.join(readers)} (each also followed by .gz or .xz)"
-    raise UserError(f"{name}: unknown kind of file; known here are {known}")
+    raise UserError(f"{file}: unknown kind of file; known here are {known}")
 
 
 @contextlib.contextmanager
@@ -77,36 +75,29 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
     try:
         with opener(path, "rb") as file:
             yield file
-    except EOFError as error:
-        raise UserError(f"{path}: the compressed file ends too early; get it again") from error
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
-
-
-@contextlib.contextmanager
-def decoded(stream: BinaryIO, name: str, newline: str | None) -> Iterator[TextIO]:
-    """The text of a stream of bytes; newline: as of `open`."""
-    try:
-        yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
-    except UnicodeDecodeError as error:
-        advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
-        raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path}: damaged, cut short, or not a {path.suffix} file") from error
 
 
 def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """The file as one document; none if it is empty."""
-    with decoded(stream, name, newline="") as text:
-        if whole := text.read():
-            yield whole
+    try:
+        text = stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
+        raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
+    if text:
+        yield text
 
 
 def read_lines(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each line, with its end."""
-    with decoded(stream, name, newline=None) as lines:
+    for text in read_whole(stream, name, field):
+        lines = re.finditer(r"[^\n]*\n|[^\n]+", re.sub(r"\r\n?", "\n", text))
         for number, line in enumerate(lines, 1):
-            if "\0" in line:
+            if "\0" in line[0]:
                 raise UserError(f"{name} line {number}: this is not text; is it the right file?")
-            yield line
+            yield line[0]
 
 
 def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
@@ -179,7 +170,7 @@ def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str)
     def documents() -> Iterator[str]:
         import urllib.request
 
-        read = find_reader(url.rpartition("/")[2], readers, url)
+        read = find_reader(url, readers)
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
