@@ -148,8 +148,7 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
     model = make_model(config, store.read_all(path, values, prefix))
-    data = values["data"]
-    origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
+    origin = {key: values["data"][key] for key in ("tokenizer", "vocab_size")}
     return model, origin | {"step": values["step"], "weights": weights}
 
 

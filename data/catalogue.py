@@ -112,20 +112,21 @@ PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
 PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
 EXAMPLES = dict(readers={".jsonl": read_examples}, protocol="records", val_fraction=0.05)
-MADE = dict(tokenizer="bytes")
+SHUFFLED = dict(change=shuffled, tokenizer="bytes", val_fraction=0.05)
 
 
 def puzzle(task: Task) -> Dataset:
     numbers, make = (task.documents, *[task.keys or 1000] * 2), partial(puzzle_corpus, task)
-    return Dataset(numbers, make=make, protocol="records", block_size=task.length, **MADE)
+    options = {"protocol": "records", "block_size": task.length, "tokenizer": "bytes"}
+    return Dataset(numbers, make=make, **options)
 
 
 DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
     "text": Dataset(source="always", val_fraction=0.05),
-    "polya": Dataset((60_000, 4_000), make=partial(generated, polya), **MADE),
-    "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), **MADE),
-    "shuffled": Dataset(source="always", change=shuffled, val_fraction=0.05, **MADE),
+    "polya": Dataset((60_000, 4_000), make=partial(generated, polya), tokenizer="bytes"),
+    "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"),
+    "shuffled": Dataset(source="always", **SHUFFLED),
     "records": Dataset(source="always", **EXAMPLES),
     **{name: puzzle(task) for name, task in TASKS.items()},
     "openwebtext": Dataset(source="optional", **OWT),

@@ -150,10 +150,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     mistakes = [
         (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
         (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
-        (
-            args.split and source == "never" and not drawn,
-            f"{name} has splits of its own: no --split",
-        ),
+        (args.split and source == "never" and not drawn, f"{name} has splits of its own"),
         (share and not drawn, f"{name} has splits of its own: leave out --val-fraction"),
         (files and source != "always", f"{name} takes no --val or --test files"),
         (args.split and (files or share), "--split is of all documents: leave out other splits"),

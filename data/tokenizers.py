@@ -24,13 +24,9 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 
 class Tokenizer:
-    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have
-    encode_array(text), unsigned integers (n,), in which "<|endoftext|>" is plain text, and
-    to_bytes(ids), in which end-of-text has the bytes of its name."""
-
-    name: str
-    vocab_size: int
-    eot: int
+    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have a
+    name, these numbers, encode_array(text), unsigned integers (n,), in which "<|endoftext|>" is
+    plain text, and to_bytes(ids), in which end-of-text has the bytes of its name."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
