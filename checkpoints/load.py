@@ -107,8 +107,7 @@ def weights_file(folder: Path) -> Path:
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
     files = files[:1] or sorted(folder.glob("*.pt"))
     if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{folder} holds {names}; give the path of one of them")
+        raise CheckpointError(f"{folder} holds {', '.join(f.name for f in files)}; give one's path")
     if not files:
         raise CheckpointError(
             f"{folder} holds no checkpoints/step_N (has its run trained?), model.safetensors or "
@@ -119,9 +118,8 @@ def weights_file(folder: Path) -> Path:
 
 def download(repo: str) -> Path:
     """The folder of a Hugging Face repo's weights, from the network or the local cache."""
-    path = Path(repo)
-    is_file = path.suffix in (".pt", ".bin", ".safetensors")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or is_file or path.parent.is_dir():
+    is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
+    if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise CheckpointError(
             f"there is no {repo}; give a run folder (out/NAME) or a checkpoint, a file (.pt) or "
             "folder of released weights, or a Hugging Face repo id (org/name)"
@@ -197,7 +195,8 @@ def read_file(path: Path) -> dict:
         else:
             first_sentence = " ".join(str(error).split()).split(". ")[0]
             reason = f"truncated, or not a file of weights ({first_sentence})"
-        raise CheckpointError(f"{path} cannot be read: {reason}; {SUPPORTED}") from error
+        what = f"{path} cannot be read as a checkpoint"
+        raise CheckpointError(f"{what}: {reason}; {SUPPORTED}") from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}")
     return contents

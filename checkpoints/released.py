@@ -143,8 +143,7 @@ def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
 
 
 def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
-    kinds = ("weight", "bias")
-    return {f"{m}.{kind}": f"{our}.{kind}" for m, our in modules.items() for kind in kinds}
+    return {f"{m}.{k}": f"{our}.{k}" for m, our in modules.items() for k in ("weight", "bias")}
 
 
 # ---- layouts: (state, settings) -> (ModelConfig, state, names) -----------------------------------

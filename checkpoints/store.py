@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NotRequired, TypeVar
+from typing import Any, NotRequired
 
 import safetensors.torch
 import torch
@@ -41,7 +41,6 @@ FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
 ADVICE = "use another checkpoint of the run"
 
-T = TypeVar("T")
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
 Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
@@ -237,8 +236,8 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
 
 
 def read_newest(
-    run_folder: Path, read: Callable[[Path], T] = read_values, procs: Processes | None = None
-) -> tuple[Path, T] | None:
+    run_folder: Path, read: Callable[[Path], Any] = read_values, procs: Processes | None = None
+) -> tuple[Path, Any] | None:
     """The newest checkpoint that can be read, and read(path); None if the run has none.
 
     A damaged checkpoint is passed over with a warning. procs: the processes of a run; all must call

@@ -83,9 +83,9 @@ def evaluation_split(meta: dict) -> str:
 
 def load_meta(folder) -> Meta:
     """The contents of `folder`/meta.json. Raises FileNotFoundError or UserError."""
-    path, how = Path(folder) / "meta.json", f"python data/prepare.py NAME --out {folder}"
+    path = Path(folder) / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no dataset folder (no meta.json); make one: {how}")
+        raise FileNotFoundError(f"{folder} is no data set (no meta.json); see data/prepare.py")
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
@@ -97,8 +97,7 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
     `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
     meta = load_meta(folder)
     if split not in meta["splits"]:
-        splits = ", ".join(map(repr, meta["splits"]))
-        raise UserError(f"{folder} has no split {split!r}; its splits are {splits}")
+        raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
     entry = meta["splits"][split]
     count, token_file = entry["tokens"], Path(folder) / entry["file"]
     files = [(token_file, entry["sha256"], count * DTYPE.itemsize)]

@@ -114,9 +114,8 @@ class SplitFile:
     def __init__(self, path: Path, protocol: str, block_size: int | None):
         self.path, self.protocol, self.block_size = path, protocol, block_size
         self.tokens, self.ends = 0, array("q")  # ends: the place after each document
-        self._files = [open(path, "wb")]
-        if protocol == "records":
-            self._files.append(open(path.with_suffix(".roles.bin"), "wb"))
+        self._paths = [path] + [path.with_suffix(".roles.bin")] * (protocol == "records")
+        self._files = [open(path, "wb") for path in self._paths]
 
     def write(self, ids: np.ndarray, roles: np.ndarray | None) -> None:
         """Add a document."""
@@ -140,8 +139,7 @@ class SplitFile:
                 f" and no group of {GROUP_ROWS:,} rows in a shard fills a block of "
                 f"{self.block_size:,}: lower --block-size, or use --protocol full"
             )
-        paths = [Path(file.name) for file in self._files]
-        facts = [{"file": path.name, "sha256": sha256_file(path)} for path in paths]
+        facts = [{"file": p.name, "sha256": sha256_file(p)} for p in self._paths]
         counts = {"documents": len(self.ends), "dropped_tokens": self.tokens - size}
         return {"tokens": size, **counts, **facts[0]} | ({"roles": facts[1]} if facts[1:] else {})
 

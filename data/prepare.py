@@ -202,8 +202,7 @@ def write_splits(
         end = dataset.block_size is None  # examples of one length need no end
         encode = partial(map, partial(encode_example, tokenizer, args.block_size, end))
     files: dict[str, SplitFile] = {}
-    interval = 0.2 if sys.stderr.isatty() else 30  # a log file needs a line now and then
-    with tqdm(unit=" tokens", unit_scale=True, mininterval=interval) as bar:
+    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:  # None: unless in a terminal
         for batch in batches(route(corpora, args.val_fraction, args.limit, whole=examples)):
             splits, texts = zip(*batch, strict=True)
             for split, (ids, roles) in zip(splits, encode(texts), strict=True):
@@ -230,12 +229,10 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     """Whether `target` holds the dataset that `meta` describes. Raises UserError where it holds
     other files, whatever `overwrite` says, or without it another or a damaged dataset."""
     names = {path.name for path in target.iterdir()} if target.exists() else set()
-    if not names:
-        return False
-    if names - FILES or "meta.json" not in names:
+    if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
         raise UserError(f"{target} is no prepared dataset ({found}); choose another --out")
-    if overwrite:
+    if overwrite or not names:
         return False
     found = load_meta(target)
     for split in found["splits"]:

@@ -33,7 +33,8 @@ class Task:
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
     # with exact conditionals
     limit: Callable[[Sequence[int]], float] | None = None
-    temperature = 0.0  # of answers
+    # of answers: 1 where the limit is that of samples, else 0
+    temperature = property(lambda self: 1.0 if self.limit else 0.0)
 
     def example(self, key: str, rng: np.random.Generator) -> str:
         """The text made from a key, its prompt marked (prompts.py)."""
@@ -275,7 +276,6 @@ class Parity(Task):  # bits, and the parity of each and all before it: left to r
 class Letters(Task):  # and what is made of them
     def __init__(self, name, size, change, fits=None, limit=None):
         self.name, self.size, self.change, self.limit = name, size, change, limit
-        self.temperature = 1.0 if limit else 0.0  # the limit is that of samples
         self.length, self.start, self.fits = 2 * size + 1, size + 1, fits or self.fits
 
     def draw(self, rng):

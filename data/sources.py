@@ -20,7 +20,6 @@ from typing import BinaryIO
 from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
 
-ROWS = 1000  # of a table, read at once
 OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
 # (stream, its name for messages, the field of a row that holds the text) -> documents
 Reader = Callable[[BinaryIO, str, str], Iterator[str]]
@@ -122,7 +121,7 @@ def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     def rows() -> Iterator[dict]:
         from pyarrow.parquet import ParquetFile
 
-        for table in ParquetFile(stream).iter_batches(ROWS):
+        for table in ParquetFile(stream).iter_batches(1000):
             yield from table.to_pylist()
 
     return texts_of(rows(), field, name, "damaged, or not a .parquet file")

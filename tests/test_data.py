@@ -227,7 +227,7 @@ def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_p
     file.unlink()
     with pytest.raises(FileNotFoundError, match="train.bin"):
         TokenDataset(folder, "train", 16)
-    with pytest.raises(FileNotFoundError, match="none is no dataset folder.*prepare.py"):
+    with pytest.raises(FileNotFoundError, match="none is no data set.*prepare.py"):
         load_meta(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no meta.json.*prepare.py"):
         load_meta(tmp_path)
@@ -239,7 +239,7 @@ ENTRY = {"file": "train.bin", "tokens": 50, "sha256": ""}
 @pytest.mark.parametrize(
     ("tokens", "split", "block_size", "changes", "says"),
     [
-        (50, "val", 4, {}, "no split 'val'; its splits are 'train'"),
+        (50, "val", 4, {}, "no split 'val'; it has train"),
         (50, "train", 51, {}, "50 tokens.*lower block_size to at most 50"),
         (50, "train", 1, {"format": 3}, "format 3.*update the code"),
         (50, "train", 1, {"dtype": "float8"}, "dtype is 'float8'"),

@@ -180,7 +180,7 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
     torch.save(container()[0], tmp_path / "small.pt")
     assert load(tmp_path).path == str(tmp_path / "small.pt")
     shutil.copy(tmp_path / "small.pt", tmp_path / "medium.pt")
-    with pytest.raises(CheckpointError, match=r"medium\.pt, small\.pt; give the path of one"):
+    with pytest.raises(CheckpointError, match=r"medium\.pt, small\.pt; give one's path"):
         load(tmp_path)
 
 
