@@ -18,7 +18,7 @@ import tyro
 
 from checkpoints import CheckpointError, load
 from checkpoints.load import EXPORT_FORMAT, EXPORTED
-from checkpoints.on_disk import digest, is_finite
+from checkpoints.store import digest, is_finite
 from runtime.command_line import run_script
 from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
 from variants import parameter_counts

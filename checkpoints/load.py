@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from checkpoints import on_disk, released, store
-from checkpoints.errors import CheckpointError
+from checkpoints import released, store
+from checkpoints.store import CheckpointError
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -72,10 +72,16 @@ def load(
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
+    read = partial(_from_checkpoint, weights=weights)
     file = path
     try:
-        if found := _find_checkpoint(path, weights):
-            file, (model, origin) = found
+        if path.name == "best" and path.is_file():
+            file = store.best_of(path.parent)
+            model, origin = read(file)
+        elif (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
+            model, origin = read(path)
+        elif path.is_dir() and (newest := store.read_newest(path, read)):
+            file, (model, origin) = newest
         else:
             file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)
@@ -96,24 +102,12 @@ def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device=
 # ---- what a path means ---------------------------------------------------------------------------
 
 
-def _find_checkpoint(path: Path, weights: str) -> tuple[Path, tuple[AOGPT, dict]] | None:
-    read = partial(_from_checkpoint, weights=weights)
-    if path.is_dir():
-        if (path / on_disk.STATE).is_file() or store.step_of(path) is not None:
-            return path, read(path)
-        return store.read_newest(path, read)
-    if path.name == "best" and (best := store.best_of(path.parent)):
-        return best, read(best)
-    return None
-
-
 def weights_file(folder: Path) -> Path:
     """The file of weights in a folder."""
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
     files = files[:1] or sorted(folder.glob("*.pt"))
     if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{folder} holds {names}; give the path of one of them")
+        raise CheckpointError(f"{folder} holds {', '.join(f.name for f in files)}; give one's path")
     if not files:
         raise CheckpointError(
             f"{folder} holds no checkpoints/step_N (has its run trained?), model.safetensors or "
@@ -124,9 +118,8 @@ def weights_file(folder: Path) -> Path:
 
 def download(repo: str) -> Path:
     """The folder of a Hugging Face repo's weights, from the network or the local cache."""
-    path = Path(repo)
-    is_file = path.suffix in (".pt", ".bin", ".safetensors")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or is_file or path.parent.is_dir():
+    is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
+    if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise CheckpointError(
             f"there is no {repo}; give a run folder (out/NAME) or a checkpoint, a file (.pt) or "
             "folder of released weights, or a Hugging Face repo id (org/name)"
@@ -140,10 +133,8 @@ def download(repo: str) -> Path:
             if any(local.glob(name)):
                 break
     except Exception as error:  # not installed, no network, no such repo, no access
-        raise CheckpointError(
-            f"there is no {repo} here, and it could not be downloaded from Hugging Face: "
-            f"{on_disk.reason_of(error)}"
-        ) from error
+        reason = store.reason_of(error)
+        raise CheckpointError(f"there is no {repo} here or on Hugging Face: {reason}") from error
     return local
 
 
@@ -152,25 +143,31 @@ def download(repo: str) -> Path:
 
 def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     prefix = "ema." if weights == "ema" else "model."
-    values = on_disk.read_values(path, prefix=prefix)
+    values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
-    model = make_model(config, on_disk.read_all(path, values, prefix))
-    data = values["data"]
-    origin = {"tokenizer": data["tokenizer"], "vocab_size": data["vocab_size"]}
+    model = make_model(config, store.read_all(path, values, prefix))
+    origin = {key: values["data"][key] for key in ("tokenizer", "vocab_size")}
     return model, origin | {"step": values["step"], "weights": weights}
 
 
 def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
-    contents = read_file(file)
-    place = file.with_name("config.json")
+    contents, place, settings = read_file(file), file.with_name("config.json"), None
     # A container of released weights, a dict with the key "model", has its own settings.
-    beside = place.exists() and "model" not in contents
-    settings = read_json(place, dict[str, Any], "get it again") if beside else None
-    if str((settings or {}).get("format")).startswith("aogpt-export-"):
-        config, tensors, origin = _exported(file, contents, settings, weights)
-    else:
+    if place.exists() and "model" not in contents:
+        settings = read_json(place, dict[str, Any], "get it again")
+    if not str((settings or {}).get("format")).startswith("aogpt-export-"):
         config, tensors, origin = released.read(contents, settings, weights)
-    return make_model(config, tensors), origin
+        return make_model(config, tensors), origin
+    if settings.get("sha256") != store.digest(settings):
+        raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
+    if (found := settings["format"]) != EXPORT_FORMAT:
+        raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
+    settings = from_values(settings, Export, str(place), "convert its source again")
+    if settings["files"].get(file.name) != sha256_file(file):
+        raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
+    if weights == "raw" and settings["weights"] != "raw":
+        raise UserError("it holds the ema weights only; convert its source with --weights raw")
+    return make_model(settings["model"], contents), {name: settings[name] for name in EXPORTED}
 
 
 def read_file(path: Path) -> dict:
@@ -180,38 +177,29 @@ def read_file(path: Path) -> dict:
             magic = file.read(9)
         if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
             return load_file(path)
-        is_zip = magic.startswith(b"PK")
-        if is_zip:
-            check_zip(path)
+        if is_zip := magic.startswith(b"PK"):  # of torch.save; torch.load checks no checksums
+            with zipfile.ZipFile(path) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise CheckpointError(f"{path} is compressed, unlike files of torch.save")
+                if name := archive.testzip():
+                    raise CheckpointError(f"{path} is damaged (checksum of {name}); get it again")
         # weights_only: otherwise a pickle can call any function of Python
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # torch raises many kinds for damaged and foreign files
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: {_why_unreadable(error)}; {SUPPORTED}"
-        ) from error
+        if name := re.search(r"GLOBAL (\S+)", str(error)):
+            reason = f"it is refused, because loading it would run code ({name[1]})"
+        elif isinstance(error, pickle.UnpicklingError):
+            reason = "it is refused: a pickle of more than tensors and plain values can run code"
+        else:
+            first_sentence = " ".join(str(error).split()).split(". ")[0]
+            reason = f"truncated, or not a file of weights ({first_sentence})"
+        what = f"{path} cannot be read as a checkpoint"
+        raise CheckpointError(f"{what}: {reason}; {SUPPORTED}") from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}")
     return contents
-
-
-def check_zip(path: Path) -> None:
-    """Verify the checksums in a zip file of torch.save, which torch.load does not."""
-    with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise CheckpointError(f"{path} is compressed, unlike files of torch.save")
-        if name := archive.testzip():
-            raise CheckpointError(f"{path} is damaged (checksum of {name} in it); get it again")
-
-
-def _why_unreadable(error: Exception) -> str:
-    if name := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it is refused, because loading it would run code ({name[1]})"
-    if isinstance(error, pickle.UnpicklingError):
-        return "it is refused: a pickle of more than tensors and plain values can run code"
-    first_sentence = " ".join(str(error).split()).split(". ")[0]
-    return f"truncated, or not a file of weights ({type(error).__name__}: {first_sentence})"
 
 
 @schema
@@ -226,22 +214,6 @@ class Export(TypedDict):
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file
-
-
-def _exported(
-    file: Path, tensors: dict, settings: dict, weights: str
-) -> tuple[ModelConfig, dict[str, Tensor], dict]:
-    place = file.with_name("config.json")
-    if settings.get("sha256") != on_disk.digest(settings):
-        raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
-    if (found := settings["format"]) != EXPORT_FORMAT:
-        raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
-    settings = from_values(settings, Export, str(place), "convert its source again")
-    if settings["files"].get(file.name) != sha256_file(file):
-        raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
-    if weights == "raw" and settings["weights"] != "raw":
-        raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return settings["model"], tensors, {name: settings[name] for name in EXPORTED}
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -266,7 +238,7 @@ def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
             raise UserError(f"{name} is {shape}, more than the file holds")
         # a copy: the file, which is mapped into memory, may change
         value = value.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        if not on_disk.is_finite(value):
+        if not store.is_finite(value):
             raise UserError(f"{name} holds numbers that are not finite")
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(value))

@@ -8,18 +8,24 @@ are masked-diffusion encoders. Layouts are recognized by the names of their tens
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, NotRequired
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Interval
 from torch import Tensor
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from model import ModelConfig
 from runtime.errors import UserError
-from runtime.validation import Count, from_values, schema
+from runtime.validation import Count, check_value
 from variants import check_config
+
+# Settings of GPT-2 and SEDD that our model has only these values for.
+SETTINGS = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_by_sigma": (True,),
+}
 
 
 def read(
@@ -37,12 +43,20 @@ def read(
         settings, average = contents.get("model_args"), contents.get("ema_model")
     else:
         state = contents
-    state = _without_prefixes(state)
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
+    # without the prefixes of torch.compile and DistributedDataParallel
+    state = {re.sub(r"^((_orig_mod|module)\.)+", "", str(name)): t for name, t in state.items()}
     system = layout(state)
-    arrange, shape = LAYOUTS[system]
+    settings = settings if isinstance(settings, dict) else {}
+    if isinstance(shape := settings.get("model"), dict):  # of RADD and SEDD
+        settings = settings | shape
     try:
-        place = "its configuration (model_args, or config.json beside it)"
-        config, state, names = arrange(state, from_values(settings or {}, shape, place))
+        for name, supported in SETTINGS.items():
+            if (value := settings.get(name, supported[0])) not in supported:
+                raise UserError(f"{name} is {value!r}, but our model has {supported[0]!r}")
+        config, state, names = LAYOUTS[system](state, settings)
         if used_average := weights == "ema" and average is not None:
             state = _averaged(state, average, names)
         if unknown := sorted(state.keys() - names.keys()):
@@ -75,14 +89,6 @@ def layout(state: dict[str, Tensor]) -> str:
     raise UserError(f"it holds {listed(sorted(state))}: none of the known layouts")
 
 
-def _without_prefixes(state: dict) -> dict[str, Tensor]:
-    """Without the prefixes of torch.compile and DistributedDataParallel."""
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
-    return {re.sub(r"^((_orig_mod|module)\.)+", "", str(name)): t for name, t in state.items()}
-
-
 def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Tensor]:
     """The averaged weights by name: a list in the order of the module's parameters()."""
     values = average.get("shadow_params") if isinstance(average, dict) else None
@@ -104,119 +110,61 @@ def listed(names: list[str], limit: int = 4) -> str:
 
 # Modules there -> ours, in the order of parameters(), which is that of the averaged weights; within
 # a module the weight comes before the bias.
-GPT_BLOCK = {
-    "ln_1": "norm1",
-    "attn.c_attn": "attn.qkv",
-    "attn.c_proj": "attn.proj",
-    "attn.q_norm": "attn.q_norm",
-    "attn.k_norm": "attn.k_norm",
-    "ln_2": "norm2",
-    "mlp.c_fc": "mlp.fc",
-    "mlp.c_proj": "mlp.proj",
-    "adaLN.1": "adaln",
-}
-DIFFUSION_BLOCK = {
-    "norm1": "norm1",
-    "attn_qkv": "attn.qkv",
-    "attn_out": "attn.proj",
-    "norm2": "norm2",
-    "mlp.0": "mlp.fc",
-    "mlp.2": "mlp.proj",
-    "adaLN_modulation": "adaln",
-}
+GPT_BLOCK = (
+    "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
+    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
+)
+DIFFUSION_BLOCK = (
+    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc mlp.2:mlp.proj "
+    "adaLN_modulation:adaln"
+)
 
 
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
     """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last norm."""
-    modules = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe", "wnonee")}
-    for i in range(n_layer):
-        modules |= {f"transformer.h.{i}.{m}": f"blocks.{i}.{our}" for m, our in GPT_BLOCK.items()}
-    modules |= {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
-    return _with_kinds(modules) | {"transformer.wnonee.weight": "start"}
+    tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
+    last = {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
+    blocks = _blocks("transformer.h", GPT_BLOCK, n_layer)
+    return _with_kinds(tables) | {"transformer.wnonee.weight": "start"} | _with_kinds(blocks | last)
 
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
     """Names in RADD and SEDD -> ours."""
     modules = {"sigma_map.mlp.0": "noise.fc", "sigma_map.mlp.2": "noise.proj"}
-    for i in range(n_layer):
-        modules |= {f"blocks.{i}.{m}": f"blocks.{i}.{our}" for m, our in DIFFUSION_BLOCK.items()}
+    modules |= _blocks("blocks", DIFFUSION_BLOCK, n_layer)
     modules |= {"output_layer.norm_final": "norm_f", "output_layer.linear": "head"}
     modules |= {"output_layer.adaLN_modulation": "adaln_f"}
     return _with_kinds(modules) | {"vocab_embed.embedding": "wte.weight"}
 
 
+def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
+    pairs = [pair.split(":") for pair in names.split()]
+    return {f"{prefix}.{i}.{m}": f"blocks.{i}.{our}" for i in range(n_layer) for m, our in pairs}
+
+
 def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
-    kinds = ("weight", "bias")
-    return {f"{m}.{kind}": f"{our}.{kind}" for m, our in modules.items() for kind in kinds}
-
-
-# ---- their configurations: settings without a place in ModelConfig must be as in our model -------
-
-
-@schema
-class GPTSettings(TypedDict):
-    """`model_args` of AO-GPT and sigma-GPT."""
-
-    vocab_size: Count
-    block_size: Count
-    n_layer: Count
-    n_head: Count
-    n_embd: Count
-    bias: NotRequired[bool]
-
-
-@schema
-class GPT2Settings(TypedDict):
-    """config.json of `transformers`."""
-
-    vocab_size: Count
-    n_positions: Count
-    n_layer: Count
-    n_head: Count
-    n_embd: Count
-    activation_function: NotRequired[Literal["gelu_new", "gelu_pytorch_tanh"]]
-    layer_norm_epsilon: NotRequired[Annotated[float, Interval(ge=1e-5, le=1e-5)]]
-    scale_attn_weights: NotRequired[Literal[True]]
-    scale_attn_by_inverse_layer_idx: NotRequired[Literal[False]]
-
-
-@schema
-class DiffusionShape(TypedDict):
-    length: NotRequired[Count]
-    n_blocks: Count
-    n_heads: Count
-    hidden_size: Count
-    scale_by_sigma: NotRequired[Literal[True]]
-
-
-@schema
-class DiffusionSettings(TypedDict):
-    """config.json of RADD and SEDD."""
-
-    tokens: Count
-    model: DiffusionShape
+    return {f"{m}.{k}": f"{our}.{k}" for m, our in modules.items() for k in ("weight", "bias")}
 
 
 # ---- layouts: (state, settings) -> (ModelConfig, state, names) -----------------------------------
 
+PLAIN = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
 
-def _ao_gpt(state: dict, settings: GPTSettings):
+
+def _ao_gpt(state: dict, settings: dict):
     config = _gpt_config(settings, cond_dim=_width(state, "transformer.wtpe.weight"))
     return config, state, gpt_names(config.n_layer, "transformer.final_layer.")
 
 
-def _sigma_gpt(state: dict, settings: GPTSettings):
-    plain = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
-    bias = settings.get("bias", True)
-    config = _gpt_config(settings, target="input", norm_bias=bias, **plain)
+def _sigma_gpt(state: dict, settings: dict):
+    config = _gpt_config(settings, target="input", norm_bias=settings.get("bias", True), **PLAIN)
     return config, _without_tied_head(state), gpt_names(config.n_layer)
 
 
-def _gpt2(state: dict, settings: GPT2Settings):
+def _gpt2(state: dict, settings: dict):
     """Linear layers are stored transposed (Conv1D), causal masks as buffers."""
-    plain = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
-    sizes = settings | {"block_size": settings["n_positions"]}
-    config = _gpt_config(sizes, target="none", gelu="tanh", start="hidden", **plain)
+    settings = settings | {"block_size": _size(settings, "n_positions")}
+    config = _gpt_config(settings, target="none", gelu="tanh", start="hidden", **PLAIN)
     translated = {"transformer.wnonee.weight": torch.zeros(config.n_embd)}
     for name, tensor in state.items():
         name = re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name)
@@ -229,49 +177,46 @@ def _gpt2(state: dict, settings: GPT2Settings):
     return config, _without_tied_head(translated), gpt_names(config.n_layer)
 
 
-def _diffusion(state: dict, settings: DiffusionSettings):
+def _diffusion(state: dict, settings: dict):
     """Rotary positions; the mask is the last row of the token table."""
-    shape, noise = settings["model"], {}
+    tokens, length = _size(settings, "tokens"), settings.get("length", 1024)
+    sizes = {"n_layer": "n_blocks", "n_head": "n_heads", "n_embd": "hidden_size"}
+    model = {our: _size(settings, theirs) for our, theirs in sizes.items()}
+    model |= {"vocab_size": tokens + 1, "mask_token": tokens, "block_size": length}
+    model |= {"attention": "full", "target": "none", "position": "rotary", "norm": "layernorm"}
+    model |= {"qk_norm": False, "gelu": "tanh", "attn_bias": False}
     if layout(state) == "SEDD":
         cond_dim = _width(state, "sigma_map.mlp.2.weight")
-        noise = {"noise": True, "norm_bias": False, "cond_dim": cond_dim}
-    config = ModelConfig(
-        block_size=shape.get("length", 1024),
-        n_layer=shape["n_blocks"],
-        n_head=shape["n_heads"],
-        n_embd=shape["hidden_size"],
-        vocab_size=settings["tokens"] + 1,
-        mask_token=settings["tokens"],
-        attention="full",
-        target="none",
-        position="rotary",
-        norm="layernorm",
-        qk_norm=False,
-        gelu="tanh",
-        attn_bias=False,
-        **noise,
-    )
+        model |= {"noise": True, "norm_bias": False, "cond_dim": cond_dim}
+    config = ModelConfig(**model)
     check_config(config)
     state = {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
     return config, state, diffusion_names(config.n_layer)
 
 
 LAYOUTS = {
-    "AO-GPT": (_ao_gpt, GPTSettings),
-    "sigma-GPT": (_sigma_gpt, GPTSettings),
-    "GPT-2": (_gpt2, GPT2Settings),
-    "RADD": (_diffusion, DiffusionSettings),
-    "SEDD": (_diffusion, DiffusionSettings),
+    "AO-GPT": _ao_gpt,
+    "sigma-GPT": _sigma_gpt,
+    "GPT-2": _gpt2,
+    "RADD": _diffusion,
+    "SEDD": _diffusion,
 }
 
 
 def _gpt_config(settings: dict, **model) -> ModelConfig:
-    sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-    bias = settings.get("bias", True)
-    model |= {name: settings[name] for name in sizes}
-    config = ModelConfig(attn_bias=bias, mlp_bias=bias, **model)
+    names, bias = "vocab_size block_size n_layer n_head n_embd".split(), settings.get("bias", True)
+    sizes = {name: _size(settings, name) for name in names}
+    config = ModelConfig(attn_bias=bias, mlp_bias=bias, **sizes, **model)
     check_config(config)
     return config
+
+
+def _size(settings: dict, name: str) -> int:
+    if name not in settings:
+        place = "its configuration (model_args, or config.json beside it)"
+        raise UserError(f"{place}: it lacks {name}")
+    check_value(settings[name], Count, name)
+    return settings[name]
 
 
 def _without_tied_head(state: dict) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ their splits. A row is a document, and its text is what the Hugging Face dataset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from data import sources
 from data.generators import generated, latin5, polya, shuffled
 from data.prompts import read_examples
-from data.puzzles import TASKS, puzzle_corpus
-from data.sources import ROW_FILES, TEXT_FILES, Corpus, Piece, local_files
+from data.puzzles import TASKS, Task, puzzle_corpus
+from data.sources import ROW_FILES, TEXT_FILES, Corpus, Reader, local_files, read_lines
 
 if TYPE_CHECKING:
     from data.prepare import Prepare
@@ -29,81 +29,54 @@ STORIES = Path(__file__).with_name("stories.jsonl.xz")
 
 @dataclass(frozen=True)
 class Dataset:
-    """How prepare.py makes a dataset."""
+    """How prepare.py makes a dataset: of random numbers, of files, or of what it downloads."""
 
-    corpora: Callable[[Prepare], dict[str, Corpus]]  # the documents of each split, not read yet
+    numbers: tuple[int, ...] = ()  # documents of each of `splits`: to make, or published
+    splits: tuple[str, ...] = SPLITS
+    make: Callable[[str, list[int], int], Corpus] | None = None  # (split, seed, documents)
+    source: str = "never"  # the user gives files: "never", "optional", "always" (--val, too)
+    shipped: tuple[Path, ...] = ()  # files that are read where the user gives none
+    hub: tuple[str, str | None] | None = None  # repository and configuration
+    url: str | None = None  # of a file, with the split's name in it
+    readers: dict[str, Reader] | None = None  # by suffix; None: TEXT_FILES
+    field: str = "text"  # of a row, with the text
+    clean: Callable[[str], str] = str  # what was read -> text of the row
+    change: Callable[[Corpus, int], Corpus] | None = None  # (documents, seed) -> documents
     tokenizer: str = "gpt2"
     val_fraction: float | None = None  # of the documents; None: there are splits already
-    source: str = "never"  # the user gives files: "never", "optional", "always" (--val, too)
-    field: str = "text"  # of a row, with the text
     protocol: str = "full"  # or "sedd", "records" (packing.py)
     detokeniser: str | None = None
     split: str | None = None  # of an evaluation set, by default
-    splits: tuple[str, ...] = SPLITS
     block_size: int | None = None  # of examples that all have one length
 
-
-def text(shipped=(), hub=None, readers=TEXT_FILES, change=None, val_fraction=0.05, **options):
-    """Files of the user's, else `shipped` ones or a `hub` repository with so many rows. change:
-    (documents, seed) -> documents."""
-
-    def corpora(args: Prepare) -> dict[str, Corpus]:
-        first, paths = args.split or "train", args.source or shipped
-        if not paths:
-            repository, rows = hub
-            whole = sources.hub_rows(args.name, repository, None, "train", args.field, rows)
-            return {first: whole}
-        others = {"val": args.val, "test": args.test}
-        files = {first: paths} | {split: paths for split, paths in others.items() if paths}
-        read = {split: local_files(paths, readers, args.field) for split, paths in files.items()}
-        if change:
-            read = {split: change(corpus, i) for i, (split, corpus) in enumerate(read.items())}
-        return read
-
-    return Dataset(corpora, val_fraction=val_fraction, **options)
-
-
-def made(make: Callable[[str, list[int], int], Corpus], *numbers: int, **options) -> Dataset:
-    """Documents made of random numbers: make(split, seed, number), for a number of each split."""
-
-    def corpora(args: Prepare) -> dict[str, Corpus]:
-        splits = enumerate(zip(SPLITS, numbers, strict=False))
-        return {split: make(split, [i, number], number) for i, (split, number) in splits}
-
-    return Dataset(corpora, tokenizer="bytes", **options)
-
-
-def evaluation_set(
-    *rows: int, hub=None, url=None, lines=(), clean=str, foreign=None, split="test", **options
-) -> Dataset:
-    """A test set of the published tables; rows: of each split.
-
-    hub: (repository, configuration). url: of a file, with the split's name in it. lines: suffixes
-    of text files with a row a line. clean: what was read -> text of the row. foreign: a word that
-    the published form does not have."""
-
-    def corpora(args: Prepare) -> dict[str, Corpus]:
-        name, readers = args.name, ROW_FILES | dict.fromkeys(lines, sources.read_lines)
-        published, notes = dict(zip(dataset.splits, rows, strict=True))[args.split], []
-        if args.source:
-            inner = local_files(args.source, readers, args.field)
-        elif url:
-            file = url.format(FILE_SPLITS[args.split])
-            inner = sources.downloaded_file(name, file, readers, args.field, published)
+    def corpora(self, args: Prepare) -> dict[str, Corpus]:
+        """The documents of each split, not read yet."""
+        numbers = dict(zip(self.splits, self.numbers, strict=False))
+        if self.make:
+            made = enumerate(numbers.items())
+            return {split: self.make(split, [i, number], number) for i, (split, number) in made}
+        first, paths = args.split or "train", args.source or self.shipped
+        readers = self.readers or TEXT_FILES
+        files = {first: paths} | {s: p for s, p in (("val", args.val), ("test", args.test)) if p}
+        if paths:
+            found = {s: local_files(p, readers, args.field) for s, p in files.items()}
+        elif self.url:
+            url = self.url.format(FILE_SPLITS[first])
+            found = {first: sources.downloaded_file(args.name, url, readers, args.field)}
         else:
-            inner = sources.hub_rows(name, *hub, HUB_SPLITS[args.split], args.field, published)
+            found = {first: sources.hub_rows(args.name, *self.hub, HUB_SPLITS[first], args.field)}
+        for i, (split, corpus) in enumerate(found.items()):
+            corpus.documents = map(self.clean, corpus.documents)
+            corpus.published = numbers.get(split)
+            found[split] = self.change(corpus, i) if self.change else corpus
+        return found
 
-        def pieces() -> Iterator[Piece]:
-            for text, end in inner.pieces():
-                if foreign and foreign in text and not notes:
-                    what = "which the raw form of the published tables does not"
-                    notes.append(f"the text holds {foreign}, {what}")
-                yield clean(text), end
 
-        return {args.split: Corpus(pieces, inner.description, published, notes)}
-
-    dataset = Dataset(corpora, source="optional", protocol="sedd", split=split, **options)
-    return dataset
+def evaluation_set(*numbers: int, lines=(), split="test", **options) -> Dataset:
+    """A test set of the published tables. lines: suffixes of text files with a row a line."""
+    readers = ROW_FILES | dict.fromkeys(lines, read_lines)
+    options |= {"source": "optional", "protocol": "sedd", "split": split}
+    return Dataset(numbers, readers=readers, **options)
 
 
 # The published evaluations of WikiText-2 score its training split, those of papers validation.
@@ -111,7 +84,6 @@ WIKITEXT = dict(
     detokeniser="wikitext",
     lines=(".tokens", ".raw", ".txt"),
     clean=lambda line: line if line.strip() else "",  # a row is a line with its end
-    foreign="<unk>",
 )
 WIKITEXT_2 = dict(hub=("Salesforce/wikitext", "wikitext-2-raw-v1"), split="train", **WIKITEXT)
 WIKITEXT_103 = dict(hub=("Salesforce/wikitext", "wikitext-103-raw-v1"), **WIKITEXT)
@@ -138,26 +110,26 @@ LM1B = dict(
 AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
 PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
 PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
-OWT = dict(hub=("Skylion007/openwebtext", 8_013_769), readers=ROW_FILES, val_fraction=0.0005)
-EXAMPLES = dict(readers={".jsonl": read_examples}, protocol="records")
+OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
+EXAMPLES = dict(readers={".jsonl": read_examples}, protocol="records", val_fraction=0.05)
+SHUFFLED = dict(change=shuffled, tokenizer="bytes", val_fraction=0.05)
+
+
+def puzzle(task: Task) -> Dataset:
+    numbers, make = (task.documents, *[task.keys or 1000] * 2), partial(puzzle_corpus, task)
+    options = {"protocol": "records", "block_size": task.length, "tokenizer": "bytes"}
+    return Dataset(numbers, make=make, **options)
+
 
 DATASETS: dict[str, Dataset] = {
-    "stories": text(shipped=(STORIES,), tokenizer="english"),
-    "text": text(source="always"),
-    "polya": made(partial(generated, polya), 60_000, 4_000),
-    "latin5": made(partial(generated, latin5), 150_000, 10_000),
-    "shuffled": text(source="always", tokenizer="bytes", change=shuffled),
-    "records": text(source="always", **EXAMPLES),
-    **{
-        name: made(
-            partial(puzzle_corpus, task),
-            *(task.documents, task.keys or 1000, task.keys or 1000),
-            protocol="records",
-            block_size=task.length,
-        )
-        for name, task in TASKS.items()
-    },
-    "openwebtext": text(source="optional", **OWT),
+    "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
+    "text": Dataset(source="always", val_fraction=0.05),
+    "polya": Dataset((60_000, 4_000), make=partial(generated, polya), tokenizer="bytes"),
+    "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"),
+    "shuffled": Dataset(source="always", **SHUFFLED),
+    "records": Dataset(source="always", **EXAMPLES),
+    **{name: puzzle(task) for name, task in TASKS.items()},
+    "openwebtext": Dataset(source="optional", **OWT),
     "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
     "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),
     "ptb": evaluation_set(42_068, 3_370, 3_761, **PTB),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from data.sources import Corpus, Piece
+from data.sources import Corpus
 
 LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
 POLYA_WEIGHT, POLYA_LENGTH, LATIN_SIZE = 0.1, 63, 5
@@ -26,26 +26,22 @@ SHUFFLED = 63  # characters of a chunk
 def generated(make: Callable, split: str, seed: list[int], documents: int) -> Corpus:
     """What `make` makes of random numbers."""
 
-    def pieces() -> Iterator[Piece]:
-        rng = np.random.default_rng(seed)
-        return ((make(rng), True) for _ in range(documents))
-
-    return Corpus(pieces, [{"generated": make.__name__, "seed": seed, "documents": documents}])
+    rng, facts = np.random.default_rng(seed), {"generated": make.__name__}
+    texts = (make(rng) for _ in range(documents))
+    return Corpus(texts, [facts | {"seed": seed, "documents": documents}])
 
 
 def shuffled(corpus: Corpus, seed: int) -> Corpus:
     """The ASCII characters of each document, in chunks in random order; the rest is dropped."""
 
-    def pieces() -> Iterator[Piece]:
-        rng, rest = np.random.default_rng(seed), ""
-        for text, end in corpus.pieces():
-            rest += "".join(character for character in text if character.isascii())
-            whole = len(rest) // SHUFFLED * SHUFFLED
-            for start in range(0, whole, SHUFFLED):
-                yield "".join(rest[start + i] for i in rng.permutation(SHUFFLED)), True
-            rest = "" if end else rest[whole:]
+    def documents() -> Iterator[str]:
+        rng = np.random.default_rng(seed)
+        for text in corpus.documents:
+            text = "".join(character for character in text if character.isascii())
+            for start in range(0, len(text) - SHUFFLED + 1, SHUFFLED):
+                yield "".join(text[start + i] for i in rng.permutation(SHUFFLED))
 
-    return Corpus(pieces, [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description])
+    return Corpus(documents(), [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description])
 
 
 def polya(rng: np.random.Generator) -> str:

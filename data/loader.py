@@ -10,6 +10,7 @@ Shapes: B sequences, T block_size.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -17,7 +18,6 @@ import numpy as np
 from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from data.catalogue import DATASETS
 from runtime import randomness
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -66,14 +66,10 @@ def find_dataset(name) -> Path:
     for folder in (Path(name), home / name):
         if (folder / "meta.json").is_file():
             return folder
-    if dataset := DATASETS.get(str(name)):
-        source = "" if dataset.source == "never" else " [--source FILE ...]"
-        make = f"make it with: python data/prepare.py {name}{source}"
-        raise FileNotFoundError(f"the dataset {name} is not prepared yet; {make}")
     prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"
-    make = f"python data/prepare.py NAME --out DIR, where NAME is {', '.join(DATASETS)}"
     raise FileNotFoundError(
-        f"{name} is no prepared dataset, neither a folder nor in {home} ({prepared}); try {make}"
+        f"{name} is no prepared dataset, neither a folder nor in {home} ({prepared}); make it with:"
+        f" python data/prepare.py {name} (--help: all names and options)"
     )
 
 
@@ -87,23 +83,21 @@ def evaluation_split(meta: dict) -> str:
 
 def load_meta(folder) -> Meta:
     """The contents of `folder`/meta.json. Raises FileNotFoundError or UserError."""
-    path, how = Path(folder) / "meta.json", f"python data/prepare.py NAME --out {folder}"
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{folder}: no such dataset folder; make one with: {how}")
+    path = Path(folder) / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no meta.json; make a dataset with: {how}")
+        raise FileNotFoundError(f"{folder} is no data set (no meta.json); see data/prepare.py")
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
     return meta
 
 
-def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
-    """Path of a split's token file, after a check of sizes and the first ids, or with `verify` of
-    all ids and checksums. Raises FileNotFoundError or UserError."""
+def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
+    """All ids of a split (n,), memory-mapped, after a check of sizes and the first ids, or with
+    `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
+    meta = load_meta(folder)
     if split not in meta["splits"]:
-        splits = ", ".join(map(repr, meta["splits"]))
-        raise UserError(f"{folder} has no split {split!r}; its splits are {splits}")
+        raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
     entry = meta["splits"][split]
     count, token_file = entry["tokens"], Path(folder) / entry["file"]
     files = [(token_file, entry["sha256"], count * DTYPE.itemsize)]
@@ -120,22 +114,16 @@ def check_file(folder, meta: dict, split: str, verify: bool = False) -> Path:
         if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta["vocab_size"]:
             known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
             raise UserError(f"{token_file} holds the id {largest}, but {known}; {ADVICE}")
-    return token_file
-
-
-def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
-    """All ids of a split (n,), memory-mapped. Raises as `check_file` does."""
-    meta = load_meta(folder)
-    return np.memmap(check_file(folder, meta, split, verify), DTYPE, mode="r")
+    return ids
 
 
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
     examples with prompts are shorter.
 
-    Attributes: meta (dict), tokens (all ids, memory-mapped), num_blocks. Raises FileNotFoundError
-    or UserError for a folder that is missing, damaged (verify: see `check_file`), too short, or
-    packed for another block size."""
+    Attributes: meta (dict), tokens (all ids, memory-mapped), num_blocks, of_records. Raises
+    FileNotFoundError or UserError for a folder that is missing, damaged (verify: see
+    `read_tokens`), too short, or packed for another block size."""
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):
         self.meta, self.tokens = load_meta(folder), read_tokens(folder, split, verify)
@@ -154,22 +142,17 @@ class TokenDataset:
             raise UserError(f"the {split} split of {folder} {few}: {advice}")
         self.block_size, self.num_blocks = block_size, count // block_size
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
-        self._roles, self._shuffles = None, {}
-        if roles := self.meta["splits"][split].get("roles"):
+        roles = self.meta["splits"][split].get("roles")
+        self.of_records = roles is not None  # whether a block is an example with a prompt
+        if self.of_records:
             self._roles = np.memmap(Path(folder) / roles["file"], np.uint8, mode="r")
             self._roles = self._roles.reshape(-1, block_size)
 
-    @property
-    def of_records(self) -> bool:
-        """Whether a block is an example with a prompt (prompts.py)."""
-        return self._roles is not None
-
-    def roles(self, indices) -> torch.Tensor | None:
-        """The roles of the tokens in these blocks, uint8 (B, T); None where there is no prompt."""
+    def roles(self, indices) -> torch.Tensor:
+        """The roles (prompts.py) of the tokens in these blocks, where they are examples: uint8
+        (B, T)."""
         import torch
 
-        if self._roles is None:
-            return None
         return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
 
     def blocks(self, indices) -> torch.LongTensor:
@@ -203,18 +186,16 @@ class TokenDataset:
         # Two epochs where the batch straddles them, more if it is larger than the dataset.
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            indices[here] = self._shuffle(seed, int(epoch))[places[here]]
+            indices[here] = shuffled(seed, int(epoch), self.num_blocks)[places[here]]
         return indices
 
-    def _shuffle(self, seed: int, epoch: int) -> np.ndarray:
-        """The order of the blocks in an epoch, int64 (num_blocks,)."""
-        if (seed, epoch) not in self._shuffles:
-            if len(self._shuffles) >= 2:  # a batch moves on to the next epoch, never back
-                self._shuffles.pop(next(iter(self._shuffles)))
-            # A sort of raw bits: Generator.permutation may change with numpy's version.
-            bits = philox_bits(seed, epoch, range(1), self.num_blocks, randomness.SHUFFLE)[0]
-            self._shuffles[seed, epoch] = np.argsort(bits, kind="stable")
-        return self._shuffles[seed, epoch]
+
+@functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
+def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of the blocks in an epoch, int64 (count,)."""
+    # A sort of raw bits: Generator.permutation may change with numpy's version.
+    bits = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)[0]
+    return np.argsort(bits, kind="stable")
 
 
 def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
@@ -238,24 +219,3 @@ def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) 
     eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
     rounded = eighths[np.searchsorted(eighths, drawn)]
     return np.where(uniform[:, 0] < random_prob, rounded, lengths)
-
-
-def frequency_losses(
-    counted: np.ndarray, tokens: np.ndarray, vocab_size: int
-) -> tuple[float, float]:
-    """Mean loss of `tokens` (m,) but the first, nats per token, under the frequencies of tokens in
-    `counted` (n,), and of pairs of neighbours, which a training curve should fall below. Unigrams
-    are add-one smoothed, bigrams interpolated with them (Witten and Bell 1991)."""
-    from scipy.sparse import csr_array
-
-    if min(counted.size, tokens.size) < 2:
-        raise UserError("pairs need at least 2 tokens; prepare more text")
-    unigram = (np.bincount(counted, minlength=vocab_size) + 1) / (counted.size + vocab_size)
-    here = counted[:-1].astype(np.int32), counted[1:].astype(np.int32)
-    pairs = csr_array((np.ones(counted.size - 1), here), shape=(vocab_size, vocab_size))  # summed
-    before, after = tokens[:-1], tokens[1:]
-    followed, different = pairs.sum(axis=1)[before], np.diff(pairs.indptr)[before]
-    of_next, total = unigram[after], followed + different
-    shares = (pairs[before, after] + different * of_next) / np.maximum(total, 1)
-    bigram = np.where(total > 0, shares, of_next)
-    return float(-np.log(of_next).mean()), float(-np.log(bigram).mean())

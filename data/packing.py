@@ -9,151 +9,103 @@ records  every example in a block of its own, and its prompt mask in a second fi
 
 import math
 import os
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+import re
+from array import array
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
 from data.detokenisers import detokenise
 from data.loader import DTYPE
-from data.prompts import encode_example
-from data.sources import Corpus, Piece, safe_place
+from data.sources import Corpus
 from data.tokenizers import Tokenizer
 from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.randomness import SPLIT, philox_bits
 
 SHARDS, GROUP_ROWS = 8, 1000  # of sedd
-BATCH = 1 << 20  # characters that a thread encodes at once
-RoutedPiece = tuple[str, str, bool]  # split, text, whether the document ends here
-# Tokens (n,), the places in them after which a document ends, and the roles of examples.
-Encoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+BATCH = 1 << 24  # characters that are encoded at once, on several threads
+Encoded = tuple[np.ndarray, np.ndarray | None]  # tokens (n,), and the roles of those of an example
 
 
 def route(
-    corpora: dict[str, Corpus],
-    fraction: float | None,
-    seed: int,
-    limit: int | None,
-    whole: bool = False,
-) -> Iterator[RoutedPiece]:
-    """Every piece with its split, in reading order.
+    corpora: dict[str, Corpus], fraction: float | None, limit: int | None, whole: bool = False
+) -> Iterator[tuple[str, str]]:
+    """(split, document) of every document, in reading order.
 
     fraction: share of the "train" documents that becomes "val"; None: none. limit: on the documents
     of the first split, those of --source. whole: never split a document."""
     for number, (split, corpus) in enumerate(corpora.items()):
+        documents = islice(corpus.documents, None if number else limit)
         if split == "train" and fraction is not None:
-            yield from _train_and_val(corpus, fraction, seed, limit, whole)
+            yield from _train_and_val(documents, fraction, whole)
         else:
-            for text, end in _limited(corpus, limit if number == 0 else None):
-                yield split, text, end
-
-
-def _limited(corpus: Corpus, limit: int | None) -> Iterator[Piece]:
-    """The pieces of the first `limit` documents."""
-    documents = 0
-    for text, end in corpus.pieces():
-        yield text, end
-        documents += end
-        if documents == limit:
-            break
+            yield from ((split, text) for text in documents)
 
 
 def _train_and_val(
-    corpus: Corpus, fraction: float, seed: int, limit: int | None, whole: bool
-) -> Iterator[RoutedPiece]:
+    documents: Iterator[str], fraction: float, whole: bool
+) -> Iterator[tuple[str, str]]:
     """One validation document in every group of 1 / fraction in a row, or of all where they are
-    fewer. Its place in the group is drawn from (seed, number of the group), so a document's split
-    does not depend on later ones."""
-    size = 1 / fraction
-    enough = math.ceil(size)
-    documents = sum(end for _, end in _limited(corpus, min(enough, limit or enough)))
-    if documents == 1 and whole:
-        raise UserError("a single record makes no validation split: add records, or give --split")
-    if documents == 1:
-        yield from _split_one_document(corpus, fraction, limit)
+    fewer. Its place in the group is drawn from the number of the group, so a document's split does
+    not depend on later ones."""
+    first_group = list(islice(documents, math.ceil(1 / fraction)))
+    if len(first_group) == 1:
+        if whole:
+            raise UserError("a single record makes no validation split: add records, or --split")
+        place = _place_to_split(*first_group, fraction)
+        yield "train", first_group[0][:place]
+        yield "val", first_group[0][place:]
         return
-    size = min(size, documents)
-    group, index = -1, 0  # index: of the document
-    for text, end in _limited(corpus, limit):
+    size, group = min(1 / fraction, len(first_group)), -1
+    for index, text in enumerate(chain(first_group, documents)):
         if (group + 1) * size <= index:
             group += 1
             first, last = math.ceil(group * size), math.ceil((group + 1) * size)
-            bits = philox_bits(seed, group, range(1), 1, SPLIT)
+            bits = philox_bits(0, group, range(1), 1, SPLIT)
             chosen = first + int(bits[0, 0]) % (last - first)
-        yield "val" if index == chosen else "train", text, end
-        index += end
+        yield "val" if index == chosen else "train", text
 
 
-def _split_one_document(
-    corpus: Corpus, fraction: float, limit: int | None
-) -> Iterator[RoutedPiece]:
-    """The end of the only document, a share of its characters, is validation; split at a space if
-    possible."""
-    characters = sum(len(text) for text, _ in _limited(corpus, limit))
-    boundary = characters - max(1, round(characters * fraction))
-    if boundary < 1:
-        raise UserError(f"the only document has {characters} characters; add documents")
-    split, start = "train", 0
-    for text, end in _limited(corpus, limit):
-        if split == "train" and start + len(text) > boundary:
-            place = safe_place(text, boundary - start) or boundary - start
-            yield "train", text[:place], True
-            split, text, start = "val", text[place:], start + place
-        yield split, text, end
-        start += len(text)
+def _place_to_split(text: str, fraction: float) -> int:
+    """Where the last share of a text begins, its validation split: at the end of a line, else at a
+    space, within the million characters before that share."""
+    place = len(text) - max(1, round(len(text) * fraction))
+    if place < 1:
+        raise UserError(f"the only document has {len(text)} characters; add documents")
+    before = text[max(0, place - (1 << 20)) : place + 1]
+    for space in "\n ":
+        if found := [match.end() for match in re.finditer(rf"\S(?={space})", before)]:
+            return place + 1 - len(before) + found[-1]
+    return place
 
 
-def encode_documents(tokenizer: Tokenizer, rules: str | None, batch: list[Piece]) -> Encoded:
-    """Ids with end-of-text after every document. rules: of `detokenise`, for whole documents."""
-    arrays, ends, size = [], [], 0
-    for text, end in batch:
-        ids = tokenizer.encode_array(detokenise(rules, text) if rules else text)
-        arrays.append(ids.astype(DTYPE, copy=False))
-        size += ids.size + end
-        if end:
-            arrays.append(np.array([tokenizer.eot], DTYPE))
-            ends.append(size)
-    return np.concatenate(arrays), np.array(ends, np.int64), None
+def encode_documents(
+    tokenizer: Tokenizer, rules: str | None, texts: Iterable[str]
+) -> Iterator[Encoded]:
+    """Ids of documents, with end-of-text after each. rules: of `detokenise`."""
+    texts = [detokenise(rules, text) for text in texts] if rules else texts
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken releases Python's lock
+        # Bytes take less time than handing them to another thread.
+        encode = map if tokenizer.name == "bytes" else pool.map
+        for ids in encode(tokenizer.encode_array, texts):
+            yield np.append(ids, np.array(tokenizer.eot, ids.dtype)), None
 
 
-def encode_examples(
-    tokenizer: Tokenizer, block_size: int, end: bool, batch: list[Piece]
-) -> Encoded:
-    """A block for each piece; end: see `encode_example`."""
-    pairs = [encode_example(text, tokenizer, block_size, end) for text, _ in batch]
-    ids, roles = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    return ids.astype(DTYPE), np.arange(1, len(pairs) + 1) * block_size, roles
-
-
-def encode_all(
-    pieces: Iterable[RoutedPiece], encode: Callable[[list[Piece]], Encoded], workers: int
-) -> Iterator[tuple[str, Encoded]]:
-    """(split, what `encode` makes of its next pieces), in order. On threads: tiktoken releases
-    Python's lock, and processes take longer to start than a test set to encode."""
-    pending = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for split, batch in batches(pieces):
-            pending.append((split, pool.submit(encode, batch)))
-            if len(pending) > 2 * workers:  # enough to keep all busy, few enough to bound memory
-                split, encoded = pending.popleft()
-                yield split, encoded.result()
-        for split, encoded in pending:
-            yield split, encoded.result()
-
-
-def batches(pieces: Iterable[RoutedPiece]) -> Iterator[tuple[str, list[Piece]]]:
-    """The pieces of each split in order, about BATCH characters at once."""
-    waiting, sizes = defaultdict(list), Counter()
-    for split, text, end in pieces:
-        waiting[split].append((text, end))
-        sizes[split] += len(text) + 128  # what a piece takes beside its characters
-        if sizes[split] >= BATCH:
-            yield split, waiting.pop(split)
-            sizes[split] = 0
-    yield from waiting.items()
+def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """The documents, about BATCH characters at once."""
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document[1]) + 128  # what a document takes beside its characters
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class SplitFile:
@@ -161,49 +113,35 @@ class SplitFile:
 
     def __init__(self, path: Path, protocol: str, block_size: int | None):
         self.path, self.protocol, self.block_size = path, protocol, block_size
-        self.tokens = self.documents = 0
-        self._ends: list[np.ndarray] = []  # where shards start depends on the number of rows
-        self._files = [open(path, "wb")]
-        if protocol == "records":
-            self._files.append(open(path.with_suffix(".roles.bin"), "wb"))
+        self.tokens, self.ends = 0, array("q")  # ends: the place after each document
+        self._paths = [path] + [path.with_suffix(".roles.bin")] * (protocol == "records")
+        self._files = [open(path, "wb") for path in self._paths]
 
-    def write(self, ids: np.ndarray, ends: np.ndarray, roles: np.ndarray | None) -> None:
-        for file, values in zip(self._files, (ids, roles), strict=False):
+    def write(self, ids: np.ndarray, roles: np.ndarray | None) -> None:
+        """Add a document."""
+        for file, values in zip(self._files, (ids.astype(DTYPE, copy=False), roles), strict=False):
             file.write(values.data)
-        if self.protocol == "sedd":
-            self._ends.append(ends + self.tokens)
         self.tokens += ids.size
-        self.documents += ends.size
+        self.ends.append(self.tokens)
 
     def close(self) -> dict:
         """Complete the file; returns its entry for meta.json."""
         for file in self._files:
             file.close()
-        tokens = self._pack() if self.protocol == "sedd" else self.tokens
-        paths = [Path(file.name) for file in self._files]
-        facts = [{"file": path.name, "sha256": sha256_file(path)} for path in paths]
-        counts = {"documents": self.documents, "dropped_tokens": self.tokens - tokens}
-        roles = {"roles": facts[1]} if facts[1:] else {}
-        return {"tokens": tokens, **counts, **facts[0], **roles}
-
-    def _pack(self) -> int:
-        """Drop what fills no block, in place; returns the number of tokens left."""
-        tokens, size = np.memmap(self.path, DTYPE, mode="r+"), 0
-        for start, stop in kept_ranges(np.concatenate(self._ends), self.block_size):
-            if start > size:
-                tokens[size : size + stop - start] = tokens[start:stop]
-            size += stop - start
-        tokens.flush()
-        os.truncate(self.path, size * DTYPE.itemsize)
+        if self.protocol == "sedd":
+            tokens = np.fromfile(self.path, DTYPE)
+            kept = kept_ranges(np.array(self.ends), self.block_size)
+            np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(self.path)
+        size = os.path.getsize(self.path) // DTYPE.itemsize
         if size == 0:
-            few = (
-                f"the {self.path.stem} split has {self.tokens:,} tokens in {self.documents:,} rows"
+            raise UserError(
+                f"the {self.path.stem} split has {self.tokens:,} tokens in {len(self.ends):,} rows,"
+                f" and no group of {GROUP_ROWS:,} rows in a shard fills a block of "
+                f"{self.block_size:,}: lower --block-size, or use --protocol full"
             )
-            group = (
-                f"no group of {GROUP_ROWS:,} rows in a shard fills a block of {self.block_size:,}"
-            )
-            raise UserError(f"{few}, and {group}: lower --block-size, or use --protocol full")
-        return size
+        facts = [{"file": p.name, "sha256": sha256_file(p)} for p in self._paths]
+        counts = {"documents": len(self.ends), "dropped_tokens": self.tokens - size}
+        return {"tokens": size, **counts, **facts[0]} | ({"roles": facts[1]} if facts[1:] else {})
 
 
 def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
@@ -213,13 +151,3 @@ def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
             start = ends[first - 1] if first else 0
             stop = ends[min(first + GROUP_ROWS - 1, shard[-1])]
             yield int(start), int(stop - (stop - start) % block_size)
-
-
-def in_words(protocol: str, block_size: int | None) -> str:
-    """The packing in words, for meta.json."""
-    sedd = f"{SHARDS} shards of rows, groups of {GROUP_ROWS} rows, blocks of {block_size}"
-    return {
-        "full": "documents end to end, nothing dropped",
-        "records": f"a record in each block of {block_size}, with the roles of its tokens",
-        "sedd": f"{sedd}, remainders of groups dropped",
-    }[protocol]

@@ -2,7 +2,7 @@
 
 Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, end-of-text
 after every document), train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves
-nothing behind; a finished dataset is not made twice. The result does not depend on the workers.
+nothing behind; a finished dataset is not made twice.
 
 examples:
   python data/prepare.py stories
@@ -16,15 +16,12 @@ examples:
 import contextlib
 import glob
 import os
-import platform
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,14 +32,15 @@ import tyro
 from annotated_types import Interval
 
 from data.catalogue import DATASETS, SPLITS, Dataset
-from data.loader import DTYPE, check_file, load_meta
-from data.packing import SplitFile, encode_all, encode_documents, encode_examples, in_words, route
+from data.loader import load_meta, read_tokens
+from data.packing import SplitFile, batches, encode_documents, route
+from data.prompts import encode_example
 from data.sources import Corpus
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import is_alive, sync_folder, write_json
-from runtime.validation import Count, Seed, check_value, check_values
+from runtime.validation import Count, check_value, check_values
 
 HOME = Path(__file__).resolve().parent
 FILES = {"meta.json", *(f"{split}{kind}" for split in SPLITS for kind in (".bin", ".roles.bin"))}
@@ -96,14 +94,10 @@ class Prepare:
     """sedd: tokens of a block, which must be the model's.
     records: tokens of a block, more than the longest record has."""
     val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = None
-    """Share of the documents that becomes validation, drawn from the seed: one of every 1/SHARE in
-    a row; of a single document, its end."""
-    seed: _option(Seed, "N", "0") = 0
-    """Seed of that draw."""
+    """Share of the documents that becomes validation: one of every 1/SHARE in a row, drawn; of a
+    single document, its end."""
     limit: _option(Count | None, "N", "all") = None
     """Use the first N documents only (validation share included), for a trial."""
-    workers: _option(Count | None, "N", "one per core, for bytes one") = None
-    """Threads that tokenise."""
     overwrite: bool = False
     """Replace the dataset in the output folder; it stays until the new one is complete."""
 
@@ -125,11 +119,16 @@ def prepare(args: Prepare) -> Path:
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
     dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
     check_options(args, dataset)
-    args = with_defaults(args, dataset)
+    keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
+    chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
+    if chosen["protocol"] != "full":
+        chosen["block_size"] = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+    if args.val or args.split:
+        chosen["val_fraction"] = None
+    args = replace(args, **chosen)
     tokenizer = get_tokenizer(args.tokenizer)  # before files are read, which can take long
     corpora = dataset.corpora(args)
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
-    clear_leftovers(target)
     if is_finished(target, meta, args.overwrite):
         print(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
@@ -146,17 +145,13 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     name, size, source = args.name, dataset.block_size, dataset.source
     examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
     files, share = args.val or args.test, args.val_fraction is not None
-    splits, has_splits = args.split or files or share, f"{name} has splits of its own: leave out"
-    drawn = dataset.val_fraction is not None
-    made = source == "never" and not drawn
-    paths = [str(path.resolve()) for path in (*args.source, *args.val, *args.test)]
-    twice = ", ".join({path for path in paths if paths.count(path) > 1})
+    drawn = dataset.val_fraction is not None  # the validation split
+    twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
     mistakes = [
         (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
         (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
-        (made and splits, f"{has_splits} --split, --val, --test and --val-fraction"),
-        (args.seed and not drawn, f"{has_splits} --seed"),
-        (share and not drawn, f"{has_splits} --val-fraction"),
+        (args.split and source == "never" and not drawn, f"{name} has splits of its own"),
+        (share and not drawn, f"{name} has splits of its own: leave out --val-fraction"),
         (files and source != "always", f"{name} takes no --val or --test files"),
         (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),
@@ -165,7 +160,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
         (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),
         (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
-        (twice, f"{twice} is given twice; a file belongs to one split, once"),
+        (twice, f"{[*map(str, twice)]}: a file belongs to one split"),
     ]
     for is_mistake, message in mistakes:
         if is_mistake:
@@ -174,22 +169,12 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         check_value(args.split, Literal[dataset.splits], f"--split of {name}")
 
 
-def with_defaults(args: Prepare, dataset: Dataset) -> Prepare:
-    size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
-    fraction = dataset.val_fraction if args.val_fraction is None else args.val_fraction
-    keys = "split protocol tokenizer field".split()
-    chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
-    chosen["block_size"] = None if chosen["protocol"] == "full" else size
-    return replace(args, **chosen, val_fraction=None if args.val or args.split else fraction)
-
-
 def metadata(
     name: str, args: Prepare, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
 ) -> dict:
     """The contents of meta.json, without splits and notes. settings: what decides the result,
     beside the documents."""
-    keys = "split protocol block_size tokenizer field val_fraction seed limit".split()
-    packages = ["numpy"] if tokenizer.name == "bytes" else ["numpy", "tiktoken"]
+    keys = "split protocol block_size tokenizer field val_fraction limit".split()
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -198,13 +183,11 @@ def metadata(
         "eot": tokenizer.eot,
         "dtype": "uint16",
         "protocol": args.protocol,
-        "packing": in_words(args.protocol, args.block_size),
         "block_size": args.block_size,
         "detokeniser": dataset.detokeniser,
         "split": args.split,
         "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
         "settings": {"dataset": args.name} | {key: getattr(args, key) for key in keys},
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
     }
 
 
@@ -217,28 +200,25 @@ def write_splits(
     encode = partial(encode_documents, tokenizer, dataset.detokeniser)
     if examples := args.protocol == "records":
         end = dataset.block_size is None  # examples of one length need no end
-        encode = partial(encode_examples, tokenizer, args.block_size, end)
-    pieces = route(corpora, args.val_fraction, args.seed, args.limit, whole=examples)
-    # Bytes take less time than handing them to another thread.
-    workers = args.workers or (1 if tokenizer.name == "bytes" else os.cpu_count())
+        encode = partial(map, partial(encode_example, tokenizer, args.block_size, end))
     files: dict[str, SplitFile] = {}
-    interval = 0.2 if sys.stderr.isatty() else 30  # a log file needs a line now and then
-    with tqdm(unit=" tokens", unit_scale=True, mininterval=interval) as bar:
-        for split, encoded in encode_all(pieces, encode, workers):
-            if split not in files:
-                path = folder / f"{split}.bin"
-                files[split] = SplitFile(path, args.protocol, args.block_size)
-            files[split].write(*encoded)
-            bar.update(encoded[0].size)
+    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:  # None: unless in a terminal
+        for batch in batches(route(corpora, args.val_fraction, args.limit, whole=examples)):
+            splits, texts = zip(*batch, strict=True)
+            for split, (ids, roles) in zip(splits, encode(texts), strict=True):
+                if split not in files:
+                    path = folder / f"{split}.bin"
+                    files[split] = SplitFile(path, args.protocol, args.block_size)
+                files[split].write(ids, roles)
+                bar.update(ids.size)
     if not files:
         raise UserError(f"no document of {args.name} is left: give more text")
+    entries = {split: files[split].close() for split in SPLITS if split in files}
     notes = []
     for split, corpus in corpora.items():
-        rows, published = files[split].documents if split in files else 0, corpus.published
+        rows, published = entries.get(split, {}).get("documents", 0), corpus.published
         if published not in (None, rows):
             notes.append(f"{rows:,} rows, where the published {split} split has {published:,}")
-        notes += corpus.notes
-    entries = {split: files[split].close() for split in SPLITS if split in files}
     return {"splits": entries, "notes": notes}
 
 
@@ -248,34 +228,34 @@ def write_splits(
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     """Whether `target` holds the dataset that `meta` describes. Raises UserError where it holds
     other files, whatever `overwrite` says, or without it another or a damaged dataset."""
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is a file; choose another --out")
     names = {path.name for path in target.iterdir()} if target.exists() else set()
-    strangers = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
     if names and (names - FILES or "meta.json" not in names):
-        other = f"holds more or other things than a prepared dataset ({strangers})"
-        raise UserError(f"{target} {other}; choose another --out")
+        found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
+        raise UserError(f"{target} is no prepared dataset ({found}); choose another --out")
     if overwrite or not names:
         return False
-    advice = "pass --overwrite to replace it, or choose another --out"
-    try:
-        found = load_meta(target)
-        for split in found["splits"]:
-            check_file(target, found, split, verify=True)
-    except (UserError, FileNotFoundError) as error:
-        raise UserError(f"{target} holds a damaged dataset ({error}): {advice}") from error
-    before = found.get("settings", {})
-    changed = [key for key, value in meta["settings"].items() if before.get(key) != value]
-    changed += ["source"] * (found.get("source") != meta["source"])
-    if changed:
+    found = load_meta(target)
+    for split in found["splits"]:
+        read_tokens(target, split, verify=True)
+    before, now = ({**m.get("settings", {}), "source": m.get("source")} for m in (found, meta))
+    if changed := [key for key in now if before.get(key) != now[key]]:
+        advice = "pass --overwrite to replace it, or choose another --out"
         raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
 
 
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which replaces it at the end; removed where that fails."""
-    beside = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    """A new folder beside `target`, which replaces it at the end. Whatever happens, nothing is left
+    beside it, and what killed runs have left there goes, too."""
+    prefix = f".{target.name}.partial-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            if (path / "old").exists() and not target.exists():  # killed between the two moves
+                (path / "old").rename(target)
+            shutil.rmtree(path, ignore_errors=True)
+    beside = target.with_name(f"{prefix}{os.getpid()}")
     try:
         (beside / "new").mkdir(parents=True)
         yield beside / "new"
@@ -287,33 +267,17 @@ def staging(target: Path) -> Iterator[Path]:
         (beside / "new").rename(target)
         sync_folder(target.parent)
     finally:
-        _remove(beside, target)
-
-
-def clear_leftovers(target: Path) -> None:
-    """Remove what killed runs of this machine have left beside `target`."""
-    prefix = f".{target.name}.partial-{socket.gethostname()}-"
-    for path in target.parent.glob(glob.escape(prefix) + "*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            _remove(path, target)
-
-
-def _remove(beside: Path, target: Path) -> None:
-    if (beside / "old").exists() and not target.exists():  # killed between the two moves
-        (beside / "old").rename(target)
-    shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def report(target: Path, meta: dict) -> None:
     """Print what was made, and which command comes next."""
     name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
-        size = entry["tokens"] * DTYPE.itemsize / 1e6
-        line = f"{split:5}  {entry['tokens']:>15,} tokens  {entry['documents']:>11,} documents"
-        print(f"{line}  {size:>10,.1f} MB  {entry['dropped_tokens']:,} tokens dropped")
-    print(f"in {name}; tokenizer {meta['tokenizer']}, {meta['vocab_size']} ids as {meta['dtype']}")
-    print(f"protocol {meta['protocol']}: {meta['packing']}")
+        dropped = f"{entry['dropped_tokens']:,} tokens dropped"
+        print(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
+    blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
+    print(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
     for note in meta["notes"]:
         print(f"not comparable with the published tables: {note}")
     if meta["protocol"] == "sedd" or meta["split"]:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.sources import Piece, text_of
+from data.sources import text_of
 from data.tokenizers import Tokenizer
 from runtime.errors import UserError
 from runtime.files import json_object, lines_of
@@ -47,7 +47,7 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
 
 
 def encode_example(
-    example: str, tokenizer: Tokenizer, block_size: int, end: bool
+    tokenizer: Tokenizer, block_size: int, end: bool, example: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and roles, (block_size,) each, padded with end-of-text.
 
@@ -64,31 +64,18 @@ def encode_example(
         raise UserError(f"the record {example[:40]!r}... has {size}: give a larger --block-size")
     ids += [tokenizer.eot] * (end + missing)
     roles += [PREDICTED] * end + [PADDING] * missing
-    return np.array(ids), np.array(roles, np.uint8)
+    return np.array(ids, np.uint16), np.array(roles, np.uint8)
 
 
-def read_examples(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
-    """An example for each row of JSON: {"prompt": ..., "text": what follows it}, {"text": with
-    marks}, or {"text": ..., "given": a mask with 1 for each character of the prompt, else 0};
-    `field` replaces "text"."""
+def read_examples(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+    """An example for each row of JSON: {"prompt": ..., "text": what follows it}, or {"text": with
+    marks}; `field` replaces "text"."""
     for place, line in lines_of(stream, name):
         row = json_object(line, place)
         text = text_of(row, field, place)
-        given = {key: text_of(row, key, place) for key in ("prompt", "given") if key in row}
-        if len(given) + bool(MARKS.search(text + given.get("prompt", ""))) > 1:
-            raise UserError(f"{place}: give a prompt, a mask or {BEGIN} marks, one of them")
-        if "prompt" in given:
-            text = as_prompt(given["prompt"]) + text
-        elif "given" in given:
-            text = from_mask(text, given["given"], place)
+        if "prompt" in row:
+            if MARKS.search(text + text_of(row, "prompt", place)):
+                raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
+            text = as_prompt(row["prompt"]) + text
         spans(text, place)  # raises for what is wrong with it, while its place is known
-        yield text, True
-
-
-def from_mask(text: str, mask: str, place: str) -> str:
-    """`text` with marks around the characters whose mask is 1."""
-    if len(mask) != len(text) or set(mask) - {"0", "1"}:
-        need = f"a 1 (given) or a 0 (predicted) for each of the {len(text)} characters of the text"
-        raise UserError(f"{place}: `given` must have {need}; it has {len(mask)} characters")
-    runs = [(text[run.start() : run.end()], run[0][0]) for run in re.finditer("0+|1+", mask)]
-    return "".join(as_prompt(part) if bit == "1" else part for part, bit in runs)
+        yield text

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from data.prompts import as_prompt
-from data.sources import Corpus, Piece
+from data.sources import Corpus
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -33,6 +33,8 @@ class Task:
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
     # with exact conditionals
     limit: Callable[[Sequence[int]], float] | None = None
+    # of answers: 1 where the limit is that of samples, else 0
+    temperature = property(lambda self: 1.0 if self.limit else 0.0)
 
     def example(self, key: str, rng: np.random.Generator) -> str:
         """The text made from a key, its prompt marked (prompts.py)."""
@@ -54,16 +56,11 @@ class Task:
     def fits(self, answer: str, key: str, made: str) -> bool:
         return answer == made
 
-    @property
-    def temperature(self) -> float:
-        """Of answers: 1 where the limit is that of samples, else 0."""
-        return 1.0 if self.limit else 0.0
-
 
 def puzzle_corpus(task: Task, split: str, seed: list[int], documents: int) -> Corpus:
     """The examples of one split."""
 
-    def pieces() -> Iterator[Piece]:
+    def examples() -> Iterator[str]:
         rng, drawn = np.random.default_rng(seed), set()
         for _ in range(documents):
             key = task.draw(rng)
@@ -71,9 +68,9 @@ def puzzle_corpus(task: Task, split: str, seed: list[int], documents: int) -> Co
                 key = task.draw(rng)
             if task.keys and split != "train":
                 drawn.add(key)
-            yield task.example(key, rng), True
+            yield task.example(key, rng)
 
-    return Corpus(pieces, [{"task": task.name, "seed": seed, "documents": documents}])
+    return Corpus(examples(), [{"task": task.name, "seed": seed, "documents": documents}])
 
 
 def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str:
@@ -88,37 +85,22 @@ def pairs(text: str, count: int) -> list[str]:
 
 SIDE = 6  # of a Sudoku
 UNITS = [(r, 6 + c, 12 + r // 2 * 2 + c // 3) for r in range(6) for c in range(6)]  # of each cell
+PEERS = [[i for i in range(36) if i != c and set(UNITS[c]) & set(UNITS[i])] for c in range(36)]
 
 
 def solutions(cells: str) -> Iterator[str]:
     """All ways to fill the empty cells (0) of a board of 36 whose digits do not clash."""
-    board, used = list(cells), [0] * 3 * SIDE  # bits of the digits in each unit
-
-    def toggle(cell: int, digit: int) -> None:
-        for unit in UNITS[cell]:
-            used[unit] ^= 1 << digit
-
-    def free(cell: int) -> int:
-        row, column, box = UNITS[cell]
-        return ~(used[row] | used[column] | used[box]) & 0b1111110
-
-    def search(empty: list[int]) -> Iterator[str]:
-        if not empty:
-            yield "".join(board)
-            return
-        cell = min(empty, key=lambda cell: free(cell).bit_count())
-        rest = [other for other in empty if other != cell]
-        for digit in range(1, SIDE + 1):
-            if free(cell) & 1 << digit:
-                board[cell] = str(digit)
-                toggle(cell, digit)
-                yield from search(rest)
-                toggle(cell, digit)
-
+    empty = []  # (number of digits that fit, cell, these digits)
     for cell, digit in enumerate(cells):
-        if digit != "0":
-            toggle(cell, int(digit))
-    return search([cell for cell, digit in enumerate(cells) if digit == "0"])
+        if digit == "0":
+            fit = set("123456").difference([cells[peer] for peer in PEERS[cell]])
+            empty.append((len(fit), cell, fit))
+    if not empty:
+        yield cells
+        return
+    _, cell, fit = min(empty)
+    for digit in sorted(fit):
+        yield from solutions(cells[:cell] + digit + cells[cell + 1 :])
 
 
 @functools.cache
@@ -203,19 +185,18 @@ class Colouring(Task):
     def answer(self, key, rng):
         """A colour for each country: the first colouring that fits, tried in random order, so not
         all colourings are equally likely."""
-        order, colours = letters(rng, COUNTRIES, of=COUNTRIES), {}
+        order = letters(rng, COUNTRIES, of=COUNTRIES)
 
-        def search(depth: int) -> bool:
-            if depth == COUNTRIES:
-                return True
+        def search(colours: dict[str, str]) -> dict[str, str] | None:
+            if len(colours) == COUNTRIES:
+                return colours
             for k in rng.permutation(len(COLOURS)):
-                colours[order[depth]] = COLOURS[k]
-                if not self.clashes(key, colours) and search(depth + 1):
-                    return True
-            del colours[order[depth]]
-            return False
+                more = colours | {order[len(colours)]: COLOURS[k]}
+                if not self.clashes(key, more) and (found := search(more)):
+                    return found
+            return None
 
-        search(0)
+        colours = search({})
         return "".join(colours[country] for country in LETTERS[:COUNTRIES])
 
     def fits(self, answer, key, made):

@@ -1,8 +1,6 @@
 """Where documents come from: files of the user's, published files, the Hugging Face hub.
 
-A `Corpus` yields *pieces*, pairs (text, end): a document is the texts up to and including the one
-with end=True. Most documents are one piece; a big text file is many, so that it is never held
-whole, split where the tokens of the pieces are those of the whole.
+Rows of .jsonl and .parquet files are read one at a time; text files are held whole.
 """
 
 from __future__ import annotations
@@ -14,61 +12,60 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
 
-PIECE = 1 << 20  # characters
-ROWS = 1000  # of a table, read at once
-Piece = tuple[str, bool]
-# (stream, its name for messages, the field of a row that holds the text) -> pieces
-Reader = Callable[[BinaryIO, str, str], Iterator[Piece]]
+OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
+# (stream, its name for messages, the field of a row that holds the text) -> documents
+Reader = Callable[[BinaryIO, str, str], Iterator[str]]
 
 
 @dataclass
 class Corpus:
-    """The documents of a split.
+    """The documents of a split, to be read once.
 
-    pieces: called for each pass over them. description: for meta.json; equal ones mean equal
-    documents. published: how many documents the published split has. notes: for the user, once the
-    documents have been read."""
+    description: for meta.json; equal ones mean equal documents. published: how many documents the
+    published split has."""
 
-    pieces: Callable[[], Iterator[Piece]]
+    documents: Iterable[str]
     description: list[dict]
     published: int | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -> Corpus:
     """The documents of some files. readers: how files of each suffix are read."""
     description, files = [], {}
     for path in paths:
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; pass the files in it, e.g. {path}/*.txt")
-        files[path] = find_reader(path.name, readers, str(path))
+        files[path] = find_reader(str(path), readers)
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         description.append({"file": path.name, **facts})
 
-    def pieces() -> Iterator[Piece]:
+    def documents() -> Iterator[str]:
         for path, read in files.items():
+            empty = True
             with unpacked(path) as stream:
-                yield from at_least(1, read(stream, str(path), field), str(path), "leave it out")
+                for text in read(stream, str(path), field):
+                    empty = False
+                    yield text
+            if empty:
+                raise UserError(f"{path} holds no document; leave it out")
 
-    return Corpus(pieces, description)
+    return Corpus(documents(), description)
 
 
-def find_reader(file: str, readers: dict[str, Reader], name: str) -> Reader:
-    """The reader of a file, by its suffix. name: of the file, for the message."""
+def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+    """The reader of a file, by its suffix."""
+    unpacked = file.lower().removesuffix(".gz").removesuffix(".xz")
     for suffix, reader in readers.items():
-        endings = ("",) if suffix == ".parquet" else ("", ".gz", ".xz")
-        if any(fnmatch(file.lower(), f"*{suffix}{ending}") for ending in endings):
+        if fnmatch(unpacked, f"*{suffix}"):
             return reader
-    known = f"{', '.join(readers)} (each but .parquet also followed by .gz or .xz)"
-    raise UserError(f"{name}: unknown kind of file; known here are {known}")
+    known = f"{', '.join(readers)} (each also followed by .gz or .xz)"
+    raise UserError(f"{file}: unknown kind of file; known here are {known}")
 
 
 @contextlib.contextmanager
@@ -77,73 +74,35 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
     try:
         with opener(path, "rb") as file:
             yield file
-    except EOFError as error:
-        raise UserError(f"{path}: the compressed file ends too early; get it again") from error
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path}: damaged, or not a {path.suffix} file ({error})") from error
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path}: damaged, cut short, or not a {path.suffix} file") from error
 
 
-@contextlib.contextmanager
-def decoded(stream: BinaryIO, name: str, newline: str | None) -> Iterator[TextIO]:
-    """The text of a stream of bytes; newline: as of `open`."""
+def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+    """The file as one document; none if it is empty."""
     try:
-        yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
+        text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        what = f"{error.reason} at byte {stream.tell() - len(error.object) + error.start:,}"
         advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
-        raise UserError(f"{name}: not UTF-8 ({what}); {advice}") from error
+        raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
+    if text:
+        yield text
 
 
-def at_least(number: int, pieces: Iterable[Piece], name: str, advice: str) -> Iterator[Piece]:
-    """The same pieces; raises UserError at the end if they are fewer."""
-    found = 0
-    for piece in pieces:
-        found += 1
-        yield piece
-    if found < number:
-        raise UserError(f"{name}: {found:,} of at least {number:,} documents; {advice}")
-
-
-def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
-    """The file as one document."""
-    held, is_empty = "", True
-    with decoded(stream, name, newline="") as text:
-        while chunk := text.read(PIECE):
-            is_empty, searched, held = False, len(held), held + chunk
-            if place := safe_place(held, after=searched - 1):
-                yield held[:place], False
-                held = held[place:]
-    if not is_empty:
-        yield held, True
-
-
-def safe_place(text: str, before: int | None = None, after: int = 0) -> int:
-    """The last place (at most `before`, above `after`) to split a text so that GPT-2's ids of both
-    parts are those of the whole; 0 where there is none.
-
-    It lies between a character that is no white space and a newline (else a carriage return, else
-    a space): no word of GPT-2 continues there, and its rules look ahead from white space only."""
-    end = len(text) if before is None else min(before + 1, len(text))
-    backwards = text[max(after, 0) : end][::-1]  # the last place becomes the first match
-    for space in "\n\r ":
-        if found := re.search(rf"{space}(?=\S)", backwards):
-            return end - 1 - found.start()
-    return 0
-
-
-def read_lines(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def read_lines(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each line, with its end."""
-    with decoded(stream, name, newline=None) as lines:
+    for text in read_whole(stream, name, field):
+        lines = re.finditer(r"[^\n]*\n|[^\n]+", re.sub(r"\r\n?", "\n", text))
         for number, line in enumerate(lines, 1):
-            if "\0" in line:
+            if "\0" in line[0]:
                 raise UserError(f"{name} line {number}: this is not text; is it the right file?")
-            yield line, True
+            yield line[0]
 
 
-def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each row of JSON."""
     for place, line in lines_of(stream, name):
-        yield text_of(json_object(line, place), field, place), True
+        yield text_of(json_object(line, place), field, place)
 
 
 def text_of(row: dict, field: str, place: str) -> str:
@@ -156,40 +115,34 @@ def text_of(row: dict, field: str, place: str) -> str:
     return row[field]
 
 
-def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
     """A document for each row of a table."""
 
-    def tables() -> Iterable:
+    def rows() -> Iterator[dict]:
         from pyarrow.parquet import ParquetFile
 
-        return ParquetFile(stream).iter_batches(ROWS)
+        for table in ParquetFile(stream).iter_batches(1000):
+            yield from table.to_pylist()
 
-    return read_tables(tables, field, name, "damaged, or not a .parquet file")
+    return texts_of(rows(), field, name, "damaged, or not a .parquet file")
 
 
-def read_tables(tables: Callable, field: str, name: str, problem: str) -> Iterator[Piece]:
-    """A document for each row of pyarrow's tables. problem: what it is where that fails."""
+def texts_of(rows: Iterable[dict], field: str, name: str, problem: str) -> Iterator[str]:
+    """The document in each row. problem: what it is where reading them fails."""
     number = 0
     try:
-        for table in tables():
-            if field not in table.schema.names:
-                text_of(dict.fromkeys(table.schema.names), field, name)  # raises
-            for text in table.column(field).to_pylist():
-                number += 1
-                yield text_of({field: text}, field, f"{name} row {number}"), True
+        for number, row in enumerate(rows, 1):
+            yield text_of(row, field, f"{name} row {number}")
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have errors of their own
         raise UserError(f"{name}: {problem} ({cause(error)}, after row {number})") from error
 
 
-def hub_rows(
-    name: str, repository: str, config: str | None, split: str, field: str, rows: int
-) -> Corpus:
-    """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here. rows: how
-    many there are."""
+def hub_rows(name: str, repository: str, config: str | None, split: str, field: str) -> Corpus:
+    """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here."""
 
-    def tables() -> Iterable:
+    def hub() -> Iterator[dict]:
         from datasets import load_dataset
 
         options = {"split": split, "streaming": True}
@@ -203,41 +156,28 @@ def hub_rows(
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
             copy = {"data_files": files, "revision": "refs/convert/parquet"}
             streamed = load_dataset(repository, **copy, **options)
-        return streamed.with_format("arrow").iter(ROWS)
+        yield from streamed
 
-    def pieces() -> Iterator[Piece]:
-        advice = without_network(name)
-        found = read_tables(tables, field, repository, f"the hub failed; {advice}")
-        yield from at_least(rows, found, repository, advice)
-
+    problem = f"the hub failed; {OFFLINE.format(name)}"
     source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(pieces, [source])
+    return Corpus(texts_of(hub(), field, repository, problem), [source])
 
 
-def downloaded_file(
-    name: str, url: str, readers: dict[str, Reader], field: str, rows: int
-) -> Corpus:
+def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str) -> Corpus:
     """The file at an address, held in memory."""
 
-    def pieces() -> Iterator[Piece]:
+    def documents() -> Iterator[str]:
         import urllib.request
 
-        read, advice = find_reader(url.rpartition("/")[2], readers, url), without_network(name)
+        read = find_reader(url, readers)
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            raise UserError(f"{url}: {cause(error)}; {advice}") from error
-        yield from at_least(rows, read(stream, url, field), url, advice)
+            raise UserError(f"{url}: {cause(error)}; {OFFLINE.format(name)}") from error
+        yield from read(stream, url, field)
 
-    return Corpus(pieces, [{"url": url}])
-
-
-def without_network(name: str) -> str:
-    return (
-        f"pip install datasets, or download the files of {name} where there is a network and pass "
-        f"them: python data/prepare.py {name} --source FILE.parquet ... (--help: other kinds)"
-    )
+    return Corpus(documents(), [{"url": url}])
 
 
 def cause(error: BaseException) -> str:

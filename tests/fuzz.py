@@ -1,4 +1,4 @@
-"""make fuzz: malformed files and options, full disks and signals, and what became of them.
+"""make fuzz: malformed files and options, and signals, and what became of them.
 
     PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seeds 0 1 2]
 
@@ -13,18 +13,13 @@ work, but not
     lost       disturbed and started again, end elsewhere than an undisturbed run
     slow       take more than 30 seconds, or memory: more than 2 GB
 
-A script runs in a child of this process, which has imported everything already. A kill before each
-file operation of a run is in test_train.py.
+A script runs in a child of this process, which has imported everything already. Full disks and
+kills before each file operation are in the tests of training and of checkpoints.
 """
 
-import builtins
 import contextlib
-import errno
-import functools
 import hashlib
-import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -38,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint
 import tyro
@@ -49,7 +43,7 @@ import eval_gen
 import eval_ppl
 import sample
 import train
-from checkpoints import load_model, on_disk
+from checkpoints import load_model, store
 from checkpoints.released import gpt_names
 from data import prepare
 from runtime.command_line import run_script
@@ -86,7 +80,7 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
     "convert": (converts, "run new", "new/model.safetensors"),
     "convert export": (converts, "export new", "new/model.safetensors"),
     "convert release": (converts, "released.pt new", "new/model.safetensors"),
-    "resume": (train.main, f"run.toml --train.steps {STEPS + 3}", CHECKPOINTS),
+    "resume": (train.main, f"run.toml --data.verify --train.steps {STEPS + 3}", CHECKPOINTS),
     "perplexity": (eval_ppl.main, f"run {PERPLEXITY}", "out.json"),
     "prepare": (prepare.main, "text --source text.jsonl --tokenizer bytes --out new", "new"),
     "judge": (eval_gen.main, "--samples samples.jsonl --judge run --json out.json", "out.json"),
@@ -151,7 +145,7 @@ def random_case(seed):
     if kind == "option":
         command = rng.choice(sorted(OPTIONS))
         return Case(kind, "", command, rng.choice(OPTIONS[command].split()), seed)
-    return Case(kind, "", "resume", rng.choice([*SIGNALS, "full disk"]), seed)
+    return Case(kind, "", "resume", rng.choice([*SIGNALS]), seed)
 
 
 def change_file(path, how, rng):
@@ -204,7 +198,7 @@ def changed_tree(path, text, how, rng):
     elif how == "deep":
         table[key] = 0
     if how.startswith("crafted") and "sha256" in values:
-        values["sha256"] = on_disk.digest(values)
+        values["sha256"] = store.digest(values)
     lines[place] = json.dumps(values)
     if how == "deep":
         lines[place] = lines[place].replace(": 0", f": {'[' * 9999}{']' * 9999}", 1)
@@ -221,9 +215,9 @@ class Ended(NamedTuple):
     memory: int
 
 
-def run(main, arguments, folder, before=None, disturb=None):
-    """Run a script's main in a child of this process. before: called in the child first. disturb:
-    (seconds, signal) that it is sent."""
+def run(main, arguments, folder, disturb=None):
+    """Run a script's main in a child of this process. disturb: (seconds, signal) that it is
+    sent."""
     said, started = folder.with_suffix(".said"), time.monotonic()
     said.touch()
     child = os.fork()
@@ -235,8 +229,6 @@ def run(main, arguments, folder, before=None, disturb=None):
                 os.dup2(output, descriptor)
             sys.stdout, sys.stderr = (open(fd, "w", buffering=1) for fd in (1, 2))
             sys.argv = ["script.py", *arguments]
-            if before:
-                before()
             try:
                 run_script(main)
             except SystemExit as stop:
@@ -258,39 +250,6 @@ def run(main, arguments, folder, before=None, disturb=None):
     text = said.read_text(errors="replace")
     said.unlink()
     return Ended(os.waitstatus_to_exitcode(status), text, seconds, usage.ru_maxrss * 1024)
-
-
-DONE = multiprocessing.Value("i", 0)  # file operations of the last child that counted them
-
-
-def full_disk(count):
-    """Count the file operations that change something; let the count-th one fail."""
-    DONE.value = 0
-
-    def wrap(module, name):
-        function = getattr(module, name)
-
-        def call(*arguments, **keywords):
-            if name != "open" or for_writing(*arguments, **keywords):
-                DONE.value += 1
-                if DONE.value == count:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*arguments, **keywords)
-
-        setattr(module, name, call)
-
-    for name in ("open", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "truncate"):
-        wrap(os, name)
-    for module in (builtins, io):
-        wrap(module, "open")
-    wrap(safetensors.torch, "save_file")
-
-
-def for_writing(file, mode="r", *more, **keywords):
-    """Whether a call of open() writes; os.open() has flags in place of a mode."""
-    if isinstance(mode, int):
-        return mode & (os.O_WRONLY | os.O_RDWR)
-    return file != os.devnull and not isinstance(file, int) and set(mode) & set("wax+")
 
 
 # ---- the campaign --------------------------------------------------------------------------------
@@ -315,11 +274,11 @@ class Campaign:
             Path("link").symlink_to("notes.md")
         for name, text in TEXTS.items():
             (self.base / name).write_text(text)
-        with self.copy() as work:  # an undisturbed run: its file operations and seconds
+        with self.copy() as work:
             shutil.rmtree(work / "run")
-            alone = run(train.main, ["run.toml"], work, lambda: full_disk(0))
+            alone = run(train.main, ["run.toml"], work)
             assert alone.status == 0, alone.said
-        self.operations, self.seconds, self.results = DONE.value, alone.seconds, {}
+        self.seconds, self.results = alone.seconds, {}
         for name, (main, arguments, _) in COMMANDS.items():
             with self.copy() as work:
                 ended = run(main, arguments.split(), work)
@@ -379,12 +338,8 @@ class Campaign:
     def disturbed(self, case, folder, rng):
         """Start the run again from nothing, disturb it, and let it resume."""
         shutil.rmtree(folder / "run")
-        before = disturb = None
-        if case.how in SIGNALS:
-            disturb = rng.uniform(0, self.seconds), SIGNALS[case.how]
-        else:
-            before = functools.partial(full_disk, rng.randrange(1, self.operations + 1))
-        first = run(train.main, ["run.toml"], folder, before, disturb)
+        disturb = rng.uniform(0, self.seconds), SIGNALS[case.how]
+        first = run(train.main, ["run.toml"], folder, disturb)
         if "Traceback" in first.said or first.status not in (0, 2, 130, -9, -15):
             return "traceback", first
         again = run(train.main, ["run.toml"], folder)
@@ -444,7 +399,7 @@ def main():
     check_values(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"AOGPT_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+        os.environ["HF_HUB_OFFLINE"] = "1"
         started = time.monotonic()
         campaign = Campaign(Path(folder), arguments.show)
         each = arguments.cases // len(arguments.seeds)

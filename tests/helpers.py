@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import on_disk, store
+from checkpoints import store
 from data.loader import load_meta, read_tokens
 from data.prepare import Prepare, prepare
 from data.tokenizers import get_tokenizer
@@ -236,8 +236,8 @@ class Hostile:
 def read_checkpoint(path):
     """What a checkpoint holds, all its tensors under "tensors", but for what depends on the
     processes."""
-    values = on_disk.read_values(path)
-    tensors = on_disk.read_all(path, values)
+    values = store.read_values(path)
+    tensors = store.read_all(path, values)
     return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from checkpoints import on_disk, store
+from checkpoints import store
 from data.loader import TokenDataset
 from runtime.processes import processes
 from training import config as configuration
@@ -160,7 +160,7 @@ def killed(config, procs):
 def faulty(config, procs):
     """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is
     full, at step 6 the first process may not rename, and at step 8 none may make a folder."""
-    start, rename, mkdir = on_disk.start_writing_shards, os.rename, Path.mkdir
+    start, rename, mkdir = store.start_writing_shards, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse(*arguments, **keywords):
@@ -181,7 +181,7 @@ def faulty(config, procs):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             os.rename, Path.mkdir = rename, mkdir
 
-    with mock.patch.object(on_disk, "start_writing_shards", faulty_start):
+    with mock.patch.object(store, "start_writing_shards", faulty_start):
         train.train(config, procs)
 
 

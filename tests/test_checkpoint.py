@@ -15,7 +15,7 @@ import torch
 from helpers import Hostile, assert_same, flip_byte, limited_file_size, read_checkpoint
 from safetensors.torch import save_file
 
-from checkpoints import CheckpointError, load, load_model, on_disk, store
+from checkpoints import CheckpointError, load, load_model, store
 from model import ModelConfig
 from runtime.files import write_atomically
 from training.averages import EMA
@@ -165,7 +165,7 @@ def change_state(path, without=None, **changes):
     """Another state.json with a checksum that fits."""
     contents = json.loads((path / "state.json").read_text()) | changes
     contents.pop(without, None)
-    contents["sha256"] = on_disk.digest(contents)
+    contents["sha256"] = store.digest(contents)
     (path / "state.json").write_text(json.dumps(contents))
 
 
@@ -325,14 +325,14 @@ def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(tmp_p
         load(best)
 
 
-@pytest.mark.parametrize(
-    "name, which, words",
-    [
-        ("nowhere", "ema", r"there is no .*nowhere; give a run folder"),
-        ("", "ema", "holds no checkpoints/step_"),
-        ("", "last", "'last'; give 'ema' or 'raw'"),
-    ],
-)
-def test_a_path_without_a_run_and_unknown_weights_are_clear_errors(tmp_path, name, which, words):
-    with pytest.raises(ValueError, match=words):
-        load(tmp_path / name, which)
+def test_what_is_not_there_is_a_clear_error(tmp_path):
+    for path, words in (
+        ("nowhere", "there is no .*nowhere; give a run folder"),
+        ("other/model.pt", "there is no other/model.pt; give a run folder"),
+        ("nothing/there/at_all", "there is no nothing/there/at_all; give a run folder"),
+        (tmp_path, "holds no checkpoints/step_"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            load(path)
+    with pytest.raises(ValueError, match="'last'; give 'ema' or 'raw'"):
+        load(tmp_path, "last")

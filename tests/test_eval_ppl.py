@@ -15,7 +15,7 @@ from reference import order_through
 
 import eval_ppl
 import train
-from checkpoints import load_model, on_disk, store
+from checkpoints import load_model, store
 from convert import convert
 from data.loader import TokenDataset, frequency_losses, read_tokens
 from data.prepare import Prepare, prepare
@@ -196,7 +196,7 @@ def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(
     export, saved = tmp_path / "export", tmp_path / "t.npz"
     convert(str(plain), export)
     settings = json.loads((export / "config.json").read_text()) | {"scored_from": 1}
-    settings["sha256"] = on_disk.digest(settings)
+    settings["sha256"] = store.digest(settings)
     (export / "config.json").write_text(json.dumps(settings))
     (result,) = evaluate("--max-sequences 5 --per-token", saved, path=export)["results"]
     expected = direct(plain, data, "l2r", 1, 0, 5)[:, 0]

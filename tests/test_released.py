@@ -19,7 +19,7 @@ import torch
 from helpers import ROOT, assert_user_error, flip_byte, limited_file_size, read_lines, run_script
 from reference import encoder_outputs, log_probs, make_system, random_orders, random_tokens
 
-from checkpoints import CheckpointError, load, load_model, on_disk, store
+from checkpoints import CheckpointError, load, load_model, store
 from convert import convert
 from data.tokenizers import get_tokenizer
 from model import ModelConfig
@@ -180,7 +180,7 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
     torch.save(container()[0], tmp_path / "small.pt")
     assert load(tmp_path).path == str(tmp_path / "small.pt")
     shutil.copy(tmp_path / "small.pt", tmp_path / "medium.pt")
-    with pytest.raises(CheckpointError, match=r"medium\.pt, small\.pt; give the path of one"):
+    with pytest.raises(CheckpointError, match=r"medium\.pt, small\.pt; give one's path"):
         load(tmp_path)
 
 
@@ -344,7 +344,7 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     refused(folder, "holds no", "model.safetensors or pytorch_model.bin", *LAYOUT_NAMES)
     state = diffusion("RADD")[1]
     folder = write_folder(tmp_path / "other", {"tokens": TOKENS}, state)
-    refused(folder, "named as in RADD", "config.json", "it lacks model")
+    refused(folder, "named as in RADD", "config.json", "it lacks n_blocks")
     for text, words in (("[1]", "it is [1], but"), ("{not json", "is not JSON")):
         (folder / "config.json").write_text(text)
         refused(folder, f"config.json: {'this ' * ('{' in text)}{words}")
@@ -436,7 +436,7 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
     "many lists": (lambda c: c.update(iter_num=many_lists(60)), ["iter_num is not a number"]),
     "many lists as a size": (
         lambda c: c["model_args"].update(vocab_size=many_lists(60)),
-        ["too large"],
+        ["vocab_size is [[[", "must be an integer"],
     ),
     "an average that lacks a tensor": (
         lambda c: c["ema_model"]["shadow_params"].pop(),
@@ -472,7 +472,7 @@ def test_a_sigma_gpt_without_a_start_vector_or_with_a_head_of_its_own_is_named(r
 def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
     settings, state, _ = diffusion("SEDD")
     settings["model"]["scale_by_sigma"] = False
-    refused(write_folder(tmp_path / "a", settings, state), "model.scale_by_sigma is False")
+    refused(write_folder(tmp_path / "a", settings, state), "scale_by_sigma is False")
     settings = json.loads((gpt2[1] / "config.json").read_text())
     state = safetensors.torch.load_file(gpt2[1] / "model.safetensors")
     for name, value in (("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True)):
@@ -514,14 +514,6 @@ def test_a_repo_that_the_cache_holds_is_loaded_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert torch.equal(load("org/radd-1.5").model.wte.weight, state["vocab_embed.embedding"])
-
-
-def test_a_mistyped_path_is_not_looked_for_on_hugging_face(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").mkdir()
-    for path in ("out/nothing", "other/model.pt", "a/b/c", "nothing"):
-        with pytest.raises(CheckpointError, match=f"there is no {path}; give a run folder"):
-            load(path)
 
 
 # ---- convert -------------------------------------------------------------------------------------
@@ -595,7 +587,7 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
     settings = json.loads((raw / "config.json").read_text())
 
     def write(settings):
-        text = json.dumps(settings | {"sha256": on_disk.digest(settings)})
+        text = json.dumps(settings | {"sha256": store.digest(settings)})
         (raw / "config.json").write_text(text)
 
     for key in ("model", "tokenizer", "files"):

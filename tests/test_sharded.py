@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import train
-from checkpoints import CheckpointError, load, on_disk, store
+from checkpoints import CheckpointError, load, store
 from runtime.processes import processes
 from training import state as states
 
@@ -158,7 +158,7 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
 def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkeypatch):
     state, config = state
     saver = states.Saver(config, procs, META, pytest.fail)
-    monkeypatch.setattr(on_disk, "digest", lambda contents: {}["a bug"])
+    monkeypatch.setattr(store, "digest", lambda contents: {}["a bug"])
     saver.save(state, None)
     with pytest.raises(KeyError, match="a bug"):
         saver.wait()
@@ -171,7 +171,7 @@ def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_
     done = run_script("tests/parallel_jobs.py", f"killed={write_config(config)}", check=False)
     saved = config.run_folder / "checkpoints"
     assert done.returncode == -9 and names(saved) == [".step_00000004.tmp", "step_00000002"]
-    part = on_disk.parts(saved / ".step_00000004.tmp")[0]
+    part = store.parts(saved / ".step_00000004.tmp")[0]
     os.truncate(part, part.stat().st_size // 2)  # as if it had happened a little earlier
     (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
     (config.run_folder / ".best.0123abcd.tmp").touch()  # and the pointer been written
@@ -223,7 +223,7 @@ DAMAGES = {  # of a checkpoint, given its parts and those of the one before
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, capsys, damage):
     config, older, last = copy
-    DAMAGES[damage](on_disk.parts(last), on_disk.parts(older))
+    DAMAGES[damage](store.parts(last), store.parts(older))
     for who in (None, procs):
         assert store.read_newest(config.run_folder, procs=who)[0] == older
         assert f"warning: {last} is damaged" in capsys.readouterr().err
@@ -233,7 +233,7 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
 
 def test_a_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(copy, pair, procs, capsys):
     config, older, last = copy
-    on_disk.parts(last)[0].unlink()
+    store.parts(last)[0].unlink()
     train.train(config, procs)
     assert f"resumed from {older}" in capsys.readouterr().out
     ours, expected = metrics(config, "loss"), metrics(pair[0], "loss")

@@ -41,8 +41,7 @@ from helpers import (
 from reference import make_system, random_orders, random_tokens
 
 import train
-from checkpoints import on_disk, store
-from checkpoints.errors import CheckpointError
+from checkpoints import CheckpointError, store
 from data.loader import TokenDataset, batch_lengths
 from model import AOGPT
 from objectives import masked_nll, masks_at
@@ -600,14 +599,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
 
 def rewrite(path, change):
     """Write a checkpoint again after change(tensors), with checksums that fit."""
-    values = on_disk.read_values(path)
-    tensors = on_disk.read_all(path, values)
+    values = store.read_values(path)
+    tensors = store.read_all(path, values)
     change(tensors)
-    for file in on_disk.parts(path):
-        file.unlink()
-    on_disk.write_tensors(path, tensors)
-    temporary = path.rename(path.with_name("changed"))
-    on_disk.complete(temporary, path, values, tensors)
+    store.write(path.parents[1], values, tensors, keep=9)
 
 
 MOMENT = "optimizer.blocks.0.mlp.fc.weight.exp_avg"

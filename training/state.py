@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from checkpoints import CheckpointError, load_model, on_disk, store
+from checkpoints import CheckpointError, load_model, store
 from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -34,7 +34,7 @@ SHARED += ("start", "value_residual")
 
 @dataclass
 class Progress:
-    """Where a run is. Its fields are keys of checkpoints.on_disk.State."""
+    """Where a run is. Its fields are keys of checkpoints.store.State."""
 
     step: int = 0
     best: dict | None = None  # {"step", "loss"} of the best checkpoint that exists
@@ -62,7 +62,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     checkpoints can be read."""
     torch.manual_seed(config.seed)
     share = slice(procs.rank, None, procs.world_size)  # each process verifies some of the files
-    read = functools.partial(on_disk.read_values, share=share)
+    read = functools.partial(store.read_values, share=share)
     found = store.read_newest(config.run_folder, read, procs)
     weights = None  # random
     if found:
@@ -172,7 +172,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def plain_values(state: State, best: dict | None, config: Config, data_meta: dict) -> dict:
-    """Everything else, as JSON values: keys of checkpoints.on_disk.State."""
+    """Everything else, as JSON values: keys of checkpoints.store.State."""
     ema = state.averages[0]
     return asdict(state.progress) | {
         "best": best,
@@ -191,7 +191,7 @@ def restore(state: State, path: Path, values: dict) -> None:
     tensors = named_tensors(state)
     if odd := sorted(values["tensors"].keys() - tensors.keys()):
         raise CheckpointError(f"{path} holds {odd[0]}, which the run has no place for")
-    on_disk.read_tensors(path, values, tensors)
+    store.read_tensors(path, values, tensors)
     if name := not_finite(tensors):
         raise CheckpointError(f"{path}: {name} is not finite; remove it to resume from another")
     for ema in state.averages:
@@ -202,7 +202,7 @@ def restore(state: State, path: Path, values: dict) -> None:
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
     """The name of a tensor whose shard on this process has a number that is not finite."""
-    finite = [on_disk.is_finite(local(tensor)) for tensor in tensors.values()]
+    finite = [store.is_finite(local(tensor)) for tensor in tensors.values()]
     return next((name for name, ok in zip(tensors, finite, strict=True) if not ok), None)
 
 
@@ -241,7 +241,7 @@ class Saver:
             # only dtypes and shapes of `tensors` are read later: their values will have changed
             finish = functools.partial(store.finish, *arguments)
             temporary = store.temporary_of(path)
-            future = on_disk.start_writing_shards(temporary, tensors, finish, self.group)
+            future = store.start_writing_shards(temporary, tensors, finish, self.group)
             self.pending = future, state, best, path
             return
         error = None
@@ -249,7 +249,7 @@ class Saver:
             try:
                 store.write(*arguments)
             except (OSError, SafetensorError) as failure:
-                error = on_disk.reason_of(failure)
+                error = store.reason_of(failure)
         self._end(self.procs.gather(error)[0], state, best, path)
 
     def wait(self) -> Path | None:
@@ -264,7 +264,7 @@ class Saver:
                 cause = next(iter(failure.failures.values()))[0]
                 if not isinstance(cause, OSError):
                     raise cause from failure
-                error = on_disk.reason_of(cause)
+                error = store.reason_of(cause)
             self._end(error, *rest)
         return self.written
 
