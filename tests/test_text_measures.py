@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation import text_measures
 from evaluation.estimates import estimate
-from evaluation.text_measures import (
-    corpus_perplexity,
-    distinct,
-    known_words,
-    unigram_entropy,
-    words_of,
-)
+from evaluation.text_measures import corpus_perplexity, distinct, unigram_entropy
 
 
 @pytest.mark.parametrize(
@@ -32,19 +25,6 @@ def test_distinct_counts_types_among_the_n_grams():
     assert distinct([1, 2, 3, 4] * 2, 4) == pytest.approx(4 / 5)  # 1234 2341 3412 4123 1234
     for value in (unigram_entropy([]), distinct([1, 2], 3)):
         assert math.isnan(value)
-
-
-@pytest.mark.parametrize(
-    "step, speculative, calls",
-    [
-        ([-1, -1], False, 0),
-        ([-1, 3, 0, 3, 7], False, 3),
-        ([-1, 0, 0, 1, 1], True, 4),
-        ([-1, 0, 0, 1], True, 3),  # the last round has nothing to verify
-    ],
-)
-def test_model_calls_are_those_of_the_sample_s_own_steps(step, speculative, calls):
-    assert text_measures.model_calls(step, speculative) == calls
 
 
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
@@ -86,11 +66,3 @@ def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
     assert math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
     assert math.isnan(none["perplexity"])
     assert corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
-
-
-def test_known_words_are_those_of_the_training_text():
-    vocabulary = words_of('The well-known "Dorothy" doesn\'t walk; 2nd café_au')
-    assert vocabulary == set("the well known dorothy doesn t walk nd café au".split())
-    # of letters only, three or more: Dorothy, walked, Well and the; "it." and "ok" do not count
-    assert known_words("Dorothy walked it. ok Well the,  the\nx1y", vocabulary) == 3 / 4
-    assert math.isnan(known_words("a b, 12.", vocabulary))
