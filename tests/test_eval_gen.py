@@ -34,18 +34,6 @@ BIGRAM = [
 TEXT, BITS = "abaacc", 10
 
 
-def byte_symbols():
-    """The symbol that byte-level tokenizers have for every byte."""
-    from tokenizers import pre_tokenizers
-
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
-    others = [b for b in range(256) if b not in printable]
-    symbols = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    assert sorted(symbols.values()) == sorted(level.alphabet())
-    return symbols
-
-
 def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
     """A byte-level tokenizer without merges; the id of a symbol is its place. start: it puts end-
     of-text in front."""
@@ -102,14 +90,15 @@ def bigram(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_judge(tmp_path_factory):
-    """A random GPT-2 over bytes in another order than ours."""
+    """A random GPT-2 with the ids of our bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     folder = tmp_path_factory.mktemp("bytes")
     torch.manual_seed(3)
     sizes = {"vocab_size": 257, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.5)).save_pretrained(folder)
-    save_tokenizer(folder, [symbol for _, symbol in sorted(byte_symbols().items(), reverse=True)])
+    save_tokenizer(folder, [symbol for _, symbol in sorted(bytes_to_unicode().items())])
     return folder
 
 
@@ -117,12 +106,10 @@ def byte_judge(tmp_path_factory):
 def write(tmp_path):
     """Write rows, or lines as they are, to a .jsonl file."""
 
-    def call(*rows, name="samples.jsonl"):
-        path = tmp_path / name
-        path.write_text(
-            "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
-        )
-        return path
+    def call(*rows):
+        lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
+        (tmp_path / "samples.jsonl").write_text("".join(lines))
+        return tmp_path / "samples.jsonl"
 
     return call
 
@@ -132,11 +119,10 @@ def report(script, tmp_path):
     """Run eval_gen.py; what it wrote to --json."""
 
     def call(*arguments):
-        status, _, err = script(
-            eval_gen, *arguments, "--json", tmp_path / "result.json", "--overwrite"
-        )
+        file = tmp_path / "result.json"
+        status, _, err = script(eval_gen, *arguments, "--json", file, "--overwrite")
         assert status == 0, err
-        return json.loads((tmp_path / "result.json").read_text())
+        return json.loads(file.read_text())
 
     return call
 
@@ -151,21 +137,12 @@ def scores_of(result, row=0):
     return {key: value for key, value in result["rows"][row].items() if key not in cost}
 
 
-def assert_same(a, b, rtol=1e-6):
+def assert_same(a, b):
     """The same names and numbers; float32 sums in another order differ by about 1e-7."""
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key], rtol)
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y, rtol)
-    elif isinstance(a, float):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-9)
-    else:
-        assert a == b
+    close = {"rel": 1e-6, "abs": 1e-9}
+    for one, other in zip(a.pop("per_sample"), b.pop("per_sample"), strict=True):
+        assert one == pytest.approx(other, **close)
+    assert a == pytest.approx(b, **close)
 
 
 # ---- judges of transformers ----------------------------------------------------------------------
@@ -187,14 +164,6 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report,
     assert row["tokens_judged"] == "text" and row["tokenizer"] is None and row["nfe"] is None
     assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
     assert "transformers" in result["versions"]
-
-
-def test_a_sample_longer_than_the_context_is_cut_into_windows(tmp_path):
-    """Windows of 4 of abaa|ccab|c: 2 + 2 + 1, then 2 + 3 + 2, and the last window has nothing to
-    score."""
-    judge = load(save_bigram(tmp_path, context=4))
-    ((nll, count),) = judge.score([judge.encode("abaaccabc")], 8)
-    assert count == 6 and nll / math.log(2) == pytest.approx(12, rel=1e-6)
 
 
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
@@ -228,23 +197,18 @@ def test_scores_do_not_depend_on_the_batches(byte_judge):
 
 
 def test_the_same_ids_are_scored_directly_and_others_through_text(
-    report, run, tmp_path, byte_judge
+    report, write, byte_judge, bigram
 ):
-    """A copy of the judge with our bytes in our order, and its table in the same order: the same
-    scores, from ids."""
-    from transformers import GPT2LMHeadModel
-
-    ours, common = tmp_path / "ours", [run, "--num-samples", 5, "--settings", "0.3,1"]
-    save_tokenizer(ours, [symbol for _, symbol in sorted(byte_symbols().items())])
-    model = GPT2LMHeadModel.from_pretrained(byte_judge)
-    with torch.no_grad():
-        model.transformer.wte.weight[:256] = model.transformer.wte.weight[:256].flip(0)
-    model.save_pretrained(ours)
-    assert load(ours).has_ids_of("bytes") and not load(byte_judge).has_ids_of("bytes")
-    direct = report(*common, "--judge", ours)["rows"][0]
-    through = report(*common, "--judge", byte_judge)["rows"][0]
-    assert (direct["tokens_judged"], through["tokens_judged"]) == ("ids", "retokenised")
-    assert_same(direct["per_sample"], through["per_sample"])
+    assert load(byte_judge).has_ids_of("bytes") and not load(bigram).has_ids_of("bytes")
+    rows = [{"text": text, "tokens": list(text.encode())} for text in (TEXT, "caf\u00e9 ab")]
+    ids = report("--samples", write(*rows), "--judge", byte_judge)["rows"][0]
+    texts = [{"text": row["text"]} for row in rows]
+    text = report("--samples", write(*texts), "--judge", byte_judge)["rows"][0]
+    through = report("--samples", write(*rows), "--judge", bigram)["rows"][0]
+    judged = [row["tokens_judged"] for row in (ids, text, through)]
+    assert judged == ["ids", "text", "retokenised"]
+    for one, other in zip(ids["per_sample"], text["per_sample"], strict=True):
+        assert one["nll"] == pytest.approx(other["nll"], rel=1e-6)
 
 
 def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(bigram):
@@ -288,10 +252,7 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     log_probs = loaded.model.token_log_probs(window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
     assert count == LENGTH - 1 and nll == pytest.approx(-float(log_probs.sum()), rel=1e-6)
-
-
-def test_text_reaches_our_own_judge_with_its_end_of_text(run):
-    assert load(run).encode("a<|endoftext|>é") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
+    assert judge.encode("a<|endoftext|>\u00e9") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
 # ---- samples: made, and read ---------------------------------------------------------------------
@@ -397,13 +358,8 @@ def fails(script, *arguments):
     "lines, message",
     [
         ([], "there is no sample in it"),
-        (["\n", "  \n"], "there is no sample in it"),
         ([{"text": TEXT}, '{"text": \n'], "line 2: this is not JSON"),
-        (["[1, 2]\n"], "line 1"),
-        ([{"prompt": "a"}], "line 1"),
-        ([{"text": 3}], "line 1"),
         ([{"text": "ab", "tokens": [97, "b"]}], "line 1"),
-        ([{"text": "ab", "settings": 3}], "line 1"),
     ],
 )
 def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message):
@@ -416,18 +372,9 @@ def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message)
         ([], "name a run (out/NAME)"),
         (["RUN", "--settings", "0.9"], "give temperature,top-p as in 0.9,0.95"),
         (["RUN", "--settings", "-1,1"], "--settings -1,1: --temperature is -1.0"),
-        (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: --top-p is 1.5"),
         (["RUN", "--settings", "1,1", "--top-p", 0.9], "leave out the options"),
-        (["RUN", "--steps", 0], "--steps is 0; give a number at least 1"),
-        (["RUN", "--top-k", 0], "--top-k is 0"),
         (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
-        (["RUN", "--group-size", 4], "--group-size has no meaning with --mode mdm"),
-        (["RUN", "--mode", "speculative", "--noise", "float32"], "--noise float32 has no meaning"),
-        (["RUN", "--num-samples", 0], "--num-samples is 0"),
-        (["RUN", "--batch-size", 0], "--batch-size is 0"),
-        (["RUN", "--length", 1], "--length is 1; give a number at least 2"),
         (["RUN", "--length", LENGTH + 1], f"was built for up to {LENGTH} tokens"),
-        (["RUN", "--seed", -1], "--seed is -1"),
         (["RUN", "--json", "nowhere/x.json"], "there is no folder nowhere"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (["PLAIN"], "--mode mdm needs a model that is conditioned on the target position"),
@@ -441,10 +388,8 @@ def test_bad_arguments_are_refused_before_any_work(script, run, encoder, plain, 
 
 
 def test_a_model_without_a_start_token_is_sent_to_sample_py(script, run, monkeypatch):
-    load = eval_gen.load
-    monkeypatch.setattr(
-        eval_gen, "load", lambda *a, **k: dataclasses.replace(load(*a, **k), scored_from=1)
-    )
+    loaded = dataclasses.replace(load_checkpoint(run), scored_from=1)
+    monkeypatch.setattr(eval_gen, "load", lambda *arguments, **options: loaded)
     assert "make samples with sample.py --prompt" in fails(script, run, "--judge", run)
 
 
@@ -455,8 +400,9 @@ def refused(script, write):
     return lambda judge: fails(script, "--samples", path, "--judge", judge)
 
 
-def test_a_judge_that_is_missing_is_an_error(refused, tmp_path, monkeypatch):
+def test_a_judge_that_is_missing_or_an_encoder_is_an_error(refused, encoder, tmp_path, monkeypatch):
     """A name that is no path is looked for on Hugging Face."""
+    assert "is an encoder" in refused(encoder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in (tmp_path / "nowhere", "nobody/nothing", "no-such-judge"):
         found = refused(name)
@@ -464,19 +410,6 @@ def test_a_judge_that_is_missing_is_an_error(refused, tmp_path, monkeypatch):
         assert "needs the network once" in found
     (tmp_path / "empty").mkdir()
     assert "supported are run folders" in refused(tmp_path / "empty")
-
-
-def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(
-    refused, bigram, tmp_path
-):
-    bare, small = tmp_path / "bare", tmp_path / "small"
-    for folder in (bare, small):
-        shutil.copytree(bigram, folder)
-    for file in bare.glob("tokenizer*"):
-        file.unlink()
-    save_tokenizer(small, "zyxwcba")
-    for folder in (bare, small):
-        assert "its tokenizer is missing or has more than 4 tokens" in refused(folder)
 
 
 def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp_path):
@@ -492,10 +425,6 @@ def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp
     state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(partial, state_dict=state)
     assert "1 weights are missing, e.g. lm_head.weight" in refused(partial)
-
-
-def test_an_encoder_is_refused_as_a_judge(refused, encoder):
-    assert "is an encoder" in refused(encoder)
 
 
 def test_without_transformers_the_error_says_what_to_install(refused, bigram, run, monkeypatch):
