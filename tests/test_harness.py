@@ -478,6 +478,6 @@ def test_two_processes_give_the_results_of_one(script, run, tasks, tmp_path):
     )
     assert len(one) == 8 and one.keys() == two.keys()
     for key in one:
-        for (x,), (y,) in zip(one[key], two[key], strict=True):
+        for x, y in zip(one[key], two[key], strict=True):
             # an answer, or a log-likelihood and whether it is greedy
-            assert x == y if isinstance(x, str) else x[0] == pytest.approx(y[0], abs=1e-4)
+            assert x == y if isinstance(x[0], str) else x[0] == pytest.approx(y[0], abs=1e-4)
