@@ -40,7 +40,7 @@ quickstart: $(VENV)/.requirements
 	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
 	@echo "   source $(VENV)/bin/activate"
 	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
-	@echo "   python eval_gen.py $(RUN) --judge $(RUN) --mode l2r --settings 0.8,0.9 --words-of stories   # real words?"
+	@echo "   python eval_gen.py $(RUN) --judge $(RUN) --mode l2r --settings 0.8,0.9"
 	@echo "   python train.py configs/quickstart.toml --name longer --train.steps 5000"
 	@echo "   python data/prepare.py text --source MY.txt --out data/own --tokenizer english   # your own text:"
 	@echo "   python train.py configs/quickstart.toml --name own --data.folder data/own"
@@ -77,12 +77,11 @@ eval-smoke: $(VENV)/.requirements-dev
 	$(PY) data/prepare.py wikitext103 --source $(AOGPT_DATA)/wikitext/wiki.test.tokens $(SMALL) --out $(SMOKE)/wikitext103
 	@echo "== 2/8 perplexity: data sets x orders x ensembles, until the standard error is 0.01 or 8 orders are drawn"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb $(SMOKE)/lambada $(SMOKE)/wikitext103 --orders l2r random \
-		--ensemble 1 8 --num-orders 8 --target-se 0.01 --max-sequences 256 --json $(SMOKE)/ppl.json --overwrite
+		--ensemble 1 8 --num-orders 8 --max-sequences 256 --json $(SMOKE)/ppl.json --overwrite
 	@echo "== 3/8 two processes give the numbers of one"
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb \
 		--orders random --ensemble 1 4 --max-sequences 8 --json $(SMOKE)/two.json --overwrite
-	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8 \
-		--per-token $(SMOKE)/tokens.npz --overwrite
+	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --orders random --ensemble 1 4 --max-sequences 8
 	@echo "== 4/8 bfloat16"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb --max-sequences 64 --dtype bfloat16 --json $(SMOKE)/bfloat16.json --overwrite
 	@echo "== 5/8 an encoder, trained for 300 steps: its ELBO"
@@ -94,7 +93,7 @@ eval-smoke: $(VENV)/.requirements-dev
 	$(PY) sample.py $(RUN) --mode l2r --num-samples 8 --top-p 0.95 --jsonl $(SMOKE)/samples.jsonl --overwrite
 	@echo "== 7/8 those and samples of both models at three temperatures, judged by the decoder"
 	$(PY) eval_gen.py $(RUN) $(SMOKE)/encoder --judge $(RUN) --samples $(SMOKE)/samples.jsonl --steps 8 16 64 \
-		--settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 --json $(SMOKE)/gen.json --plot $(SMOKE)/gen.png --overwrite
+		--settings 1,1 0.9,0.95 0.7,0.95 --num-samples 32 --json $(SMOKE)/gen.json --overwrite
 	@echo "== 8/8 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
 	@for task in file word; do sed 's|@FILE@|$(AOGPT_DATA)/lambada/lambada_test.jsonl|' \
 		studies/configs/tasks/lambada_$$task.yaml > $(SMOKE)/lambada_$$task.yaml || exit; done
@@ -102,7 +101,7 @@ eval-smoke: $(VENV)/.requirements-dev
 		--json $(SMOKE)/tasks.json --overwrite
 	$(PY) eval_tasks.py $(SMOKE)/encoder --tasks $(SMOKE)/lambada_file.yaml --limit 200
 	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml --limit 200 --order random
-	@echo "== done: tables and a plot are in $(SMOKE)"
+	@echo "== done: tables are in $(SMOKE)"
 
 $(VENV)/.requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS)")'

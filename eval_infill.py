@@ -35,7 +35,6 @@ from sampling import modes
 from sampling.modes import DecodingOptions
 
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
-DATA = Path(__file__).parent / "data"
 WORD = "passage"  # what is given of a last word
 
 
@@ -69,7 +68,7 @@ def main() -> None:
     rouge([])  # a missing package shows before the work
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}
-    outputs = Outputs(files, [*a.runs, a.data, DATA / a.data], a.overwrite)
+    outputs = Outputs(files, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
     rows, cells = [], []

@@ -9,23 +9,19 @@ orders of the context.
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 import tyro
 from annotated_types import Interval
 
 from checkpoints import load
 from evaluation import likelihood
-from evaluation import perplexity_table as tables
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from evaluation.eval_sets import open_eval_set
-from evaluation.likelihood import Scorer, Scores, Task
+from evaluation.likelihood import Scorer, Task
+from evaluation.perplexity_table import markdown, result_rows
 from model import ModelConfig
 from orders import ORDER_SETTINGS, parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script
@@ -34,10 +30,9 @@ from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
 from runtime.reports import provenance
-from runtime.validation import Count, Positive, check_values
+from runtime.validation import Count, check_values
 from sampling.plans import Pace, Rule, Score
 
-DATA = Path(__file__).parent / "data"
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
 # ---- options -------------------------------------------------------------------------------------
@@ -68,14 +63,9 @@ class Arguments(ModelOptions, OutputOptions):
     bound: Literal["mean", "iw"] = "mean"
     """Several orders: the mean of their losses; or iw, the importance-weighted bound over
     --num-orders of them, -log of the mean of the probabilities that they give a sequence."""
-    disagreement: bool = False
-    """Also report how far the likelihoods of the same text differ between orders."""
-    num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] | None = None
-    """Monte Carlo samples per sequence, of orders or of an encoder's masks; by default 2, with
-    --target-se at most 1000. Ensembles use one context per 8 orders, and at least two."""
-    target_se: Positive | None = None
-    """Sample until the Monte Carlo standard error is at most this many nats per token, or
-    --num-orders are used."""
+    num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] = 2
+    """Monte Carlo samples per sequence, of orders or of an encoder's masks. Ensembles use one
+    context per 8 orders, and at least two."""
     max_sequences: Count | None = None
     """Score only the first blocks of the split."""
     batch_size: Count | None = None
@@ -84,35 +74,19 @@ class Arguments(ModelOptions, OutputOptions):
     json: Path | None = None
     """Write results, settings and versions to this file, and the table beside it as Markdown
     (.md)."""
-    per_token: Path | None = None
-    """Write the loss of every token, averaged over samples, to this .npz file, with the tokens and
-    the block numbers. Without ensembles, which have gains only. For an encoder: the token's terms
-    of the ELBO, 0 where no sample masked it."""
-
-    @property
-    def max_draws(self) -> int:
-        return self.num_orders or (1000 if self.target_se else 2)
 
 
 def check_arguments(a: Arguments) -> Outputs:
     """The files to write. Raises UserError for impossible options, before the work begins."""
     check_values(a)
-    names, ensembles = [Path(name).name for name in a.datasets], set(a.ensemble) != {1}
-    if a.max_draws < 2 and a.target_se:
-        raise UserError("--target-se needs --num-orders 2 or more: one sample shows no error")
-    if ensembles and (a.group > 1 or a.bound == "iw"):
+    if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
         raise UserError("ensembles are of single steps and of means: leave out --ensemble")
-    if a.bound == "iw" and (a.num_orders is None or a.target_se):
-        raise UserError("--bound iw needs --num-orders, and no --target-se")
-    for option, values in (("datasets", names), ("orders", a.orders), ("ensemble", a.ensemble)):
-        if values is not None and not values:
+    for option in ("datasets", "orders", "ensemble"):
+        if getattr(a, option) == ():
             raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
-    if len(set(names)) < len(names):
-        raise UserError(f"--datasets {' '.join(a.datasets)}: give each a name of its own")
     table = a.json and a.json.with_suffix(".md")
-    files = {"--json": a.json, "the table beside --json": table, "--per-token": a.per_token}
-    inputs = [a.run, *a.datasets, *(DATA / name for name in a.datasets)]
-    return Outputs(files, inputs, a.overwrite)
+    files = {"--json": a.json, "the table beside --json": table}
+    return Outputs(files, [a.run, *a.datasets], a.overwrite)
 
 
 # ---- what to score -------------------------------------------------------------------------------
@@ -134,10 +108,6 @@ def scorers_of(a: Arguments, config: ModelConfig) -> dict[str, Scorer]:
         )
     if a.bound == "iw" and not any(of.weighted for of in found):
         raise UserError("--bound iw needs random orders, and no ELBO: give other --orders")
-    if a.disagreement:
-        random = any(not of.exact for of in found) and a.max_draws > 1
-        if any(of.joint for of in found) or len(scorers) < 2 and not random:
-            raise UserError("--disagreement needs two --orders, or two samples of one, and no ELBO")
     return scorers
 
 
@@ -163,24 +133,21 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig) -> Scorer:
             f"--orders {text}: the model's block size is {config.block_size}; give a smaller block"
         )
     uniform = orders.kind == "random"
-    if uniform and config.is_encoder and a.group == 1:
-        return likelihood.Elbo()
     sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
-    return likelihood.AlongOrders(orders, a.group, sizes, a.bound == "iw" and not orders.is_fixed)
+    elbo = uniform and config.is_encoder and a.group == 1
+    weighted = a.bound == "iw" and not orders.is_fixed and not elbo
+    return likelihood.AlongOrders(orders, a.group, sizes, weighted, joint=elbo)
 
 
 def parse_rule(text: str, group: int) -> Rule:
     """The model's own order that `score` or `score:setting=value,...` means."""
     score, values = parse_settings(text, RULE_SETTINGS, "threshold=0.9", "--orders")
     block = values.pop("block", None)
-    try:
-        if block is not None and block < 1:
-            raise UserError(f"block is {block}; give a number of at least 1")
-        if values and group > 1:
-            raise UserError(f"leave out --group, or write most={group} here")
-        return Rule(score, Pace(**values) if values else None, block)
-    except UserError as error:
-        raise UserError(f"--orders {text}: {error}") from None
+    if block is not None and block < 1:
+        raise UserError(f"--orders {text}: block is {block}; give a number of at least 1")
+    if values and group > 1:
+        raise UserError(f"--orders {text}: leave out --group, or write most={group} here")
+    return Rule(score, Pace(**values) if values else None, block)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -198,61 +165,19 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     runner = likelihood.BatchRunner(procs, dtype, config.block_size, a.batch_size)
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    origin["frequencies"] = {s.name: s.frequencies() for s in eval_sets} if procs.main else {}
-    done, lines, per_token = [], [], a.per_token is not None
+    results, lines = [], []
     for eval_set in eval_sets:
         for name, scorer in scorers.items():
             task = Task(loaded, eval_set, name, scorer)
-            scores = likelihood.score(task, runner, a.seed, a.max_draws, a.target_se, per_token)
-            done.append((task, scores))
+            scores = likelihood.score(task, runner, a.seed, a.num_orders)
+            results += result_rows(task, scores, a.num_orders)
             if procs.main:  # after every task, so that a job that is killed loses none
-                lines = report(a, done, origin, outputs)
+                lines = [loaded.describe(), "", *markdown(results)]
+                outputs.write_json(a.json, {"results": results} | origin)
+                outputs.write(a.json and a.json.with_suffix(".md"), "\n".join(lines) + "\n")
     if procs.main:
         with outputs:
             print("\n".join(lines))
-
-
-def report(
-    a: Arguments, done: list[tuple[Task, Scores]], origin: dict, outputs: Outputs
-) -> list[str]:
-    """Write the files that are asked for; the lines of the table and its notes."""
-    results = [row for task, scores in done for row in tables.result_rows(task, scores, a.weights)]
-    found = {"results": results} | origin
-    lines = [done[0][0].loaded.describe(), "", *tables.markdown(results, origin["frequencies"])]
-    lines += ["", *tables.notes(results, a.target_se)]
-    if set(a.ensemble) != {1}:
-        without = dict.fromkeys(task.name for task, _ in done if task.scorer.ensembles == (1,))
-        if without:
-            lines.append(f"no ensembles of {', '.join(without)}: they are of uniform orders")
-        if a.per_token:
-            lines.append(f"{a.per_token} holds M = 1 only: ensembles do not score every token")
-    if a.disagreement:
-        found["disagreements"] = tables.disagreements(done)
-        lines += ["", *tables.disagreement_table(found["disagreements"])]
-    outputs.write_json(a.json, found)
-    outputs.write(a.json and a.json.with_suffix(".md"), "\n".join(lines) + "\n")
-    if a.per_token:
-        outputs.write(a.per_token, npz_of(done))
-    return lines
-
-
-def npz_of(done: list[tuple[Task, Scores]]) -> bytes:
-    """An .npz file of arrays: TEXT/ORDERS/1/nll (N, T), NaN where a token is not scored (1: not an
-    ensemble); TEXT/tokens (N, T) in sequence order, -1 after the end of a shorter last row;
-    TEXT/blocks (N,)."""
-    arrays, file = {}, io.BytesIO()
-    for (_, eval_set, name, _), scores in done:
-        arrays[f"{eval_set.name}/{name}/1/nll"] = scores.token_nll.numpy()
-        blocks = min(eval_set.count, eval_set.dataset.num_blocks)
-        tokens = eval_set.tokens(range(blocks))
-        if eval_set.count > blocks:
-            rest = eval_set.dataset.tail()
-            rest = F.pad(rest, (0, tokens.shape[1] - rest.shape[1]), value=-1)
-            tokens = torch.cat([tokens, rest])
-        arrays[f"{eval_set.name}/tokens"] = tokens.numpy()
-        arrays[f"{eval_set.name}/blocks"] = np.arange(eval_set.count)
-    np.savez_compressed(file, **arrays)
-    return file.getvalue()
 
 
 def main() -> None:

@@ -10,16 +10,12 @@ A task is the name or the folder of prepared data (data/prepare.py sudoku6, ... 
 a task of the harness, which needs: pip install -r requirements-harness.txt.
 
 The YAML file of a task is a program: by the harness's design it can name Python functions to call
-(!function) and holds templates that are run (Jinja). Give only files that you would run;
---bundled-only loads only those that come with the harness.
+(!function) and holds templates that are run (Jinja). Give only files that you would run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,11 +25,10 @@ import tyro
 from checkpoints import Loaded, load
 from data.loader import find_dataset, load_meta
 from data.puzzles import TASKS
-from data.sources import cause
 from evaluation import harness
 from evaluation.answers import answer, open_questions, page_of
 from runtime.command_line import run_script
-from runtime.devices import out_of_memory, pick_dtype
+from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs
 from runtime.processes import Processes, processes
@@ -42,9 +37,11 @@ from runtime.validation import Count, NonNegative, check_values, flag
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from sampling.token_choice import Temperature
 
-HEAD = ["task", "mode", "exact match", "std. error", "possible", "records", "NFE", "seconds"]
+# Columns of the table, and how numbers are written.
+COLUMNS = {"task": "", "mode": "", "exact_match": ".4f", "standard_error": ".4f"}
+COLUMNS |= {"limit": ".4f", "records": "d", "nfe": ".1f", "seconds": ".1f"}
 OF_DATA = ("split", "html")  # options that the tasks of the harness do not have
-OF_HARNESS = ("num_orders", "include_path", "bundled_only", "num_fewshot", "gen_kwargs")
+OF_HARNESS = ("num_orders", "include_path", "num_fewshot", "gen_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +70,6 @@ class Arguments(harness.Settings, OutputOptions):
     """Prepared data: write a page on which the first answers fill in, step by step."""
     include_path: Path | None = None
     """Harness: folder with the YAML files of your own tasks."""
-    bundled_only: bool = False
-    """Harness: only tasks that come with it, no file or folder of others."""
     num_fewshot: NonNegative | None = None
     """Harness: examples in front of every context; by default what the task says."""
     gen_kwargs: str | None = None
@@ -124,7 +119,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
     loaded = load(a.run, a.weights, procs.device, a.block_size)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
-    results, rows, cells, page = [], [], [], None
+    results, rows, page = [], [], None
     for name in a.tasks:
         questions = open_questions(name, a.split, loaded, a.limit)
         temperature, mode = a.decoding.temperature, a.decoding.mode
@@ -137,16 +132,16 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
         settings = {"task": questions.name} | vars(options) | {"mode": mode or options.mode}
-        results.append(r := settings | answers.summary())
+        results.append(settings | answers.summary())
         rows += [{"task": questions.name} | record for record in answers.records]
-        known = {key: value for key, value in r.items() if value is not None}
+        known = {key: value for key, value in results[-1].items() if value is not None}
         page = page or page_of(loaded, questions, answers, known)
-        limit = "" if r["limit"] is None else f"{r['limit']:.4f}"
-        shares = f"{r['exact_match']:.4f}", f"{r['standard_error']:.4f}", limit
-        cost = str(r["records"]), f"{r['nfe']:.1f}", f"{r['seconds']:.1f}"
-        cells.append([r["task"], r["mode"], *shares, *cost])
     if procs.main:
-        print(loaded.describe(), "", *markdown_table(HEAD, cells, 2), sep="\n")
+        columns, cells = COLUMNS.items(), []
+        for r in results:
+            cells.append(["" if r[key] is None else format(r[key], form) for key, form in columns])
+        head = [key.replace("_", " ") for key in COLUMNS]
+        print(loaded.describe(), "", *markdown_table(head, cells, 2), sep="\n")
         with outputs:
             outputs.write_jsonl(a.samples, rows)
             outputs.write(a.html, page)
@@ -168,10 +163,6 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    if a.include_path is not None and not a.include_path.is_dir():
-        raise UserError(f"--include-path {a.include_path}: there is no such folder")
-    if a.bundled_only and (a.include_path or any(Path(name).exists() for name in a.tasks)):
-        raise UserError("--bundled-only takes no files of tasks: name tasks of the harness")
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     settings = {f.name: getattr(a, f.name) for f in dataclasses.fields(harness.Settings)}
@@ -179,10 +170,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     settings |= vars(a.decoding) | {"temperature": temperature}
     model = harness.HarnessModel(a.run, procs, **settings)
     options = {"num_fewshot": a.num_fewshot, "limit": a.limit, "gen_kwargs": a.gen_kwargs}
-    with mistakes_of_tasks():
-        manager = TaskManager(include_path=a.include_path)
-        options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
-        results = lm_eval.simple_evaluate(model, log_samples=a.samples is not None, **options)
+    manager = TaskManager(include_path=a.include_path)
+    options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
+    results = lm_eval.simple_evaluate(model, log_samples=a.samples is not None, **options)
     if not procs.main:
         return
     # The order and the mode that were used, where the user left them to the model.
@@ -203,34 +193,14 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         outputs.write_json(a.json, document)
 
 
-@contextlib.contextmanager
-def mistakes_of_tasks():
-    """Tell in one line what the harness raises about tasks, such as broken YAML, missing splits or
-    rows without a field. Errors of the model keep their traceback."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if out_of_memory(error) or any(f.filename == harness.__file__ for f in frames):
-            raise
-        raise UserError(
-            f"the tasks cannot be evaluated: {cause(error)} ({Path(frames[-1].filename).name}, "
-            f"line {frames[-1].lineno}); mend their files, or name other tasks"
-        ) from error
-
-
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     """The names of tasks, each as given or all that match a pattern."""
     found = []
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
-            near = difflib.get_close_matches(name, [*TASKS, *manager.all_tasks], n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UserError(
-                f"there is no task {name!r}, and no prepared data{hint} (data is made by "
+                f"there is no task {name!r}, and no prepared data (data is made by "
                 "data/prepare.py; your own tasks of the harness are found with --include-path)"
             )
         found += matching

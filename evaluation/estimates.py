@@ -24,18 +24,14 @@ class Estimate:
     standard_error: float  # over sequences; NaN for one sequence
     sequences: int
     monte_carlo_error: float = 0.0  # given the texts; NaN for a single sample
-    degrees: float = math.inf  # degrees of freedom of monte_carlo_error
 
     @property
     def perplexity(self) -> float:
         return float(np.exp(self.nll))
 
-    def interval(self, given_data: bool = False) -> tuple[float, float]:
-        """95% interval of the perplexity, over texts and samples or, given the data, samples."""
-        error, degrees = self.standard_error, self.sequences - 1
-        if given_data:
-            error, degrees = self.monte_carlo_error, self.degrees
-        half = t_quantile(degrees) * error if error else 0.0
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the perplexity, over texts and samples."""
+        half = t_quantile(self.sequences - 1) * self.standard_error
         return float(np.exp(self.nll - half)), float(np.exp(self.nll + half))
 
 
@@ -56,29 +52,18 @@ def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None)
     deviation = float((weights * (means - nll)).std()) if n > 1 else math.nan
 
     sampled = [weights[:, None] * part.double() for part in parts if part.dim() == 2]
-    spreads = [_monte_carlo(part, joint) for part in sampled]
-    variance = sum(v for v, _ in spreads)
-    degrees = math.inf
-    if variance > 0:  # a sum of variances: Welch and Satterthwaite
-        degrees = variance**2 / sum(v**2 / df for v, df in spreads if v > 0)
-    return Estimate(nll, deviation / n**0.5, n, variance**0.5, degrees)
+    variance = sum(_monte_carlo(part, joint) for part in sampled)
+    return Estimate(nll, deviation / n**0.5, n, variance**0.5)
 
 
-def _monte_carlo(samples: Tensor, joint: bool) -> tuple[float, float]:
-    """Variance of the mean of (N, D) samples given the data, and its degrees of freedom."""
+def _monte_carlo(samples: Tensor, joint: bool) -> float:
+    """Variance of the mean of (N, D) samples given the data."""
     n, count = samples.shape
     if count == 1:
-        return math.nan, math.nan
+        return math.nan
     if joint:
-        return float(samples.mean(dim=0).var() / count), count - 1
-    spread = samples.var(dim=1)
-    # N (D - 1) degrees if all sequences vary alike, fewer if a few vary far more than the others:
-    # Satterthwaite's formula with its bias removed.
-    fourth = float(spread.square().sum())
-    degrees = n * (count - 1)
-    if fourth:
-        degrees = max(count - 1, (count + 1) * float(spread.sum()) ** 2 / fourth - 2)
-    return float(spread.mean() / (n * count)), degrees
+        return float(samples.mean(dim=0).var() / count)
+    return float(samples.var(dim=1).mean() / (n * count))
 
 
 def t_quantile(degrees: float, probability: float = 0.975) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from data.loader import TokenDataset
 from data.tokenizers import get_tokenizer
 from orders import Roles
 from runtime.errors import UserError
-
-NGRAM_TOKENS = 10_000_000  # of the training split; more hardly change its n-gram losses
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,12 @@ class EvalSet:
             lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
         except ValueError:
             return math.nan
-        tokens, rows = self.text(), range(self.count)
+        rows = range(self.count)
         if roles := self.roles(rows):
             tokens = self.tokens(rows)[roles.predicted].numpy()
+        else:
+            tokens = self.dataset.tokens[: int(self.lengths.sum())]
         return float(lengths[tokens].mean())
-
-    def text(self) -> np.ndarray:  # the tokens of all rows
-        return self.dataset.tokens[: int(self.lengths.sum())]
 
     def description(self) -> dict:
         """What a result names so that it can be reproduced: above all the file's checksum."""
@@ -71,16 +67,6 @@ class EvalSet:
         known = {k: meta[k] for k in ("tokenizer", "protocol", "packing", "notes") if k in meta}
         place = {"split": self.split, "block_size": self.dataset.block_size}
         return known | place | meta["splits"][self.split]
-
-    def frequencies(self) -> dict[str, float]:
-        """Losses of unigram and bigram tables of the training split on these rows, nats per token;
-        empty without such a split or with prompts, which are not predicted."""
-        meta = self.dataset.meta
-        if self.dataset.of_records or "train" not in meta["splits"]:
-            return {}
-        counted = loader.read_tokens(self.folder, "train")[:NGRAM_TOKENS]
-        losses = loader.frequency_losses(counted, self.text(), meta["vocab_size"])
-        return dict(zip(("unigrams of train", "bigrams of train"), losses, strict=True))
 
 
 def open_eval_set(

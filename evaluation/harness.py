@@ -84,16 +84,14 @@ class HarnessModel(TemplateLM):
                             uniform on 1..n and stratified over the masks.
 
     The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
-    are a function of (seed, tokens of the request, M) alone. is_greedy: every scored token was the
-    most probable one where it was predicted, in all passes. An empty context is end-of-text; one
-    that is too long loses its beginning. Generation fills max_gen_toks positions, then cuts at the
-    first end-of-text or stop string; it is a function of (seed, context, repetition).
+    depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
+    probable one where it was predicted, in all passes. An empty context is end-of-text; one that is
+    too long loses its beginning. Generation fills max_gen_toks positions, then cuts at the first
+    end-of-text or stop string; it depends on (seed, context, repetition).
 
     run: what `load` takes, or what it returns. options: fields of `Settings` and `DecodingOptions`;
     `order` is that of log-likelihoods, l2r (decoders' default) or random (encoders'), `mode` that
-    of generation, by default l2r and mdm. max_batch_size: from the harness; without effect.
-
-    Raises UserError for what the model cannot do, or if lm_eval is not installed."""
+    of generation, by default l2r and mdm. max_batch_size: from the harness; without effect."""
 
     def __init__(
         self, run, processes: Processes | None = None, max_batch_size: int | None = None, **options
@@ -129,12 +127,6 @@ class HarnessModel(TemplateLM):
             raise UserError("this model is a plain GPT; take order l2r and mode l2r")
         if self.decoding.choice != TokenChoice():
             raise UserError("temperature, top-p and top-k are those of tasks; give --gen-kwargs")
-        ids = self.model.config.mask_token if self.is_encoder else self.model.config.vocab_size
-        if not self.tokenizer.vocab_size == self.loaded.vocab_size <= ids:
-            raise UserError(
-                f"{self.loaded.path} knows {min(self.loaded.vocab_size, ids)} tokens, but its "
-                f"tokenizer, {self.tokenizer.name}, has {self.tokenizer.vocab_size}"
-            )
 
     # ---- what the harness asks of a model --------------------------------------------------------
 
@@ -177,9 +169,8 @@ class HarnessModel(TemplateLM):
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) >= self.block_size:
                 raise UserError(
-                    f"a continuation has {len(continuation)} tokens, beginning "
-                    f"{self.tokenizer.decode(continuation[:32])!r}, but the model takes "
-                    f"{self.block_size}, one of context among them: leave out its task or row"
+                    f"a continuation of {len(continuation)} tokens does not fit in the model's "
+                    f"{self.block_size}: leave out its task or row"
                 )
             context = context or [self.prefix_token_id]
             pairs.append((context[len(continuation) - self.block_size :], continuation))
@@ -302,9 +293,8 @@ class HarnessModel(TemplateLM):
             )
         if not 1 <= max_tokens < self.block_size:
             raise UserError(
-                f"max_gen_toks is {max_tokens}, but the model takes {self.block_size} tokens, at "
-                "least one of context among them; give --gen-kwargs max_gen_toks=N, N from 1 to "
-                f"{self.block_size - 1}"
+                f"max_gen_toks is {max_tokens}, but the model takes {self.block_size} tokens; give "
+                f"--gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
             )
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
         choice = TokenChoice(temperature, 1.0 if top_p is None else top_p, top_k)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from checkpoints import load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
@@ -38,53 +39,45 @@ class Judge:
     parameters: int
     device: torch.device
     libraries: dict[str, str] = {}  # versions, besides the project's own
-    # The judge's ids of a text, in which "<|endoftext|>" ends a document.
-    encode: Callable[[str], list[int]]
-    # Whether the ids of this tokenizer of the project mean the same to the judge.
-    has_ids_of: Callable[[str], bool]
+    encode: Callable[[str], list[int]]  # in the text "<|endoftext|>" ends a document
+    has_ids_of: Callable[[str], bool]  # whether the ids of this tokenizer mean the same to it
     # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
     # first column means nothing.
     nll: Callable[[Tensor], Tensor]
 
     def score(
-        self, samples: Sequence[Sequence[int]], batch_size: int, progress=lambda windows: None
+        self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
     ) -> list[tuple[float, int]]:
         """For each sample, in the judge's ids: the sum of -log p over its scored tokens, in nats,
-        and their number. batch_size: windows in one pass, at most."""
+        and their number. batch_size: windows in one pass, at most; quiet: no progress bar."""
+        width = self.context or max(map(len, samples), default=0) or 1
+        windows = [
+            (number, ids[start : start + width])
+            for number, ids in enumerate(samples)
+            for start in range(0, len(ids), width)
+        ]
         # Long windows first: little padding, and what does not fit into memory shows at once.
-        windows = sorted(self.windows(samples), key=lambda window: -len(window[1]))
+        windows.sort(key=lambda window: -len(window[1]))
+        longest = len(windows[0][1]) if windows else 1
+        size = min(batch_size, max(1, MAX_LOGITS // (self.vocab_size * longest)))
         first = 0 if self.start else 1
         totals, counts = [0.0] * len(samples), [0] * len(samples)
-        while windows:
-            size = min(batch_size, max(1, MAX_LOGITS // (self.vocab_size * len(windows[0][1]))))
-            batch, windows = windows[:size], windows[size:]
+        starts = range(0, len(windows), size)
+        for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
+            batch = windows[start : start + size]
             tokens = pad_sequence([torch.tensor(ids) for _, ids in batch], batch_first=True)
             nll = self.nll(tokens.to(self.device)).double().cpu()
             for (sample, ids), row in zip(batch, nll, strict=True):
                 totals[sample] += float(row[first : len(ids)].sum())
                 counts[sample] += max(0, len(ids) - first)
-            progress(len(batch))
         return list(zip(totals, counts, strict=True))
-
-    def windows(self, samples: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
-        """(number of the sample, ids) of all windows."""
-        size = self.context or max(map(len, samples), default=0) or 1
-        return [
-            (number, ids[start : start + size])
-            for number, ids in enumerate(samples)
-            for start in range(0, len(ids), size)
-        ]
 
     def describe(self) -> dict:
         """What a reported number depends on."""
         names = "name", "source", "tokenizer", "parameters", "context"
-        rest = "tokens 2 to n of a window, given those before (no start token)"
-        return {name: getattr(self, name) for name in names} | {
-            "dtype": "float32",
-            "start_token": self.start,
-            "scored": "every token" if self.start else rest,
-            "longer": "windows that do not overlap",
-        }
+        scored = "every token" if self.start else "all tokens but the first (no start token)"
+        described = {"dtype": "float32", "start_token": self.start, "scored": scored}
+        return {name: getattr(self, name) for name in names} | described
 
 
 def load_judge(name: str, device: torch.device) -> Judge:
@@ -131,20 +124,43 @@ class TransformersJudge(Judge):
     """A causal language model of transformers, read as safetensors, without code of its own."""
 
     def __init__(self, name: str, device: torch.device):
-        transformers, config, self._tokenizer, model = _read(name)
+        try:
+            import transformers
+
+            transformers.logging.set_verbosity_error()
+            transformers.logging.disable_progress_bar()
+            # The small file first: it shows what is wrong before anything large is fetched.
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            options = {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300].rstrip(".")
+            raise UserError(
+                f"--judge {name} could not be loaded: {type(error).__name__}: {reason}. Give a run "
+                "or checkpoint of this project; or, with pip install transformers, a folder with "
+                "config.json, model.safetensors and a tokenizer, or the id of a causal language "
+                "model on Hugging Face (which needs the network once), as gpt2-large"
+            ) from error
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        if missing := sorted(info["missing_keys"]):
+            found = f"{len(missing)} weights are missing, e.g. {missing[0]}"
+            raise UserError(f"--judge {name}: {found}")
+        # Without files transformers makes an empty tokenizer.
+        if not self._tokenizer("The cat.").input_ids or len(self._tokenizer) > self.vocab_size:
+            found = f"its tokenizer is missing or has more than {self.vocab_size} tokens"
+            raise UserError(f"--judge {name}: {found}")
         self.name, self.device, self.model = name, device, model.to(device).eval()
-        commit = getattr(config, "_commit_hash", None)
+        commit = getattr(model.config, "_commit_hash", None)
         self.source = f"{name} at {commit}" if commit else name
         self.tokenizer = f"{type(self._tokenizer).__name__} of {name}"
         self.libraries = {"transformers": transformers.__version__}
-        self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.parameters = sum(p.numel() for p in model.parameters())
         # Models were trained as their tokenizers write text: with a start token in front or not.
         self._bos = self._tokenizer.bos_token_id
         self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [self._bos]
-        names = "max_position_embeddings", "n_positions", "n_ctx"
-        limits = [n for key in names if isinstance(n := getattr(config, key, None), int)]
-        self.context = limits[0] - self.start if limits else None  # the start token takes a place
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.context = limit and limit - self.start  # the start token takes a place
 
     def encode(self, text):
         text = text.replace(END_OF_TEXT, self._tokenizer.eos_token or END_OF_TEXT)
@@ -168,39 +184,3 @@ class TransformersJudge(Judge):
         pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
         nll = torch.stack([F.cross_entropy(row, target, reduction="none") for row, target in pairs])
         return nll if self.start else F.pad(nll, (1, 0))
-
-
-def _read(name: str) -> tuple:
-    """transformers, and the config, tokenizer and model of a causal language model."""
-    try:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        safe = {"trust_remote_code": False}
-        # The small files first: they show what is wrong before anything large is fetched.
-        config = transformers.AutoConfig.from_pretrained(name, **safe)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **safe)
-        safe |= {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **safe)
-    # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise UserError(
-            f"--judge {name} could not be had: {type(error).__name__}: {reason}. Give a run or "
-            "checkpoint of this project; or, with pip install transformers, a folder with "
-            "config.json, model.safetensors and a tokenizer, or the id of a causal language model "
-            "on Hugging Face (which needs the network once), as gpt2-large"
-        ) from error
-    if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
-        raise UserError(f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}")
-    rows = model.get_input_embeddings().weight.shape[0]
-    # Without files transformers makes an empty tokenizer.
-    if not tokenizer("The cat.").input_ids or len(tokenizer) > rows:
-        raise UserError(f"--judge {name}: its tokenizer is missing or has more than {rows} tokens")
-    with torch.inference_mode():  # whether another last token changes the predictions before it
-        one, other = model.eval()(input_ids=torch.tensor([[0, 1, 2], [0, 1, 0]])).logits
-    before, last = (one - other).abs().amax(dim=1).split([2, 1])
-    if before.max() > 1e-4 * last.max() + 1e-6:
-        raise UserError(f"--judge {name} ({config.model_type}) does not predict from left to right")
-    return transformers, config, tokenizer, model

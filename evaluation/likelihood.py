@@ -1,5 +1,5 @@
 """The likelihood of text under a model: an eval set is scored in rounds, each of which draws the
-orders (or an encoder's masks) of every sequence once, until the estimate is precise enough.
+orders (or an encoder's masks) of every sequence once.
 
 N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws").
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,19 +21,15 @@ from checkpoints import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
-from model import AOGPT, ModelConfig
+from model import AOGPT
 from objectives import token_nll, token_score_entropy
 from orders import OrderConfig, Roles
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
-from runtime.errors import UserError
 from runtime.processes import Processes
 from sampling.engine import generate
 from sampling.plans import Pace, Rule, l2r_plan
 
 ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
-# Only whole draws of stratified masks are independent. Among fewer than these a small error would
-# often be luck, and a run with a target would stop at such luck.
-JOINT_DRAWS = 8
 
 
 # ---- kinds of likelihood -------------------------------------------------------------------------
@@ -54,19 +49,17 @@ class Scorer:
         (seed, number of the draw, rows, total of rows)."""
         raise NotImplementedError  # each kind below has its own
 
-    def passes(self, config: ModelConfig, lengths: Tensor) -> Tensor | None:
-        """Model calls for a draw of rows of these lengths, (N,); None: the model decides."""
-        return torch.ones_like(lengths)
-
 
 @dataclass(frozen=True)
 class AlongOrders(Scorer):
-    """The exact likelihood along each order drawn from a distribution."""
+    """The exact likelihood along each order drawn from a distribution; for encoders under uniform
+    orders, the any-order ELBO from random masks."""
 
     orders: OrderConfig
     group: int = 1
     ensembles: tuple[int, ...] = (1,)  # for uniformly random orders only
     weighted: bool = False
+    joint: bool = False  # of the ELBO, which depends much on the number of masked positions
 
     @property
     def exact(self) -> bool:
@@ -76,22 +69,9 @@ class AlongOrders(Scorer):
         how = loaded.scored_from, self.group, roles
         return token_nll(loaded.model, tokens, self.orders, *draw, *how)
 
-    def passes(self, config, lengths):
-        at_once = config.target == "two_stream" or self.group == 1 and not config.is_encoder
-        return torch.ones_like(lengths) if at_once else -(-lengths // self.group)
-
-
-class Elbo(Scorer):
-    """The any-order bound of an encoder, from random masks."""
-
-    joint = True  # the loss depends much on the number of masked positions: it is stratified
-
-    def nll(self, loaded, tokens, draw, roles):
-        return token_nll(loaded.model, tokens, OrderConfig("random"), *draw, roles=roles)
-
 
 class ScoreEntropy(Scorer):
-    """SEDD's own bound. (`Elbo` takes its outputs as probabilities.)"""
+    """SEDD's own bound. (Along orders its outputs are taken as probabilities.)"""
 
     joint = True
 
@@ -110,9 +90,6 @@ class OwnOrder(Scorer):
 
     def nll(self, loaded, tokens, draw, roles):
         return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
-
-    def passes(self, config, lengths):
-        return None
 
 
 def decoding_nll(
@@ -185,20 +162,15 @@ class BatchRunner:
                     with torch.no_grad(), autocast(device, dtype or self.dtype):
                         part = work(eval_set.tokens(rows).to(device), rows).cpu()
                 except (MemoryError, RuntimeError) as error:
-                    if not out_of_memory(error):
+                    if not out_of_memory(error) or not self.halves or self.batch_size == 1:
                         raise
-                if part is not None:
-                    parts.append(part)
-                    row = rows.stop
-                    bar.update(len(rows))
-                elif self.halves and self.batch_size > 1:
+                if part is None:
                     self.batch_size //= 2
                     release_memory(device)  # out here, where no error keeps tensors alive
-                else:
-                    raise UserError(
-                        f"the device is out of memory at {self.batch_size} sequences a pass; give "
-                        "a smaller --batch-size, or use a device with more of it"
-                    )
+                    continue
+                parts.append(part)
+                row = rows.stop
+                bar.update(len(rows))
         # A process has no part if there are fewer rows than processes.
         found = self.procs.gather(torch.cat(parts) if parts else None)
         return torch.cat([part for part in found if part is not None])
@@ -207,73 +179,39 @@ class BatchRunner:
 # ---- scoring -------------------------------------------------------------------------------------
 
 
-class Scores(NamedTuple):
-    """The results of a task."""
-
-    # By ensemble size: the loss, and for sizes above 1 its difference to size 1.
-    estimates: dict[int, tuple[Estimate, Estimate | None]]
-    losses: Tensor  # (N, D) nats per token of every sequence in every draw
-    token_nll: Tensor | None  # (N, T) mean over draws, NaN where none is scored; if asked for
-    contexts: int
-    stopped: str  # exact: nothing is random; target: the error is small enough; budget: no draws
-    seconds: float
-    batch_size: int
+# By ensemble size: the loss, and for sizes above 1 its difference to size 1.
+Scores = dict[int, tuple[Estimate, Estimate | None]]
 
 
-def score(
-    task: Task,
-    runner: BatchRunner,
-    seed: int,
-    max_draws: int,
-    target_se: float | None = None,
-    per_token: bool = False,
-) -> Scores:
-    """Score a task in rounds of one draw for every sequence. What is random is a function of (seed,
-    number of the draw, row), whatever the batches and the processes. target_se: Monte Carlo
-    standard error, nats per token, at which to stop early; per_token: keep every token's loss."""
-    started, scorer, eval_set = time.perf_counter(), task.scorer, task.eval_set
+def score(task: Task, runner: BatchRunner, seed: int, draws: int) -> Scores:
+    """Score a task with this number of Monte Carlo samples per sequence, one where it is exact.
+    What is random is a function of (seed, number of the sample, row), whatever the batches and the
+    processes."""
+    scorer, eval_set = task.scorer, task.eval_set
     larger = tuple(size for size in scorer.ensembles if size > 1)
-    losses, gains, token_sums, stopped = [], [], 0.0, None
+    losses, gains = [], []
 
     def loss(tokens: Tensor, rows: range) -> Tensor:
         draw = seed, len(losses), rows, eval_set.count
-        nll = scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows))
-        if per_token:
-            return F.pad(nll, (0, eval_set.dataset.block_size - nll.shape[1]), value=math.nan)
-        return nll.nanmean(dim=1, keepdim=True)  # less to gather from the processes
+        return scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows)).nanmean(dim=1)
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
         numbers = seed, len(gains), rows, runner.batch_size
         return cheap_gains(task.loaded.model, tokens, larger, *numbers)
 
-    while stopped is None:
-        nll = runner.run(task, loss)
-        token_sums = token_sums + nll
-        losses.append(nll.nanmean(dim=1))
-        # Two contexts at least if there are two draws: a single one does not show its error.
-        wanted = max(min(len(losses), 2), math.ceil(len(losses) / ORDERS_PER_CONTEXT))
-        while larger and len(gains) < wanted:
-            # In float32: bfloat16 rounds every member in another way, and averaging independent
-            # noise looks like a gain. TF32 does so too little to measure.
-            with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
-                gains.append(runner.run(task, gain, dtype=torch.float32))
-        estimates = _estimates(task, losses, gains)
-        if scorer.exact:
-            stopped = "exact"
-        elif target_se and len(losses) >= (JOINT_DRAWS if scorer.joint else 2):
-            if all(found.monte_carlo_error <= target_se for found, _ in estimates.values()):
-                stopped = "target"
-        if stopped is None and len(losses) >= max_draws:
-            stopped = "budget"
-    tokens = token_sums / len(losses) if per_token else None
-    cost = time.perf_counter() - started, runner.batch_size
-    return Scores(estimates, torch.stack(losses, dim=1), tokens, len(gains), stopped, *cost)
+    for _ in range(1 if scorer.exact else draws):
+        losses.append(runner.run(task, loss))
+    # Two contexts at least if there are two draws: a single one does not show its error.
+    for _ in range(max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT)) if larger else 0):
+        # In float32: bfloat16 rounds every member in another way, and averaging independent noise
+        # looks like a gain. TF32 does so too little to measure.
+        with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
+            gains.append(runner.run(task, gain, dtype=torch.float32))
+    return _estimates(task, losses, gains)
 
 
-def _estimates(
-    task: Task, losses: list[Tensor], gains: list[Tensor]
-) -> dict[int, tuple[Estimate, Estimate | None]]:
-    """`Scores.estimates` from D draws of losses, (N,) each, and fewer of gains, (N, sizes) each."""
+def _estimates(task: Task, losses: list[Tensor], gains: list[Tensor]) -> Scores:
+    """From D draws of losses, (N,) each, and fewer of gains, (N, sizes) each."""
     scorer, scored = task.scorer, task.scored_tokens().double()
     weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
     nll = torch.stack(losses, dim=1)
@@ -304,4 +242,4 @@ def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
     relative = share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
     variance = (weights / scored).square() * relative
     error = float(variance.sum().sqrt()) / len(nll)
-    return dataclasses.replace(found, monte_carlo_error=error, degrees=max(D - 1, 1))
+    return dataclasses.replace(found, monte_carlo_error=error)

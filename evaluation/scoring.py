@@ -1,4 +1,5 @@
-"""Scores of generated samples: what a judge and the measures say of each, and of a whole set.
+"""Generated samples: the files that they are read from, what a judge and the measures say of each,
+and of a whole set.
 
 To add a measure: compute it in `text_measures`, name it in `measures`, and give it a column in the
 table of eval_gen.py.
@@ -6,85 +7,123 @@ table of eval_gen.py.
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired
 
-from tqdm import tqdm
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from data.tokenizers import TOKENIZERS, get_tokenizer
 from evaluation import text_measures as text
 from evaluation.judges import Judge
-from evaluation.sample_sets import SampleSet
+from runtime.errors import UserError
+from runtime.files import read_lines
 from runtime.processes import Processes
+from runtime.validation import Amount, from_json, schema
+
+ADVICE = 'give an object with "text", as sample.py --jsonl writes, or {"text": TEXT}'
 
 
-def score_samples(
-    samples: SampleSet,
-    judge: Judge,
-    batch_size: int,
-    procs: Processes,
-    vocabulary: frozenset[str] | None = None,
-) -> dict:
+@schema
+class Sample(TypedDict):
+    text: str
+    tokens: NotRequired[list[int]]
+    step: NotRequired[list[int]]
+    nfe: NotRequired[int]
+    settings: NotRequired[dict[str, Any]]
+    seconds: NotRequired[Amount | None]
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """Samples that were made in the same way."""
+
+    name: str  # the run that made them, or else the file that they were read from
+    samples: list[Sample]
+    settings: dict  # how they were made; empty if unknown
+    seconds: float | None  # that it took, if known
+    tokenizer: str | None  # of `tokens`; None where there is only text
+
+
+def read_sample_sets(path: Path) -> list[SampleSet]:
+    """The samples of a file, a set for all of equal settings."""
+    groups: dict[str, list[Sample]] = {}
+    for place, line in read_lines(path, "--samples"):
+        sample = from_json(line, Sample, place, ADVICE)
+        groups.setdefault(json.dumps(sample.get("settings"), sort_keys=True), []).append(sample)
+    if not groups:
+        raise UserError(f"--samples {path}: there is no sample in it")
+    sets = []
+    for samples in groups.values():
+        settings = samples[0].get("settings", {}) | {"file": str(path)}
+        name, seconds = str(settings.get("run", path)), samples[0].get("seconds")
+        sets.append(SampleSet(name, samples, settings, seconds, _tokenizer_of(samples)))
+    return sets
+
+
+def _tokenizer_of(samples: list[Sample]) -> str | None:
+    """The tokenizer that makes the samples' text from their tokens; None if none does."""
+
+    def fits(name: str, sample: Sample) -> bool:
+        decoder, tokens = get_tokenizer(name), sample["tokens"]
+        known = all(0 <= token < decoder.vocab_size for token in tokens)
+        return known and decoder.decode(tokens) == sample["text"]
+
+    if not all("tokens" in sample for sample in samples):
+        return None
+    # gpt2 last, which may read its files from the network.
+    return next((n for n in reversed(TOKENIZERS) if all(fits(n, s) for s in samples)), None)
+
+
+def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Processes) -> dict:
     """The scores of a set: over all samples, and of each in `per_sample`; every process scores its
-    share. batch_size: as in `Judge.score`; vocabulary: for `known_words`."""
+    share. batch_size: as in `Judge.score`."""
     how = "text"
     if samples.tokenizer is not None:
         how = "ids" if judge.has_ids_of(samples.tokenizer) else "retokenised"
     share = procs.share(len(samples.samples))
     own = samples.samples[share.start : share.stop]
     judged = [s["tokens"] if how == "ids" else judge.encode(s["text"]) for s in own]
-    windows, quiet = len(judge.windows(judged)), None if procs.main else True
-    with tqdm(total=windows, desc="judge", unit="window", disable=quiet, leave=False) as bar:
-        scores = judge.score(judged, batch_size, bar.update)
-    speculative = samples.settings.get("mode") == "speculative"
+    scores = judge.score(judged, batch_size, quiet=not procs.main)
     results = []
     for sample, ids, (nll, count) in zip(own, judged, scores, strict=True):
         # Measures are of the sample's own tokens, or else of the judge's.
-        tokens, step = sample.get("tokens", ids), sample.get("step")
-        generated = len(tokens) if step is None else sum(s >= 0 for s in step)
-        known = math.nan if vocabulary is None else text.known_words(sample["text"], vocabulary)
-        result = {
-            "nll": nll,
-            "scored_tokens": count,
-            "perplexity": text.exp(nll / count) if count else math.nan,
-            "tokens": len(tokens),
-            "generated_tokens": generated,
-            **measures(tokens, step, speculative),
-            "known_words": known,
-        }
-        if "nfe" in sample:  # older files have steps alone
-            result["nfe"] = sample["nfe"]
-        results.append(result)
+        tokens = ids if how == "text" else sample["tokens"]
+        perplexity = text.exp(nll / count) if count else math.nan
+        result = {"nll": nll, "scored_tokens": count, "perplexity": perplexity}
+        result |= {"tokens": len(tokens), "given_tokens": sample.get("step", []).count(-1)}
+        results.append(result | measures(tokens) | {"nfe": sample.get("nfe", math.nan)})
     results = sum(procs.gather(results), [])
 
-    row = {"run": samples.name, "tokens_judged": how} | summary(results) | samples.cost
-    if seconds := samples.cost.get("seconds"):
-        row["tokens_per_second"] = (row["tokens"] - row["given_tokens"]) / seconds
-    row |= {"tokenizer": samples.tokenizer, "sampler": samples.settings}
+    row = {"run": samples.name, "tokens_judged": how} | summary(results)
+    row |= {"seconds": samples.seconds, "tokenizer": samples.tokenizer, "sampler": samples.settings}
     return row | {"per_sample": results}
 
 
-def measures(tokens: list[int], step: list[int] | None, speculative: bool) -> dict[str, float]:
+def measures(tokens: list[int]) -> dict[str, float]:
     """Numbers of one sample, without a judge, whose means over samples `summary` takes."""
     return {
         "entropy": text.unigram_entropy(tokens),
         **{f"distinct_{n}": text.distinct(tokens, n) for n in (1, 2, 3)},
         "repetition_4": 1 - text.distinct(tokens, 4),
-        "nfe": math.nan if step is None else text.model_calls(step, speculative),
     }
 
 
 def summary(results: list[dict]) -> dict:
     """Over all samples: corpus perplexity, and means with standard errors."""
     columns = {name: [result[name] for result in results] for name in results[0]}
-    tokens, scored = sum(columns["tokens"]), columns["scored_tokens"]
+    scored = columns["scored_tokens"]
     row = {
         "samples": len(results),
-        "tokens": tokens,
-        "given_tokens": tokens - sum(columns["generated_tokens"]),
+        "tokens": sum(columns["tokens"]),
+        "given_tokens": sum(columns["given_tokens"]),
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
         **text.corpus_perplexity(columns["nll"], scored),
         "mean_sample_perplexity": text.mean_and_error(columns["perplexity"])[0],
     }
-    for name in (*measures([], None, speculative=False), "known_words"):
+    for name in (*measures([]), "nfe"):
         row[name], row[f"{name}_standard_error"] = text.mean_and_error(columns[name])
     return row

@@ -4,7 +4,6 @@ does not exist is NaN."""
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -27,28 +26,6 @@ def distinct(tokens: Sequence[int], n: int) -> float:
     """distinct-n: different n-grams / n-grams of a sample."""
     ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
-
-
-def known_words(text: str, vocabulary: frozenset[str]) -> float:
-    """Share of a sample's words that are in a vocabulary. Words are what white space separates, if
-    it is letters only, three at least."""
-    words = [word.lower() for word in text.split() if len(word) >= 3 and word.isalpha()]
-    return sum(word in vocabulary for word in words) / len(words) if words else math.nan
-
-
-def words_of(text: str) -> frozenset[str]:
-    """All runs of letters in a text, in small letters: a vocabulary for `known_words`."""
-    return frozenset(re.findall(r"[^\W\d_]+", text.lower()))
-
-
-def model_calls(step: Sequence[int], speculative: bool) -> int:
-    """Model calls that a sample took part in (NFE). step: of each position, -1 for a prompt; if
-    speculative, a step drafts and verifies, but a last one of a single token only drafts."""
-    generated = [s for s in step if s >= 0]
-    steps = len(set(generated))
-    if not speculative or not generated:
-        return steps
-    return 2 * steps - (generated.count(max(generated)) == 1)
 
 
 # ---- over samples --------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
 OPTIONS = {
     "sample": "num-samples steps length temperature top-p top-k batch-size seed mode block-size "
     "dtype weights device prompt infill group-size jsonl html",
-    "perplexity": "orders ensemble group num-orders max-sequences batch-size split json per-token",
+    "perplexity": "orders ensemble group num-orders max-sequences batch-size split json",
     "prepare": "limit val-fraction field tokenizer split source val out",
     "judge": "settings steps num-samples batch-size length judge json",
     "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer model.n-embd "
@@ -119,7 +119,7 @@ ODD = [0, -1, 1, 3, 2**31, 2**63, 10**30, 0.5, 1e308, 1e-320, float("nan"), floa
 ODD += [None, "", "x", "../x", "/etc/passwd", "\0", "\ud800", "é" * 9999, [], {}, [[]], [1, "a"]]
 ODD += [{"a": 1}, [0] * 999]
 WORDS = [word for word in map(str, ODD) if "\0" not in word and "\ud800" not in word and word]
-OUTPUTS = ("jsonl", "html", "json", "per-token", "out")
+OUTPUTS = ("jsonl", "html", "json", "out")
 FILES = ["notes.md", "prompts.jsonl", "data", "link", "out.new"]  # that outputs are to replace
 BYTEWISE = ("flip", "cut", "zeros", "insert", "empty", "folder", "noise")
 TREEWISE = ("value", "drop", "rename", "deep", "crafted value", "crafted drop")

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LENGTH, MODES, column, read_lines, torchrun
+from helpers import LENGTH, MODES, read_lines, torchrun
 
 import eval_gen
 import sample
 from checkpoints import load as load_checkpoint
 from checkpoints import load_model, store
 from data.tokenizers import BytesTokenizer
-from evaluation import judges, sample_sets, scoring
+from evaluation import judges, scoring
 from runtime.processes import Processes
 
 CPU = torch.device("cpu")
@@ -32,18 +32,6 @@ BIGRAM = [
 ]
 # Costs (bits) of b|a a|b a|a c|a c|c: 2 + 2 + 1 + 3 + 2
 TEXT, BITS = "abaacc", 10
-
-
-def byte_symbols():
-    """The symbol that byte-level tokenizers have for every byte."""
-    from tokenizers import pre_tokenizers
-
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
-    others = [b for b in range(256) if b not in printable]
-    symbols = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    assert sorted(symbols.values()) == sorted(level.alphabet())
-    return symbols
 
 
 def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
@@ -102,14 +90,15 @@ def bigram(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_judge(tmp_path_factory):
-    """A random GPT-2 over bytes in another order than ours."""
+    """A random GPT-2 with the ids of our bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     folder = tmp_path_factory.mktemp("bytes")
     torch.manual_seed(3)
     sizes = {"vocab_size": 257, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.5)).save_pretrained(folder)
-    save_tokenizer(folder, [symbol for _, symbol in sorted(byte_symbols().items(), reverse=True)])
+    save_tokenizer(folder, [symbol for _, symbol in sorted(bytes_to_unicode().items())])
     return folder
 
 
@@ -117,12 +106,10 @@ def byte_judge(tmp_path_factory):
 def write(tmp_path):
     """Write rows, or lines as they are, to a .jsonl file."""
 
-    def call(*rows, name="samples.jsonl"):
-        path = tmp_path / name
-        path.write_text(
-            "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
-        )
-        return path
+    def call(*rows):
+        lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
+        (tmp_path / "samples.jsonl").write_text("".join(lines))
+        return tmp_path / "samples.jsonl"
 
     return call
 
@@ -132,11 +119,10 @@ def report(script, tmp_path):
     """Run eval_gen.py; what it wrote to --json."""
 
     def call(*arguments):
-        status, _, err = script(
-            eval_gen, *arguments, "--json", tmp_path / "result.json", "--overwrite"
-        )
+        file = tmp_path / "result.json"
+        status, _, err = script(eval_gen, *arguments, "--json", file, "--overwrite")
         assert status == 0, err
-        return json.loads((tmp_path / "result.json").read_text())
+        return json.loads(file.read_text())
 
     return call
 
@@ -147,25 +133,17 @@ def load(name):
 
 def scores_of(result, row=0):
     """Everything in a row of the results but what it cost."""
-    cost = ("model_calls", "token_forwards", "seconds", "tokens_per_second", "run", "sampler")
+    cost = ("seconds", "run", "sampler")
     return {key: value for key, value in result["rows"][row].items() if key not in cost}
 
 
-def assert_same(a, b, rtol=1e-6):
+def assert_same(a, b):
     """The same names and numbers; float32 sums in another order differ by about 1e-7."""
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key], rtol)
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y, rtol)
-    elif isinstance(a, float):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-9)
-    else:
-        assert a == b
+    for one, other in [(a, b), *zip(a.pop("per_sample"), b.pop("per_sample"), strict=True)]:
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            close = isinstance(value, float)
+            assert other[key] == (pytest.approx(value, rel=1e-6, abs=1e-9) if close else value)
 
 
 # ---- judges of transformers ----------------------------------------------------------------------
@@ -187,14 +165,6 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report,
     assert row["tokens_judged"] == "text" and row["tokenizer"] is None and row["nfe"] is None
     assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
     assert "transformers" in result["versions"]
-
-
-def test_a_sample_longer_than_the_context_is_cut_into_windows(tmp_path):
-    """Windows of 4 of abaa|ccab|c: 2 + 2 + 1, then 2 + 3 + 2, and the last window has nothing to
-    score."""
-    judge = load(save_bigram(tmp_path, context=4))
-    ((nll, count),) = judge.score([judge.encode("abaaccabc")], 8)
-    assert count == 6 and nll / math.log(2) == pytest.approx(12, rel=1e-6)
 
 
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
@@ -223,40 +193,30 @@ def test_scores_do_not_depend_on_the_batches(byte_judge):
         generator.integers(0, 256, size=size).tolist() for size in (5, 90, 2, 64, 17, 200, 33)
     ]
     alone = [judge.score([ids], 1)[0] for ids in samples]
-    done = []
     for size in (1, 3, 50):
-        np.testing.assert_allclose(judge.score(samples, size, done.append), alone, rtol=1e-6)
-    assert sum(done) == 3 * len(judge.windows(samples)) == 3 * (1 + 2 + 1 + 1 + 1 + 4 + 1)
+        np.testing.assert_allclose(judge.score(samples, size), alone, rtol=1e-6)
 
 
 def test_the_same_ids_are_scored_directly_and_others_through_text(
-    report, run, tmp_path, byte_judge
+    report, write, byte_judge, bigram
 ):
-    """A copy of the judge with our bytes in our order, and its table in the same order: the same
-    scores, from ids."""
-    from transformers import GPT2LMHeadModel
-
-    ours, common = tmp_path / "ours", [run, "--num-samples", 5, "--settings", "0.3,1"]
-    save_tokenizer(ours, [symbol for _, symbol in sorted(byte_symbols().items())])
-    model = GPT2LMHeadModel.from_pretrained(byte_judge)
-    with torch.no_grad():
-        model.transformer.wte.weight[:256] = model.transformer.wte.weight[:256].flip(0)
-    model.save_pretrained(ours)
-    assert load(ours).has_ids_of("bytes") and not load(byte_judge).has_ids_of("bytes")
-    saved = tmp_path / "saved.jsonl"
-    direct = report(*common, "--judge", ours, "--save-samples", saved)["rows"][0]
-    through = report(*common, "--judge", byte_judge)["rows"][0]
-    assert (direct["tokens_judged"], through["tokens_judged"]) == ("ids", "retokenised")
-    # bytes that are no text could not go through it
-    assert not any("\ufffd" in text for text in column(read_lines(saved), "text"))
-    assert_same(direct["per_sample"], through["per_sample"])
+    assert load(byte_judge).has_ids_of("bytes") and not load(bigram).has_ids_of("bytes")
+    rows = [{"text": text, "tokens": list(text.encode())} for text in (TEXT, "caf\u00e9 ab")]
+    ids = report("--samples", write(*rows), "--judge", byte_judge)["rows"][0]
+    texts = [{"text": row["text"]} for row in rows]
+    text = report("--samples", write(*texts), "--judge", byte_judge)["rows"][0]
+    through = report("--samples", write(*rows), "--judge", bigram)["rows"][0]
+    judged = [row["tokens_judged"] for row in (ids, text, through)]
+    assert judged == ["ids", "text", "retokenised"]
+    for one, other in zip(ids["per_sample"], text["per_sample"], strict=True):
+        assert one["nll"] == pytest.approx(other["nll"], rel=1e-6)
 
 
 def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(bigram):
     """The judge's tokenizer knows a, b and c only. Such a row of a file is an error instead."""
     tokens = [list(text.encode()) for text in ("xyz", TEXT)]
     rows = [{"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)} for ids in tokens]
-    samples = sample_sets.SampleSet("run", rows, {}, {}, "bytes")
+    samples = scoring.SampleSet("run", rows, {}, None, "bytes")
     row = scoring.score_samples(samples, load(bigram), 4, ALONE)
     assert row["unscored_samples"] == 1 and row["samples"] == 2 and row["scored_tokens"] == 5
     assert row["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6)
@@ -293,10 +253,7 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     log_probs = loaded.model.token_log_probs(window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
     assert count == LENGTH - 1 and nll == pytest.approx(-float(log_probs.sum()), rel=1e-6)
-
-
-def test_text_reaches_our_own_judge_with_its_end_of_text(run):
-    assert load(run).encode("a<|endoftext|>é") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
+    assert judge.encode("a<|endoftext|>\u00e9") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
 # ---- samples: made, and read ---------------------------------------------------------------------
@@ -306,25 +263,20 @@ def test_text_reaches_our_own_judge_with_its_end_of_text(run):
 def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     script, report, run, tmp_path, mode
 ):
-    path, saved = tmp_path / "samples.jsonl", tmp_path / "saved.jsonl"
+    path = tmp_path / "samples.jsonl"
     common = [*MODES[mode], *"--num-samples 3 --seed 4 --batch-size 1".split()]
     assert script(sample, run, *common, "--top-p", 0.9, "--jsonl", path)[0] == 0
-    common += ["--settings", "1,0.9", "--save-samples", saved]
-    direct = report(run, "--judge", run, *common)
-    (row,) = direct["rows"]
+    direct = report(run, "--judge", run, *common, "--settings", "1,0.9")
+    read = report("--samples", path, "--judge", run)
+    assert_same(scores_of(read), scores_of(direct))
+    assert read["rows"][0]["run"] == str(run)
     # a sample alone in its batch takes part in all calls
-    assert sum(s["nfe"] for s in row["per_sample"]) == row["model_calls"]
-    for file in (path, saved):
-        read = report("--samples", file, "--judge", run)
-        assert_same(scores_of(read), scores_of(direct))
-        assert read["rows"][0]["run"] == str(run)
-        assert read["rows"][0]["model_calls"] == row["model_calls"]
-    for ours, theirs in zip(read_lines(saved), read_lines(path), strict=True):
-        assert ours.keys() - theirs.keys() == {"scores"} and theirs.keys() <= ours.keys()
-        assert all(ours[key] == theirs[key] for key in ("tokens", "step", "text"))
-        # the length is known here where it was left out
-        for key in ours["settings"].keys() & theirs["settings"].keys() - {"length"}:
-            assert ours["settings"][key] == theirs["settings"][key], key
+    calls = read_lines(path)[0]["model_calls"]
+    assert sum(s["nfe"] for s in direct["rows"][0]["per_sample"]) == calls
+    theirs, ours = read_lines(path)[0]["settings"], direct["rows"][0]["sampler"]
+    # the length is known here where it was left out
+    for key in ours.keys() & theirs.keys() - {"length"}:
+        assert ours[key] == theirs[key], key
 
 
 @pytest.mark.slow
@@ -334,16 +286,12 @@ def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, cou
     path = write(*({"text": f"any order {i}"} for i in range(3)))
     common = [run, "--samples", path, "--judge", run, "--num-samples", count]
     common += ["--steps", 4, "--seed", 3]
-    files = ["--json", tmp_path / "two.json", "--save-samples", tmp_path / "two.jsonl"]
-    torchrun(2, "eval_gen.py", *common, *files)
-    two = json.loads((tmp_path / "two.json").read_text())
-    one = report(*common, "--save-samples", tmp_path / "one.jsonl")
+    torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json")
+    two, one = json.loads((tmp_path / "two.json").read_text()), report(*common)
     assert two["processes"] == 2
-    for row in range(2):
+    for row, samples in enumerate((count, 3)):
         assert_same(scores_of(two, row), scores_of(one, row))
-    lines = [read_lines(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
-    assert [x.get("tokens") for x in lines[0]] == [x.get("tokens") for x in lines[1]]
-    assert len(lines[0]) == count + 3
+        assert len(two["rows"][row]["per_sample"]) == samples
 
 
 def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
@@ -358,16 +306,14 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
 # ---- the sweep -----------------------------------------------------------------------------------
 
 
-def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
-    script, run, encoder, tmp_path
-):
-    files = {name: tmp_path / f"result.{name}" for name in ("json", "markdown", "plot")}
-    options = [part for name, path in files.items() for part in (f"--{name}", path)]
+def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder, tmp_path):
+    options = ["--json", tmp_path / "gen.json"]
     options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.3,0.5".split()
     options += "--noise float32 --top-k 50".split()
     status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
-    result, text = json.loads(files["json"].read_text()), files["markdown"].read_text()
+    result = json.loads((tmp_path / "gen.json").read_text())
+    text = (tmp_path / "gen.md").read_text()
     rows, samplers = result["rows"], [row["sampler"] for row in result["rows"]]
     keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
     settings = ((1, 1), (0.9, 0.95), (0.3, 0.5))
@@ -379,7 +325,6 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
     for row in rows:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
-        assert row["tokens_per_second"] == pytest.approx(4 * LENGTH / row["seconds"])
     assert max(row["entropy"] for row in rows[4:6]) < min(row["entropy"] for row in rows[:2]), (
         "a low temperature repeats itself"
     )
@@ -387,35 +332,7 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table_and_one_plot(
     assert len(table) == 2 + 12 and len({len(line) for line in table}) == 1
     assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]
     assert all(line in text for line in table) and "python eval_gen.py" in text
-    assert "noise of float32" in out and "noise of float32" in text
-    assert files["plot"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_seconds_are_those_of_the_row_without_what_is_done_once(report, run, encoder, monkeypatch):
-    """A clock that only generation moves: by 100 in a model's first call, else by 1."""
-    clock, seen, generate = [0], set(), eval_gen.modes.generate_distributed
-    monkeypatch.setattr(eval_gen.time, "perf_counter", lambda: clock[0])
-
-    def timed(model, *arguments, **options):
-        clock[0] += 1 if model in seen else 100
-        seen.add(model)
-        return generate(model, *arguments, **options)
-
-    monkeypatch.setattr(eval_gen.modes, "generate_distributed", timed)
-    for options, count in (("mdm --steps 2 16", 4), ("adaptive", 2)):
-        seen.clear()
-        common = [run, encoder, "--judge", run, "--num-samples", 2, "--mode"]
-        rows = report(*common, *options.split())["rows"]
-        assert [row["seconds"] for row in rows] == [1] * count
-
-
-def test_the_plot_also_shows_what_has_no_interval(script, write, bigram, tmp_path):
-    settings = {"run": "$x^{$", "mode": "mdm", "steps": "?", "top_p": "?"}
-    path = write({"text": TEXT}, {"text": TEXT, "settings": settings})
-    options = ["--samples", path, "--judge", bigram, "--plot", tmp_path / "plot.png"]
-    status, out, err = script(eval_gen, *options)
-    assert status == 0, err
-    assert (tmp_path / "plot.png").stat().st_size > 5000 and "the judge's tokens" in out
+    assert "noise float32" in out and "noise float32" in text
 
 
 @pytest.mark.parametrize(
@@ -442,22 +359,8 @@ def fails(script, *arguments):
     "lines, message",
     [
         ([], "there is no sample in it"),
-        (["\n", "  \n"], "there is no sample in it"),
         ([{"text": TEXT}, '{"text": \n'], "line 2: this is not JSON"),
-        (["[1, 2]\n"], "line 1"),
-        ([{"prompt": "a"}], "line 1"),
-        ([{"text": 3}], "line 1"),
         ([{"text": "ab", "tokens": [97, "b"]}], "line 1"),
-        ([{"text": "ab", "settings": 3}], "line 1"),
-        (
-            [{"text": "ab", "tokens": [97, 98], "step": [1]}],
-            'line 1: "step" and "tokens" must be equally long',
-        ),
-        (
-            [{"text": "ab", "tokens": [97, 98]}, {"text": "ab", "tokens": [1, 2]}],
-            'are not those of their "text" in bytes',
-        ),
-        ([{"text": "ab", "tokens": [97, 98]}, {"text": "ab"}], '"tokens" are missing'),
     ],
 )
 def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message):
@@ -468,39 +371,26 @@ def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message)
     "arguments, message",
     [
         ([], "name a run (out/NAME)"),
-        (["RUN", "--settings", "0.9"], "give temperature and top-p, a comma between"),
+        (["RUN", "--settings", "0.9"], "give temperature,top-p as in 0.9,0.95"),
         (["RUN", "--settings", "-1,1"], "--settings -1,1: --temperature is -1.0"),
-        (["RUN", "--settings", "1,1.5"], "--settings 1,1.5: --top-p is 1.5"),
         (["RUN", "--settings", "1,1", "--top-p", 0.9], "leave out the options"),
-        (["RUN", "--steps", 0], "--steps is 0; give a number at least 1"),
-        (["RUN", "--top-k", 0], "--top-k is 0"),
         (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
-        (["RUN", "--group-size", 4], "--group-size has no meaning with --mode mdm"),
-        (["RUN", "--mode", "speculative", "--noise", "float32"], "--noise float32 has no meaning"),
-        (["RUN", "--num-samples", 0], "--num-samples is 0"),
-        (["RUN", "--batch-size", 0], "--batch-size is 0"),
-        (["RUN", "--length", 1], "--length is 1; give a number at least 2"),
         (["RUN", "--length", LENGTH + 1], f"was built for up to {LENGTH} tokens"),
-        (["RUN", "--seed", -1], "--seed is -1"),
         (["RUN", "--json", "nowhere/x.json"], "there is no folder nowhere"),
-        (["RUN", "--json", "x", "--plot", "x"], "--json and --plot name the same file"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
-        (["PLAIN"], "PLAIN: --mode mdm needs a model that is conditioned on the target position"),
+        (["PLAIN"], "--mode mdm needs a model that is conditioned on the target position"),
         (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(script, run, encoder, plain, arguments, message):
     paths = {"RUN": run, "ENCODER": encoder, "PLAIN": plain}
     arguments = [paths.get(part, part) for part in arguments]
-    found = fails(script, *arguments, "--judge", run)
-    assert message.replace("PLAIN", str(plain)) in found
+    assert message in fails(script, *arguments, "--judge", run)
 
 
 def test_a_model_without_a_start_token_is_sent_to_sample_py(script, run, monkeypatch):
-    load = eval_gen.load
-    monkeypatch.setattr(
-        eval_gen, "load", lambda *a, **k: dataclasses.replace(load(*a, **k), scored_from=1)
-    )
+    loaded = dataclasses.replace(load_checkpoint(run), scored_from=1)
+    monkeypatch.setattr(eval_gen, "load", lambda *arguments, **options: loaded)
     assert "make samples with sample.py --prompt" in fails(script, run, "--judge", run)
 
 
@@ -511,28 +401,16 @@ def refused(script, write):
     return lambda judge: fails(script, "--samples", path, "--judge", judge)
 
 
-def test_a_judge_that_is_missing_is_an_error(refused, tmp_path, monkeypatch):
+def test_a_judge_that_is_missing_or_an_encoder_is_an_error(refused, encoder, tmp_path, monkeypatch):
     """A name that is no path is looked for on Hugging Face."""
+    assert "is an encoder" in refused(encoder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in (tmp_path / "nowhere", "nobody/nothing", "no-such-judge"):
         found = refused(name)
-        assert f"--judge {name} could not be had" in found
+        assert f"--judge {name} could not be loaded" in found
         assert "needs the network once" in found
     (tmp_path / "empty").mkdir()
     assert "supported are run folders" in refused(tmp_path / "empty")
-
-
-def test_a_judge_without_a_tokenizer_or_with_too_small_a_table_is_an_error(
-    refused, bigram, tmp_path
-):
-    bare, small = tmp_path / "bare", tmp_path / "small"
-    for folder in (bare, small):
-        shutil.copytree(bigram, folder)
-    for file in bare.glob("tokenizer*"):
-        file.unlink()
-    save_tokenizer(small, "zyxwcba")
-    for folder in (bare, small):
-        assert "its tokenizer is missing or has more than 4 tokens" in refused(folder)
 
 
 def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp_path):
@@ -544,24 +422,10 @@ def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp
         (folder / "model.safetensors").unlink()
     model = GPT2LMHeadModel.from_pretrained(bigram)
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    assert "could not be had" in refused(pickled)
+    assert "could not be loaded" in refused(pickled)
     state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(partial, state_dict=state)
     assert "1 weights are missing, e.g. lm_head.weight" in refused(partial)
-
-
-def test_an_encoder_is_refused_as_a_judge(refused, encoder, bigram, tmp_path):
-    from transformers import BertConfig, BertLMHeadModel
-
-    assert "is an encoder" in refused(encoder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 4}
-    sizes |= {"intermediate_size": 8, "max_position_embeddings": 64, "initializer_range": 0.3}
-    bert = shutil.copytree(bigram, tmp_path / "bert")
-    BertLMHeadModel(BertConfig(**sizes)).save_pretrained(bert)
-    assert "(bert) does not predict from left to right" in refused(bert)
-    BertLMHeadModel(BertConfig(**sizes, is_decoder=True)).save_pretrained(bert)
-    assert load(bert).context == 64  # the same, causal: fine
 
 
 def test_without_transformers_the_error_says_what_to_install(refused, bigram, run, monkeypatch):

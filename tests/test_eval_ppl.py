@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import shutil
-import tomllib
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,44 +16,25 @@ import eval_ppl
 import train
 from checkpoints import load_model, store
 from convert import convert
-from data.loader import TokenDataset, frequency_losses, read_tokens
+from data.loader import TokenDataset, read_tokens
 from data.prepare import Prepare, prepare
-from evaluation.likelihood import (
-    JOINT_DRAWS,
-    AlongOrders,
-    BatchRunner,
-    Elbo,
-    OwnOrder,
-    ScoreEntropy,
-    Task,
-)
-from evaluation.published import PUBLISHED, published_perplexity
+from evaluation.likelihood import BatchRunner, Task
 from objectives import ObjectiveConfig, token_score_entropy
-from orders import OrderConfig, orders_at, parse_order
-from runtime.files import sha256_file
-from sampling.plans import Rule
+from orders import OrderConfig, orders_at
 
 
 @pytest.fixture
 def evaluate(script, run, data, tmp_path):
-    """Evaluate a run with these options; the JSON report, which must be JSON and no dialect of it,
-    and what the terminal shows."""
+    """Evaluate a run with these options; the JSON report, and what the terminal shows."""
 
     def call(options="", *more, path=run, datasets=(data,)):
         report = tmp_path / "ppl.json"
         files = ["--datasets", *datasets, "--overwrite", "--json", report]
         status, out, err = script(eval_ppl, path, *files, *options.split(), *more)
         assert status == 0, err
-        return read_json(report) | {"terminal": out}
+        return json.loads(report.read_text()) | {"terminal": out}
 
     return call
-
-
-def read_json(path):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(path.read_text(), parse_constant=refuse)
 
 
 def by_name(report):
@@ -97,9 +77,6 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         monte_carlo = math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3)) if draws > 1 else 0
         assert result["monte_carlo_error"] == pytest.approx(monte_carlo, rel=1e-4)
         assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)
-        assert result["token_forwards"] == 21 * LENGTH * draws
-        assert result["seconds_of_all_sizes"] > 0
-        assert result["stopped"] == ("exact" if kind == "l2r" else "budget")
 
 
 def test_orders_of_any_distribution(evaluate):
@@ -114,13 +91,13 @@ def test_orders_of_any_distribution(evaluate):
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
     for path, options in (
-        (run, "--max-sequences 21 --num-orders 4 --seed 1 --ensemble 1 4 --target-se 0.02"),
+        (run, "--max-sequences 21 --num-orders 4 --seed 1 --ensemble 1 4"),
         (encoder, "--max-sequences 21 --num-orders 3"),
     ):
         two = tmp_path / "two.json"
         files = ["--datasets", data, "--json", two, "--overwrite"]
         torchrun(2, "eval_ppl.py", path, *files, *options.split())
-        reports = [read_json(two)]
+        reports = [json.loads(two.read_text())]
         reports += [evaluate(f"{options} --batch-size {size}", path=path) for size in (1, 7)]
         assert reports[0]["processes"] == 2
         one = by_name(evaluate(options, path=path))
@@ -131,29 +108,6 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
                     # float32 rounding of values of about 3, averaged over hundreds of tokens
                     expected = pytest.approx(one[key][number], abs=1e-6)
                     assert result[number] == expected, (key, number)
-                for number in ("draws", "contexts", "stopped", "token_forwards"):
-                    assert result[number] == one[key][number]
-
-
-def test_draws_go_on_until_the_target_or_the_budget(evaluate, encoder):
-    def scored(options, **model):
-        return by_name(evaluate(options, **model))["random", 1]
-
-    options = "--orders random --max-sequences 20 --num-orders 30"
-    error = scored(options)["monte_carlo_error"] * math.sqrt(30)  # of a single draw
-    target = error / math.sqrt(12)
-    result = scored(f"{options} --target-se {target}")
-    assert result["stopped"] == "target" and result["monte_carlo_error"] <= target
-    assert 8 <= result["draws"] <= 16
-    result = scored(f"{options} --target-se {target / 10}")
-    assert (result["stopped"], result["draws"]) == ("budget", 30)
-    assert result["monte_carlo_error"] > target / 10
-    # a target alone has a budget that reaches it
-    result = scored("--orders random --target-se 0.01 --max-sequences 6")
-    assert result["stopped"] == "target" and result["monte_carlo_error"] <= 0.01
-    # few draws of an encoder do not show its error
-    result = scored("--max-sequences 5 --num-orders 12 --target-se 100", path=encoder)
-    assert result["draws"] == JOINT_DRAWS
 
 
 @pytest.mark.parametrize("left_over", [1, 5])
@@ -165,9 +119,8 @@ def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_erro
     length = 12 * LENGTH + left_over - 1  # and end-of-text
     text.write_text(("the order of any mask " * 20)[:length])
     prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
-    dataset, saved = TokenDataset(folder, "test", LENGTH), tmp_path / "t.npz"
-    options = "--orders l2r random --ensemble 1 2 --per-token"
-    results = by_name(evaluate(options, saved, datasets=[folder]))
+    dataset = TokenDataset(folder, "test", LENGTH)
+    results = by_name(evaluate("--orders l2r random --ensemble 1 2", datasets=[folder]))
 
     model, result = load_model(run), results["l2r", 1]
     rows = [*dataset.blocks(list(range(12))), dataset.tail()[0]]
@@ -181,29 +134,20 @@ def test_what_is_left_after_the_last_block_counts_by_its_tokens_in_mean_and_erro
     assert result["standard_error"] == pytest.approx(error, rel=1e-4)
     assert results["random", 2]["gain"] > 0
 
-    saved = np.load(saved, allow_pickle=False)
-    missing = LENGTH - left_over
-    assert np.isnan(saved["left/l2r/1/nll"]).sum() == missing
-    assert (saved["left/tokens"] == -1).sum() == missing
-    expected = pytest.approx(results["random", 1]["nll"])
-    assert np.nanmean(saved["left/random/1/nll"]) == expected
-
 
 def test_the_first_token_of_a_model_without_a_start_token_is_not_scored(
     evaluate, plain, data, tmp_path
 ):
     """An export that says so, as one of GPT-2 does."""
-    export, saved = tmp_path / "export", tmp_path / "t.npz"
+    export = tmp_path / "export"
     convert(str(plain), export)
     settings = json.loads((export / "config.json").read_text()) | {"scored_from": 1}
     settings["sha256"] = store.digest(settings)
     (export / "config.json").write_text(json.dumps(settings))
-    (result,) = evaluate("--max-sequences 5 --per-token", saved, path=export)["results"]
+    (result,) = evaluate("--max-sequences 5", path=export)["results"]
     expected = direct(plain, data, "l2r", 1, 0, 5)[:, 0]
     assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
-    assert (result["tokens"], result["token_forwards"]) == (5 * (LENGTH - 1), 5 * LENGTH)
-    nll = np.load(saved)["data/l2r/1/nll"]
-    assert np.isnan(nll[:, 0]).all() and nll[:, 1:] == pytest.approx(expected[:, 1:], rel=1e-5)
+    assert result["tokens"] == 5 * (LENGTH - 1)
 
 
 def test_the_orders_follow_from_the_seed(evaluate):
@@ -211,8 +155,7 @@ def test_the_orders_follow_from_the_seed(evaluate):
         results = by_name(evaluate(f"--seed {seed} --max-sequences 5 --ensemble 1 4"))
         one, four = results["random", 1], results["random", 4]
         assert four["gain"] > 0 and four["nll"] == pytest.approx(one["nll"] - four["gain"])
-        assert (four["draws"], four["contexts"]) == (2, 2)
-        assert four["token_forwards"] == 5 * LENGTH * (2 + 2 * 4)
+        assert four["draws"] == 2
         return {key: (r["nll"], r["gain"]) for key, r in results.items()}
 
     first, again, other = (numbers(seed) for seed in (1, 1, 2))
@@ -221,9 +164,8 @@ def test_the_orders_follow_from_the_seed(evaluate):
     assert first["random", 4][1] != other["random", 4][1]
 
 
-def test_weighted_bounds_and_disagreements_are_those_of_the_losses(evaluate, run, data):
-    options = "--orders l2r random --num-orders 4 --max-sequences 9 --bound iw --disagreement"
-    report = evaluate(options)
+def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
+    report = evaluate("--orders l2r random --num-orders 4 --max-sequences 9 --bound iw")
     losses = direct(run, data, "random", 4, 0, 9).mean(axis=2)  # (9, 4)
     bound = -np.log(np.exp(-losses * LENGTH).mean(axis=1)) / LENGTH
     result = by_name(report)["random", 1]
@@ -231,13 +173,6 @@ def test_weighted_bounds_and_disagreements_are_those_of_the_losses(evaluate, run
     assert result["bound"] == "iw" and by_name(report)["l2r", 1]["bound"] == "mean"
     assert result["nll"] < losses.mean() and result["monte_carlo_error"] > 0
     assert "weighted over 4" in report["terminal"]
-    along = direct(run, data, "l2r", 1, 0, 9).mean(axis=2)[:, 0]
-    pair, again = report["disagreements"]
-    assert (pair["orders"], pair["other"]) == ("l2r", "random")
-    assert again["other"] == "random, drawn again"
-    for row, difference in ((pair, along - losses[:, 0]), (again, losses[:, 0] - losses[:, 1])):
-        assert row["difference"] == pytest.approx(difference.mean(), rel=1e-3, abs=1e-6)
-        assert row["distance"] == pytest.approx(np.abs(difference).mean(), rel=1e-3)
 
 
 def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
@@ -288,7 +223,7 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
     for rule, nll in total.items():
         result = report[rule, 1]
         assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
-        assert result["stopped"] == "exact" and result["monte_carlo_error"] == 0
+        assert result["draws"] == 1 and result["monte_carlo_error"] == 0
 
 
 def test_the_models_own_order_may_have_its_pace(evaluate):
@@ -298,18 +233,15 @@ def test_the_models_own_order_may_have_its_pace(evaluate):
     rows = by_name(report)
     one, paced = rows["confidence", 1], rows["confidence:threshold=1.0", 1]
     assert paced["nll"] == pytest.approx(one["nll"], rel=1e-6)
-    assert one["token_forwards"] is paced["token_forwards"] is None  # the model decides
     assert rows["entropy:most=2,block=8", 1]["nll"] != one["nll"]
     assert "confidence:threshold=1.0" in report["terminal"]
 
 
 def test_an_encoder_is_scored_along_orders_too_a_pass_for_every_token(evaluate, encoder, data):
-    report = evaluate("--orders l2r random --max-sequences 4", path=encoder)
-    l2r, random = (by_name(report)[kind, 1] for kind in ("l2r", "random"))
-    assert l2r["nll"] == pytest.approx(direct(encoder, data, "l2r", 1, 0, 4).mean(), rel=1e-6)
-    assert l2r["stopped"] == "exact" and l2r["draws"] == 1
-    assert l2r["token_forwards"] == 4 * LENGTH**2
-    assert random["token_forwards"] == 2 * 4 * LENGTH
+    results = by_name(evaluate("--orders l2r random --max-sequences 4", path=encoder))
+    expected = direct(encoder, data, "l2r", 1, 0, 4).mean()
+    assert results["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
+    assert (results["l2r", 1]["draws"], results["random", 1]["draws"]) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", ["run", "encoder"])
@@ -334,7 +266,6 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind):
                 single = torch.tensor([order_through(context, position, LENGTH)])
                 nll -= float(model.token_log_probs(tokens[b : b + 1], single)[0, start])
         assert results[name, 1]["nll"] == pytest.approx(nll / (4 * LENGTH), rel=1e-5)
-        assert results[name, 1]["token_forwards"] == 4 * LENGTH * -(-LENGTH // 3)
     assert "groups of 3" in report["terminal"]
 
 
@@ -366,7 +297,6 @@ def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, r
     result, second = report["results"]
     assert (result["dataset"], result["orders"], result["ensemble"]) == ("data", "l2r", 1)
     assert (second["dataset"], second["data"]["split"]) == ("other", "train")
-    assert result["nll"] != second["nll"]
     expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
     assert report["checkpoint"] == expected
     settings = report["settings"]
@@ -376,14 +306,12 @@ def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, r
     assert (text["tokenizer"], text["split"], text["block_size"]) == ("bytes", "train", LENGTH)
     assert text["protocol"] == meta["protocol"]
     assert report["versions"]["torch"] == torch.__version__
-    assert {"python", "numpy"} <= report["versions"].keys()
-    assert report["processes"] == 1 and report["device"] == "cpu"
 
 
 def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, data, tmp_path):
     report = evaluate("--max-sequences 20 --ensemble 1 4")
     table = (tmp_path / "ppl.md").read_text()
-    assert table.strip() == report["terminal"].strip() and "published" not in table
+    assert table.strip() == report["terminal"].strip()
     lines = [line for line in table.splitlines() if line[:1] == "|"]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len({len(row) for row in rows}) == 1 and all(set(cell) <= {"-", ":"} for cell in rows[1])
@@ -395,94 +323,17 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, d
         row = found[labels[kind], str(size)]
         assert row["nats/token"] == f"{result['nll']:.4f}"
         assert row["perplexity"] == f"{result['perplexity']:.3f}"
-        assert row["token-forwards"] == f"{result['token_forwards']:,}"
     assert found["any order", "4"]["gain"].startswith(f"{results['random', 4]['gain']:.5f}")
-    assert "no ensembles of l2r" in table
-    train, val = (np.array(TokenDataset(data, split, LENGTH).tokens) for split in ("train", "val"))
-    lost = frequency_losses(train, val[: 20 * LENGTH], 257)
-    names = "unigrams of train", "bigrams of train"
-    assert report["frequencies"]["data"] == dict(zip(names, lost, strict=True))
-    assert found[names[0], ""]["nats/token"] == f"{lost[0]:.4f}"
 
 
-def test_the_loss_of_every_token(evaluate, run, data, encoder, tmp_path):
-    path, options = tmp_path / "t.npz", "--max-sequences 9 --seed 3 --per-token"
-    evaluate(options, path, "--num-orders", 3)
-    saved = np.load(path, allow_pickle=False)
-    tokens = TokenDataset(data, "val", LENGTH).blocks(range(9)).numpy()
-    assert np.array_equal(saved["data/tokens"], tokens)
-    assert np.array_equal(saved["data/blocks"], np.arange(9))
-    for kind, draws in (("l2r", 1), ("random", 3)):
-        expected = direct(run, data, kind, draws, 3, 9).mean(axis=1)
-        assert saved[f"data/{kind}/1/nll"] == pytest.approx(expected, rel=1e-5)
-
-    assert "M = 1 only" in evaluate(options, path, "--ensemble", 2)["terminal"]
-    assert "data/random/1/nll" in np.load(path)
-    (result,) = evaluate(options, path, path=encoder)["results"]
-    mean = np.load(path)["data/random/1/nll"].mean()
-    assert mean == pytest.approx(result["nll"], rel=1e-6)
-
-
-def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown_and_the_report_is_still_json(
-    evaluate,
-):
+def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown(evaluate):
     report = evaluate("--max-sequences 1 --num-orders 1")
     l2r, random = report["results"]
     assert l2r["standard_error"] is None and l2r["monte_carlo_error"] == 0
     assert random["monte_carlo_error"] is None and "unknown" in report["terminal"]
 
 
-# ---- published figures, batches ------------------------------------------------------------------
-
-
-def published(system, size=(12, 768), scorer=None, ensemble=1, split="test", weights="ema", **meta):
-    meta = {"protocol": "sedd", "splits": {split: {}}, "settings": {"dataset": "ptb"}} | meta
-    config = SimpleNamespace(n_layer=size[0], n_embd=size[1])
-    loaded = SimpleNamespace(system=system, model=SimpleNamespace(config=config))
-    eval_set = SimpleNamespace(
-        dataset=SimpleNamespace(meta=meta, num_blocks=3), split=split, count=3
-    )
-    scorer, name = scorer or AlongOrders(OrderConfig("random")), "random"
-    if isinstance(scorer, AlongOrders):
-        name = scorer.orders.kind
-    elif isinstance(scorer, OwnOrder):
-        name = scorer.rule.score
-    return published_perplexity(Task(loaded, eval_set, name, scorer), ensemble, weights)
-
-
-def test_published_figures_stand_beside_released_models_under_the_same_protocol_only():
-    def along(text, *more):
-        return AlongOrders(parse_order(text, ""), *more)
-
-    assert published("AO-GPT") == 141.92
-    assert published("AO-GPT", (24, 1024), ensemble=64) == 85.75
-    assert published("GPT-2", (24, 1024), along("l2r")) == 123.14
-    assert published("RADD", scorer=Elbo(), settings={"dataset": "lm1b"}) == 74.28
-    assert published("RADD", split="train", settings={"dataset": "wikitext2"}) == 38.26
-    assert published("SEDD", scorer=ScoreEntropy()) == 114.24
-    assert published("SEDD", scorer=Elbo()) is None  # published with its own bound
-    assert published("RADD", scorer=ScoreEntropy()) is None
-    assert published("RADD", scorer=OwnOrder(Rule("confidence"))) is None
-    assert published("GPT-2") is None  # no any-order likelihood
-    assert published(None) is None
-    for difference in (
-        {"ensemble": 16},
-        {"size": (4, 128)},
-        {"scorer": along("mixture:l2r_prob=0")},
-        {"scorer": along("random", 4)},
-        {"scorer": along("random", 1, (1,), True)},
-        {"protocol": "full"},
-        {"notes": ["another tokenizer"]},
-        {"settings": {"dataset": "books"}},
-        {"settings": {"dataset": "wikitext2"}},  # measured on its train split
-        {"split": "train"},
-        {"weights": "raw"},
-    ):
-        assert published("AO-GPT", **difference) is None, difference
-    table = tomllib.loads(PUBLISHED.read_text())
-    kinds = [kind for size in ("small", "medium") for kind in table[size].values()]
-    figures = [row for kind in kinds for row in kind.values()]
-    assert len(figures) == 22 and all(len(row) == len(table["datasets"]) == 5 for row in figures)
+# ---- batches ------------------------------------------------------------------
 
 
 def batches(capacity, **settings):
@@ -496,9 +347,8 @@ def batches(capacity, **settings):
         return torch.arange(rows.start, rows.stop)
 
     text, dataset = {"name": "text", "count": 23}, SimpleNamespace(num_blocks=23)
-    eval_set = SimpleNamespace(
-        **text, dataset=dataset, tokens=lambda rows: torch.zeros(len(rows), 256)
-    )
+    text["tokens"] = lambda rows: torch.zeros(len(rows), 256)
+    eval_set = SimpleNamespace(**text, dataset=dataset)
     runner = BatchRunner(ALONE, torch.float32, 256, **settings)  # 16 rows are 4,096 tokens
     return runner.run(Task(None, eval_set, "l2r", None), work).tolist(), seen
 
@@ -507,7 +357,7 @@ def test_the_batch_is_halved_until_it_fits():
     assert batches(100) == (list(range(23)), [16, 7])
     assert batches(5) == (list(range(23)), [4, 4, 4, 4, 4, 3])
     for capacity, size in ((0, None), (5, 8)):
-        with pytest.raises(ValueError, match=f"out of memory at {size or 1} sequences a pass"):
+        with pytest.raises(torch.OutOfMemoryError):
             batches(capacity, batch_size=size)
 
 
@@ -515,19 +365,14 @@ def test_the_batch_is_halved_until_it_fits():
 
 
 def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, plain, encoder, data):
-    expected = direct(plain, data, "l2r", 1, 0, 4).mean()
-    results = by_name(evaluate("--max-sequences 4", path=plain))
-    assert list(results) == [("l2r", 1)]
-    assert results["l2r", 1]["nll"] == pytest.approx(expected, rel=1e-6)
+    assert list(by_name(evaluate("--max-sequences 4", path=plain))) == [("l2r", 1)]
     for path, options, words in (
         (plain, "--orders random", "is a plain GPT and has no 'random' order; give --orders l2r"),
-        (plain, "--orders confidence", "has no 'confidence' order"),
         (plain, "--group 2", "--group is for models that know their target position"),
         (plain, "--ensemble 8", "ensembles are for decoders that know their target position"),
         (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
         (encoder, "--ensemble 1 8", "ensembles are for decoders that know their target position"),
         (encoder, "--bound iw --num-orders 2", "needs random orders, and no ELBO"),
-        (encoder, "--orders random l2r --disagreement", "and no ELBO"),
     ):
         status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())
         assert status == 2 and words in " ".join(err.split()), err
@@ -537,35 +382,19 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
     "options, words",
     [
         ("--max-sequences 0", "--max-sequences is 0"),
-        ("--batch-size -2", "--batch-size is -2"),
-        ("--seed -1", "seed"),
-        ("--target-se 0", "--target-se is 0"),
-        ("--target-se 0.1 --num-orders 1", "--num-orders 2 or more"),
         ("--split tset", "no split 'tset'"),
-        ("--datasets no/such", "no/such is no prepared dataset"),
         ("--datasets lm1b", "python data/prepare.py lm1b"),
         ("--datasets", "--datasets"),
-        ("--datasets a/books b/books", "give each a name of its own"),
-        ("--orders", "--orders"),
-        ("--orders backwards", "backwards"),
         ("--orders fixed_blockwise:blocks=3", "'blocks' is no setting"),
         ("--orders margin:seed=5", "'seed' is no setting of margin; it has threshold, entropy"),
-        ("--orders confidence:block=x", "block is 'x', not of type int"),
         ("--orders confidence:block=0", "block is 0"),
         ("--orders confidence:threshold=0.9 --group 2", "leave out --group, or write most=2"),
         ("--orders confidence:threshold=90", "confidence is a probability"),
-        ("--orders entropy:most=0", "most is 0"),
-        ("--orders random --num-orders 1 --disagreement", "needs two --orders, or two samples"),
         ("--orders fixed_blockwise:block=17", "block size is 16; give a smaller block"),
         ("--ensemble", "--ensemble is empty"),
-        ("--ensemble 0", "--ensemble is 0"),
-        ("--ensemble 8 --orders l2r", "along uniformly random orders, not l2r"),
         ("--ensemble 8 --group 2", "leave out --ensemble"),
         ("--json table.md", "name the same file"),
-        ("--json same.npz --per-token same.npz", "name the same file"),
-        ("--bound iw", "--bound iw needs --num-orders"),
         ("--bound iw --num-orders 4 --orders l2r confidence", "needs random orders"),
-        ("--max-sequencez 3", "--max-sequences"),
     ],
 )
 def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data, options, words):
@@ -574,7 +403,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data, option
     assert status == 2 and words in " ".join(err.split()), err
 
 
-def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error(
+def test_data_that_is_changed_or_of_another_tokenizer_or_block_is_an_error(
     script, run, data, tmp_path
 ):
     other = shutil.copytree(data, tmp_path / "other")
@@ -590,6 +419,3 @@ def test_data_that_is_changed_short_or_of_another_tokenizer_or_block_is_an_error
     assert_refused("--block-size 16", protocol="sedd", block_size=32)
     flip_byte(other / "val.bin", 10)
     assert_refused("checksum")
-    (other / "val.bin").write_bytes(bytes(2 * (LENGTH - 1)))
-    meta["splits"]["val"] |= {"tokens": LENGTH - 1, "sha256": sha256_file(other / "val.bin")}
-    assert_refused("fewer than one block of 16")

@@ -136,6 +136,12 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, sc
     assert (settings["temperature"], settings["mode"], settings["shortest"]) == (0, None, 2)
     assert f"{run}: the other side is worth" in out and f"{plain}: the other" not in out
     assert report.with_suffix(".md").read_text() == out
+    for words, message in (
+        (["--shortest", 15, "--longest", 15], "no sentence of 15 to 15 tokens"),
+        (["--steps", 3, "--mode", "l2r"], "--steps has no meaning with --mode l2r"),
+    ):
+        status, _, err = script(eval_infill, run, "--data", said, *words)
+        assert status == 2 and message in err
 
 
 def test_last_words_are_predicted_from_all_that_stands_before_them(
@@ -157,16 +163,3 @@ def test_last_words_are_predicted_from_all_that_stands_before_them(
     data = prepared("text", tmp_path / "short", rows, split="val")
     status, _, err = script(eval_infill, run, "--data", data, "--last-word")
     assert status == 2 and "no document of two words or more ends in" in err
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--shortest", 15, "--longest", 15], "no sentence of 15 to 15 tokens"),
-        (["--num-passages", 0], "--num-passages is 0"),
-        (["--steps", 3, "--mode", "l2r"], "--steps has no meaning with --mode l2r"),
-    ],
-)
-def test_what_cannot_be_is_said(run, said, script, words, message):
-    status, _, err = script(eval_infill, run, "--data", said, *words)
-    assert status == 2 and message in err

@@ -5,17 +5,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from evaluation import text_measures
-from evaluation.estimates import estimate
-from evaluation.text_measures import (
-    corpus_perplexity,
-    distinct,
-    known_words,
-    unigram_entropy,
-    words_of,
-)
+from evaluation.text_measures import corpus_perplexity, distinct, unigram_entropy
 
 
 @pytest.mark.parametrize(
@@ -34,19 +25,6 @@ def test_distinct_counts_types_among_the_n_grams():
         assert math.isnan(value)
 
 
-@pytest.mark.parametrize(
-    "step, speculative, calls",
-    [
-        ([-1, -1], False, 0),
-        ([-1, 3, 0, 3, 7], False, 3),
-        ([-1, 0, 0, 1, 1], True, 4),
-        ([-1, 0, 0, 1], True, 3),  # the last round has nothing to verify
-    ],
-)
-def test_model_calls_are_those_of_the_sample_s_own_steps(step, speculative, calls):
-    assert text_measures.model_calls(step, speculative) == calls
-
-
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     got = corpus_perplexity([2.0, 9.0], [1, 3])
     assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(math.exp(11 / 4), rel=1e-14)
@@ -58,13 +36,6 @@ def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     reach = math.tan(0.95 * math.pi / 2) * error
     assert got["perplexity_low"] == pytest.approx(math.exp(11 / 4 - reach), rel=1e-6)
     assert got["perplexity_high"] == pytest.approx(math.exp(11 / 4 + reach), rel=1e-6)
-
-
-def test_with_equal_lengths_the_error_is_the_standard_error_of_the_mean():
-    totals = (torch.rand(9, generator=torch.Generator().manual_seed(0)) * 30).double()
-    got, expected = corpus_perplexity(totals.tolist(), [5] * 9), estimate(totals / 5)
-    for key in ("nll", "standard_error", "perplexity"):
-        assert got[key] == pytest.approx(getattr(expected, key), rel=1e-12)
 
 
 @pytest.mark.parametrize("samples", [3, 10, 60])
@@ -86,11 +57,3 @@ def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
     assert math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
     assert math.isnan(none["perplexity"])
     assert corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
-
-
-def test_known_words_are_those_of_the_training_text():
-    vocabulary = words_of('The well-known "Dorothy" doesn\'t walk; 2nd café_au')
-    assert vocabulary == set("the well known dorothy doesn t walk nd café au".split())
-    # of letters only, three or more: Dorothy, walked, Well and the; "it." and "ok" do not count
-    assert known_words("Dorothy walked it. ok Well the,  the\nx1y", vocabulary) == 3 / 4
-    assert math.isnan(known_words("a b, 12.", vocabulary))
