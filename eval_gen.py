@@ -31,9 +31,16 @@ from evaluation.text_measures import words_of
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import (
+    OutputOptions,
+    Outputs,
+    markdown_table,
+    new_figure,
+    png,
+    provenance,
+    versions,
+)
 from runtime.processes import Processes, processes
-from runtime.reports import markdown_table, new_figure, png, provenance, versions
 from runtime.validation import LARGEST, Count, check_values, flag
 from sampling import modes
 from sampling.engine import Generation

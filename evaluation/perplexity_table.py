@@ -9,7 +9,7 @@ import math
 from evaluation.estimates import estimate
 from evaluation.likelihood import Scores, Task
 from evaluation.published import published_perplexity
-from runtime.reports import markdown_table
+from runtime.outputs import markdown_table
 
 LABELS = {
     "l2r": "left to right",

@@ -1,5 +1,8 @@
-"""Files written whole or not at all, checksums, and rows of JSON."""
+"""Files written whole or not at all, locks, checksums, and rows of JSON."""
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import json
 import math
@@ -8,9 +11,12 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.processes import Processes
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
 
@@ -60,6 +66,29 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if missing, for all processes of a job: all must
+    call, and all raise. The kernel frees it when the main process ends, however it ends."""
+    from filelock import FileLock, Timeout
+
+    lock, error = FileLock(folder / "lock"), None
+    if procs.main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            error = f"another job trains in {folder}: wait for its end, or choose another --name"
+        except OSError as failure:
+            error = str(failure)
+    if error := procs.gather(error)[0]:
+        raise UserError(error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def sha256_file(path: Path) -> str:

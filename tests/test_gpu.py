@@ -17,10 +17,9 @@ from runtime.devices import autocast
 from sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
 from sampling.token_choice import choose_tokens, probabilities
 from train import training_loss
-from training.averages import EMA
 from training.batches import make_batch
 from training.config import load_toml
-from training.optimizers import make_optimizer, move
+from training.optimizers import EMA, make_optimizer, move
 from variants import build_model
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

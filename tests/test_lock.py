@@ -9,13 +9,12 @@ import torch
 from helpers import ALONE, ROOT, tiny_config
 
 import train
-from runtime.lock import locked_for_all
+from runtime.files import locked_for_all
 from runtime.processes import Processes
 
 HOLD = """
 import sys, time, torch
 from pathlib import Path
-from runtime.lock import locked_for_all
 from runtime.processes import Processes
 with locked_for_all(Path(sys.argv[1]), Processes(0, 1, torch.device("cpu"))):
     print("held", flush=True)

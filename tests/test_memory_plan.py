@@ -18,10 +18,9 @@ from checkpoints import store
 from model import ModelConfig
 from training import config as configuration
 from training import plan as planning
-from training.averages import EMA
 from training.config import Config, TrainConfig
-from training.gpus import GPU
-from training.optimizers import make_optimizer, named_state
+from training.metrics import GPU
+from training.optimizers import EMA, make_optimizer, named_state
 from training.parallel import checkpoint_activations
 from training.plan import find_gpu, memory_of, meta_model, plan_run, plan_text, state_bytes
 from training.state import Progress, State, named_tensors, plain_values
@@ -102,8 +101,6 @@ SHARDED = """
 import json, sys, torch
 from training import config as configuration
 from training import parallel
-from training.averages import EMA, local
-from training.optimizers import make_optimizer
 from runtime.processes import processes
 
 def bytes_of(tensors):  # the gradients of a group share a storage

@@ -174,10 +174,7 @@ class Config(Table):
         refuse(len(set(names)) < len(names), twice)
         falling = any(after <= before for before, after in itertools.pairwise(steps))
         refuse(falling, "schedule: steps must rise from one [[schedule]] table to the next")
-        self._check_objective()
-        self._check_orders()
 
-    def _check_objective(self) -> None:
         kind, m = self.objective.kind, self.model
         fitting = [k for k in OBJECTIVES if m.is_encoder != (k in DECODER_OBJECTIVES)]
         system = "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
@@ -189,21 +186,19 @@ class Config(Table):
         needs = "needs model.target = 'two_stream' and model.group_attention = true"
         refuse(kind == "groupwise" and not groups, f"objective.kind = 'groupwise' {needs}")
 
-    def _check_orders(self) -> None:
-        if self.model.is_encoder:
-            ordered = bool(self.schedule) or self.order.kind not in ("random", "mixture")
-            refuse(ordered, "an encoder has no order: set order.kind to 'random', no [[schedule]]")
-            return
-        for stage in (self.order, *self.schedule):
+        ordered = bool(self.schedule) or self.order.kind not in ("random", "mixture")
+        none = "an encoder has no order: set order.kind to 'random', no [[schedule]]"
+        refuse(m.is_encoder and ordered, none)
+        for stage in (self.order, *self.schedule) if not m.is_encoder else ():
             orders = dataclasses.replace(self.order, kind=stage.kind)  # checks its settings
-            orders.check_length(self.model.block_size)
+            orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
             changes |= stage.kind == "mixture" and stage.l2r_prob < 1
             needs = f"order.kind = {stage.kind!r} needs target positions, but model.target is "
             needs += "'none'; set it to 'adaln' or 'input', or order.kind to 'l2r'"
-            refuse(self.model.l2r_only and changes, needs)
+            refuse(m.l2r_only and changes, needs)
             other = f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
-            refuse(self.objective.kind == "ar" and stage.kind != "l2r", other)
+            refuse(kind == "ar" and stage.kind != "l2r", other)
 
 
 def refuse(wrong: object, message: str) -> None:
@@ -248,13 +243,10 @@ def to_toml(config: Config) -> str:
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
     """{dotted key: (old value, new value)} of the values that differ."""
-    before, after = _flat(to_dict(old)), _flat(to_dict(new))
-    return {key: (before[key], after[key]) for key in after if before[key] != after[key]}
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in values.items():
+    before, after = to_dict(old), to_dict(new)
+    pairs = {}
+    for key, value in after.items():
         inner = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
-    return flat
+        pairs |= {f"{key}.{k}": (before[key][k], v) for k, v in value.items()} if inner else {}
+        pairs |= {} if inner else {key: (before[key], value)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -144,3 +144,8 @@ def reshard(model: nn.Module) -> None:
     """Under fsdp, forget gathered weights after a pass without a backward: they may change."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
