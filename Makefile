@@ -4,7 +4,6 @@
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
-# make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
 # make fuzz:       malformed files and options, full disks and signals, an hour: tests/fuzz.py --help.
 # All create .venv and install pinned requirements; run again, they install nothing twice.
 
@@ -17,9 +16,9 @@ SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.8 --top-p 0.9
 # Tensors as small as the quickstart's gain nothing from more threads.
 quickstart: export OMP_NUM_THREADS ?= 2
-eval-smoke soak fuzz: export OMP_NUM_THREADS ?= 1
+eval-smoke fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint eval-smoke gpu soak fuzz clean
+.PHONY: quickstart test test-all lint eval-smoke gpu fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -37,6 +36,7 @@ quickstart: $(VENV)/.requirements
 	@echo "== 6/6 in random order, and the page on which the samples fill in"
 	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html \
 		--overwrite
+	$(PY) -m training.plot $(RUN) --out $(RUN)/loss.png --overwrite
 	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
 	@echo "   source $(VENV)/bin/activate"
 	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
@@ -59,9 +59,6 @@ lint: $(VENV)/.requirements-dev
 gpu: $(VENV)/.requirements-dev
 	$(PY) -m pytest -m gpu --numprocesses=1
 	$(PY) -m studies.bench gpu
-
-soak: $(VENV)/.requirements-dev
-	PYTHONPATH=. $(PY) tests/soak.py
 
 fuzz: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/fuzz.py --cases 4000

@@ -24,7 +24,7 @@ python -m training.plan (memory and time), python -m training.plot (curves)
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -108,7 +108,8 @@ def training_loop(
     log = Log(config, procs, progress, data.block_size)
     saver = Saver(config, procs, data.meta, log.warn)
     batches = micro_batches(data, config, procs, progress.step)
-    with closing(log), closing(saver), compiled(state.model, config, procs), closing(batches):
+    graphs = compiled(state.model, procs) if t.compile else nullcontext()
+    with closing(log), closing(saver), graphs, closing(batches):
         model, losses = replicate(state.model, procs), PendingLosses()
         while progress.step < t.steps and not stop.requested:
             # Nothing waits for the loss here, so that a GPU has its next step before it needs it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
 import stat
@@ -101,15 +100,8 @@ def sha256_file(path: Path) -> str:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON text of plain values; NaN and infinities become null, paths strings."""
-
-    def plain(v):
-        if isinstance(v, dict):
-            return {str(key): plain(item) for key, item in v.items()}
-        if isinstance(v, list | tuple):
-            return [plain(item) for item in v]
-        return None if isinstance(v, float) and not math.isfinite(v) else v
-
-    return json.dumps(plain(value), indent=indent, default=str)
+    text = json.dumps(value, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=indent)
 
 
 def write_text(path: Path, text: str) -> None:

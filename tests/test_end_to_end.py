@@ -47,7 +47,6 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     trained = run_script("train.py", config, "--out", tmp_path / "out")
     run = tmp_path / "out" / "letters"
     assert f"next: python sample.py {run}" in trained.stdout
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     report, samples = tmp_path / "ppl.json", tmp_path / "samples.jsonl"
     limits = ["--max-sequences", 64, "--orders", "l2r", "random", "--json", report]
@@ -58,8 +57,8 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     losses = {result["orders"]: result["nll"] for result in found["results"]}
     # without the context it could do no better than the frequencies of tokens
     assert unigram > 2.5 and losses["random"] < unigram - 1.0, losses
-    curves = {key for key in read_lines(run / "metrics.jsonl")[-1] if key.startswith("val_curve_")}
-    assert curves == {f"val_curve_{kind}" for kind in losses}
+    validated = read_lines(run / "metrics.jsonl")[-1]
+    assert all(f"val_loss_{kind}" in validated for kind in losses)
 
     options = ["--num-samples", 3, "--steps", 16, "--prompt", "cccccccc", "--jsonl", samples]
     drawn, lines = run_script("sample.py", run, *options), read_lines(samples)

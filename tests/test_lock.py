@@ -44,12 +44,6 @@ def test_a_lock_goes_with_its_process_however_that_ends(tmp_path, number):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="Not a dir"), locked_for_all(tmp_path / "file/run", ALONE):
-        pass
-
-
 def test_what_the_main_process_is_refused_all_are(tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "gather", lambda procs, value: ["another job", value])
     other = Processes(1, 2, torch.device("cpu"))
