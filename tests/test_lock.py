@@ -15,6 +15,7 @@ from runtime.processes import Processes
 HOLD = """
 import sys, time, torch
 from pathlib import Path
+from runtime.files import locked_for_all
 from runtime.processes import Processes
 with locked_for_all(Path(sys.argv[1]), Processes(0, 1, torch.device("cpu"))):
     print("held", flush=True)
