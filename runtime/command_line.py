@@ -32,7 +32,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line and status 130. Any
     other exception keeps its traceback."""
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what the terminal cannot show
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         status = main() or 0
         if sys.stdout:

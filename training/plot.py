@@ -43,30 +43,25 @@ def main() -> None:
 
 def plot_runs(folders: list[Path]) -> bytes:
     """A PNG of the panels that one of the run folders has numbers for."""
-    import matplotlib.pyplot as plt
-
-    runs, found = {}, set()
-    for folder in folders:
-        runs[folder] = read_metrics(folder / "metrics.jsonl")
-        keys = {key for keys in PANELS.values() for key in keys if numbers(runs[folder], key)}
-        if not keys:
-            raise UserError(f"cannot draw {folder}: it has no metrics.jsonl of a run with losses")
-        found |= keys
-    panels = {title: keys for title, keys in PANELS.items() if found & set(keys)}
+    runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
+    found = {run: {key for row in rows for key in row} for run, rows in runs.items()}
+    panels = {k: v for k, v in PANELS.items() if any(keys & set(v) for keys in found.values())}
+    for run, keys in found.items():
+        if not any(keys & set(of_panel) for of_panel in PANELS.values()):
+            raise UserError(f"cannot draw {run}: it has no metrics.jsonl of a run with losses")
     lines = -(-len(panels) // 3)
     figure, grid = new_figure(lines, 3, (15.6, 3.8 * lines + 0.6), squeeze=False)
-    colors = plt.get_cmap("turbo")(np.linspace(0.1, 0.9, len(runs)))
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
-        for rows, color in zip(runs.values(), colors, strict=True):
-            draw(axes, rows, keys, color)
+        for i, rows in enumerate(runs.values()):
+            draw(axes, rows, keys, f"C{i}")
         axes.set_title(title, fontsize=9)
         axes.set(xlabel="tokens", ylabel="" if "grad_norm" in keys else "nats per token")
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    handles = [plt.Line2D([], [], color=color, linewidth=2) for color in colors]
-    names = [str(folder).replace("$", r"\$") for folder in runs]  # $x$ would be mathematics
-    figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(runs)))
+    for i, run in enumerate(runs):  # $x$ would be mathematics
+        figure.axes[0].plot([], [], color=f"C{i}", label=run.replace("$", r"\$"))
+    figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
 
 
