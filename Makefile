@@ -37,6 +37,7 @@ quickstart: $(VENV)/.requirements
 	@echo "== 6/6 in random order, and the page on which the samples fill in"
 	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html \
 		--overwrite
+	$(PY) -m training.plot $(RUN) --out $(RUN)/loss.png --overwrite
 	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
 	@echo "   source $(VENV)/bin/activate"
 	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
@@ -75,7 +76,7 @@ eval-smoke: $(VENV)/.requirements-dev
 	$(PY) data/prepare.py ptb --source $(AOGPT_DATA)/ptb/ptb.test.txt $(SMALL) --out $(SMOKE)/ptb
 	$(PY) data/prepare.py lambada --source $(AOGPT_DATA)/lambada/lambada_test.jsonl $(SMALL) --out $(SMOKE)/lambada
 	$(PY) data/prepare.py wikitext103 --source $(AOGPT_DATA)/wikitext/wiki.test.tokens $(SMALL) --out $(SMOKE)/wikitext103
-	@echo "== 2/8 perplexity: data sets x orders x ensembles, until the standard error is 0.01 or 8 orders are drawn"
+	@echo "== 2/8 perplexity: data sets x orders x ensembles, 8 orders each"
 	$(PY) eval_ppl.py $(RUN) --datasets $(SMOKE)/ptb $(SMOKE)/lambada $(SMOKE)/wikitext103 --orders l2r random \
 		--ensemble 1 8 --num-orders 8 --max-sequences 256 --json $(SMOKE)/ppl.json --overwrite
 	@echo "== 3/8 two processes give the numbers of one"

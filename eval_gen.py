@@ -27,9 +27,8 @@ from evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
 from runtime.processes import Processes, processes
-from runtime.reports import markdown_table, provenance, versions
 from runtime.validation import LARGEST, Count, check_values
 from sampling import modes
 from sampling.modes import BATCH_SIZE, DecodingOptions, sample_records

@@ -27,9 +27,8 @@ from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from runtime.processes import Processes
-from runtime.reports import markdown_table, provenance
 from runtime.validation import Count, check_values
 from sampling import modes
 from sampling.modes import DecodingOptions

@@ -27,9 +27,8 @@ from orders import ORDER_SETTINGS, parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
-from runtime.reports import provenance
 from runtime.validation import Count, check_values
 from sampling.plans import Pace, Rule, Score
 

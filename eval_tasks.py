@@ -30,9 +30,8 @@ from evaluation.answers import answer, open_questions, page_of
 from runtime.command_line import run_script
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from runtime.processes import Processes, processes
-from runtime.reports import markdown_table, provenance
 from runtime.validation import Count, NonNegative, check_values, flag
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from sampling.token_choice import Temperature

@@ -26,9 +26,8 @@ from runtime.command_line import ModelOptions, run_script
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines
-from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
-from runtime.reports import provenance
 from sampling import modes
 from sampling.modes import (
     Context,

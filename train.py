@@ -24,7 +24,7 @@ python -m training.plan (memory and time), python -m training.plot (curves)
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -32,24 +32,20 @@ from torch import Tensor
 
 from checkpoints import CheckpointError
 from data.loader import TokenDataset
-from model import AOGPT
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
-from runtime.devices import autocast, available_memory, deterministic, pick_dtype
+from runtime.devices import autocast, deterministic, pick_dtype
 from runtime.errors import UserError
-from runtime.files import write_text
-from runtime.lock import locked_for_all
+from runtime.files import locked_for_all, write_text
 from runtime.processes import Processes, StopRequest, processes
 from runtime.randomness import philox_bits
 from training import config as configuration
-from training.batches import Batch, PendingLosses, accumulation_steps, micro_batches
+from training.batches import Batch, PendingLosses, micro_batches
 from training.config import Config, refuse
 from training.metrics import Log
-from training.optimizers import learning_rates, move, set_learning_rates
+from training.optimizers import learning_rates, optimizers
 from training.parallel import compiled, gradient_exchange, replicate
-from training.plan import meta_model, state_bytes
-from training.plot import plot_losses
-from training.state import Progress, Saver, State, not_finite_message, start
+from training.state import Saver, State, not_finite_message, start
 from training.validation import best_by, evaluate
 from variants import parameter_counts
 
@@ -65,35 +61,62 @@ def main() -> int:
 
 
 def train(config: Config, procs: Processes) -> int:
-    """Start or resume the run, train until its last step or a signal, and save it."""
-    data, val_data = open_data(config, procs)
+    """Start or resume the run, train until its last step or a signal, save it and say so."""
+    folder, t = config.run_folder, config.train
+    data = TokenDataset(config.data.folder, "train", config.model.block_size, config.data.verify)
+    val_data = None
+    if config.eval.interval:
+        val_data = TokenDataset(config.data.folder, "val", data.block_size, config.data.verify)
+    check_fits(config, data, procs)
     stop = StopRequest(procs)
-    with locked_for_all(config.run_folder, procs):
+    with locked_for_all(folder, procs):
         state = start(config, data.meta, procs)
-        saved = config.run_folder
-        if state.progress.step < config.train.steps:
-            print_summary(config, data, state.model, procs)
-            saved = training_loop(config, procs, state, (data, val_data), stop)
-        return finish(config, procs, state.progress, saved)
+        saved = folder
+        if state.progress.step < t.steps:
+            if procs.main:
+                write_text(folder / "config.toml", configuration.to_toml(config))
+            counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
+            parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
+            procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
+            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, {tokens:,} tokens"
+            epochs = t.steps * t.batch_size / data.num_blocks
+            procs.print0(f"{amount} a step, {epochs:.2f} epochs; run folder {folder}")
+            saved = training_loop(config, procs, state, data, val_data, stop)
+    if saved is None:
+        raise CheckpointError(
+            "the last checkpoint could not be written (see above); free some space and start again"
+        )
+    step, mode = state.progress.step, " --mode l2r" if config.model.l2r_only else ""
+    how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
+    if step < t.steps:
+        how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
+    procs.print0(how)
+    return 0
 
 
 def training_loop(
-    config: Config, procs: Processes, state: State, splits: tuple, stop: StopRequest
+    config: Config,
+    procs: Processes,
+    state: State,
+    data: TokenDataset,
+    val_data: TokenDataset | None,
+    stop: StopRequest,
 ) -> Path | None:
-    """Train on the first of two splits, and validate on the second, until the last step or a
-    signal. Returns the path of the last checkpoint, None if it could not be written."""
-    (data, val_data), progress, t = splits, state.progress, config.train
+    """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
+    could not be written."""
+    progress, t = state.progress, config.train
     log = Log(config, procs, progress, data.block_size)
     saver = Saver(config, procs, data.meta, log.warn)
     batches = micro_batches(data, config, procs, progress.step)
-    with closing(log), closing(saver), compiled(state.model, config, procs), closing(batches):
+    graphs = compiled(state.model, procs) if t.compile else nullcontext()
+    with closing(log), closing(saver), graphs, closing(batches):
         model, losses = replicate(state.model, procs), PendingLosses()
         while progress.step < t.steps and not stop.requested:
-            # Nobody waits for the loss here, so that a GPU has its next step before it needs it.
+            # Nothing waits for the loss here, so that a GPU has its next step before it needs it.
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
             losses.add(progress.step, loss, norm)
-            report(losses.arrived(), config, progress, log)
+            log.training(losses.arrived())
             # All processes must leave the loop after the same step.
             stop.agree(failed=progress.skipped_in_a_row >= t.max_skipped_steps)
             if stop.failed:
@@ -104,7 +127,7 @@ def training_loop(
             validating = val_data and (last or progress.step % config.eval.interval == 0)
             saving = last or stop.requested or progress.step % config.checkpoint.interval == 0
             if validating or saving:  # which wait for the device anyway
-                report(losses.arrived(wait=True), config, progress, log)
+                log.training(losses.arrived(wait=True))
                 saver.wait()  # it is known now whether the best checkpoint was written
                 best = progress.best
             if validating:
@@ -119,18 +142,6 @@ def training_loop(
         return saver.wait()
 
 
-def report(
-    losses: Iterator[tuple[int, float, float]], config: Config, progress: Progress, log: Log
-) -> None:
-    """Log the losses of finished steps, and count those that `update` has skipped."""
-    for step, loss, norm in losses:
-        finite = math.isfinite(loss + norm)
-        progress.skipped += not finite
-        progress.skipped_in_a_row = 0 if finite else progress.skipped_in_a_row + 1
-        # Logged steps count from 1, those of schedules and random numbers from 0.
-        log.training(step, loss, norm, learning_rates(step - 1, config))
-
-
 def train_step(
     step: int, model, optimizer, batches: Iterator[Batch], config: Config, procs: Processes
 ) -> tuple[Tensor, Tensor]:
@@ -139,14 +150,17 @@ def train_step(
     if config.model.dropout:  # the same after a resume, and different on every process
         one_row = range(procs.rank, procs.rank + 1)
         torch.manual_seed(int(philox_bits(config.seed, step, one_row, width=1)[0, 0]))
-    set_learning_rates(optimizer, learning_rates(step, config))
+    rates = learning_rates(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = rates["muon_lr" if "parts" in group else "lr"]  # AdamW's have no parts
 
-    micro_steps, each = accumulation_steps(config, procs), config.train.reduce_every_micro_batch
-    dtype = pick_dtype(config.train.dtype, procs.device)
+    t = config.train
+    micro_steps = t.batch_size // (t.micro_batch_size * procs.world_size)
+    dtype = pick_dtype(t.dtype, procs.device)
     total = torch.zeros((), device=procs.device)
     for index in range(micro_steps):
         batch = next(batches)
-        with gradient_exchange(model, each or index == micro_steps - 1):
+        with gradient_exchange(model, t.reduce_every_micro_batch or index == micro_steps - 1):
             with autocast(procs.device, dtype):
                 loss = training_loss(model, batch, config, step) / micro_steps
             loss.backward()
@@ -174,28 +188,19 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
 
 def update(state: State, loss: Tensor, norm: Tensor) -> None:
     """Update weights and averages, unless loss or gradient is not finite: one bad batch must not
-    ruin a long run. The device decides; an `if` here would wait for it."""
+    ruin a long run. The device decides, as with torch.amp.GradScaler; an `if` would wait for it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
-    move(state.optimizer, finite)
+    for each in optimizers(state.optimizer):
+        each.grad_scale, each.found_inf = None, 1 - finite
+    state.optimizer.step()
     for ema in state.averages:
         ema.update(state.model, finite)
     state.optimizer.zero_grad(set_to_none=True)
     state.progress.step += 1
 
 
-def open_data(config: Config, procs: Processes) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training split, and the validation split if there are validations."""
-
-    def split(name: str) -> TokenDataset:
-        return TokenDataset(config.data.folder, name, config.model.block_size, config.data.verify)
-
-    data, val_data = split("train"), split("val") if config.eval.interval else None
-    check_fits(config, data, procs)
-    return data, val_data
-
-
 def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
-    """Raise UserError if data, processes or memory do not fit the configuration."""
+    """Raise UserError if data or processes do not fit the configuration."""
     t, m, folder, world = config.train, config.model, config.data.folder, procs.world_size
     needs = f"must be a multiple of train.micro_batch_size ({t.micro_batch_size})"
     uneven = f"train.batch_size ({t.batch_size}) {needs} times the {world} processes"
@@ -211,44 +216,6 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     mask = f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it to "
     mask += f"{vocab_size}, the first id after its vocabulary, and model.vocab_size above that"
     refuse(m.mask_token is not None and m.mask_token < vocab_size, mask)
-
-    # A machine without memory may kill the run without a word.
-    free = available_memory(procs.device) or math.inf
-    needed = sum(state_bytes(config, meta_model(config), world).values())
-    needed += 4 * t.micro_batch_size * m.block_size * m.n_embd  # the output of one layer
-    large = f"the model, its optimizer and a micro-batch need more than {needed / 2**30:,.0f} GiB "
-    large += f"of memory, and {free / 2**30:,.0f} GiB are free; lower train.micro_batch_size, "
-    refuse(needed > free, f"{large}model.n_embd or model.n_layer")
-
-
-def print_summary(config: Config, data: TokenDataset, model: AOGPT, procs: Processes) -> None:
-    """Write the run's config.toml and print what is about to be trained, on how much."""
-    folder, t, size = config.run_folder, config.train, data.block_size
-    if procs.main:
-        write_text(folder / "config.toml", configuration.to_toml(config))
-    counts = parameter_counts(model)
-    parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
-    procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
-    epochs, tokens = t.steps * t.batch_size / data.num_blocks, t.batch_size * size
-    amount = f"{data.num_blocks:,} blocks of {size} tokens, {tokens:,} tokens a step"
-    procs.print0(f"{amount}, {epochs:.2f} epochs; run folder {folder}")
-
-
-def finish(config: Config, procs: Processes, progress: Progress, saved: Path | None) -> int:
-    """Draw the curve and say how the run ended."""
-    folder, step = config.run_folder, progress.step
-    if procs.main:
-        plot_losses(folder)
-    if saved is None:
-        raise CheckpointError(
-            "the last checkpoint could not be written (see above); free some space and start again"
-        )
-    mode = " --mode l2r" if config.model.l2r_only else ""  # random order is the default
-    how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
-    if step < config.train.steps:
-        how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
-    procs.print0(how)
-    return 0
 
 
 if __name__ == "__main__":

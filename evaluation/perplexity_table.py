@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from evaluation.likelihood import Scores, Task
-from runtime.reports import markdown_table
+from runtime.outputs import markdown_table
 
 LABELS = {
     "l2r": "left to right",

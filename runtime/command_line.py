@@ -1,6 +1,5 @@
 """How a script runs: options that several scripts have, and mistakes told in one line."""
 
-import io
 import os
 import sys
 import traceback
@@ -31,10 +30,16 @@ class ModelOptions:
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. UserError, OSError and too little memory end in one line and
     status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line and status 130. Any
-    other exception keeps its traceback. 141: the reader of the output has left, as `head` does."""
-    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+    other exception keeps its traceback."""
+    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         status = main() or 0
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         status = 130
@@ -50,28 +55,4 @@ def run_script(main: Callable[[], int | None]) -> None:
         advice = "out of memory; use a smaller batch or fewer samples: " if full else ""
         print(f"error{rank}: {advice}{error}", file=sys.stderr)
         status = 2
-    sys.stdout.flush()
-    sys.exit(status or 141 * _Lasting.broken)
-
-
-class _Lasting(io.FileIO):
-    """An output that nobody reads any more, or whose disk is full, is no error: the work goes on,
-    and results that go to other files are written."""
-
-    broken = False
-
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            _Lasting.broken = True
-            return len(data)
-
-
-def _lasting(stream):
-    if stream is None:  # closed, as by >&-
-        return open(os.devnull, "w")
-    if stream not in (sys.__stdout__, sys.__stderr__):
-        return stream
-    buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)
+    sys.exit(status)

@@ -1,16 +1,21 @@
-"""Files written whole or not at all, checksums, and rows of JSON."""
+"""Files written whole or not at all, locks, checksums, and rows of JSON."""
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.processes import Processes
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
 
@@ -62,6 +67,29 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if missing, for all processes of a job: all must
+    call, and all raise. The kernel frees it when the main process ends, however it ends."""
+    from filelock import FileLock, Timeout
+
+    lock, error = FileLock(folder / "lock"), None
+    if procs.main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            error = f"another job trains in {folder}: wait for its end, or choose another --name"
+        except OSError as failure:
+            error = str(failure)
+    if error := procs.gather(error)[0]:
+        raise UserError(error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hexadecimal digits."""
     if not path.is_file():  # opening a FIFO would wait
@@ -72,15 +100,8 @@ def sha256_file(path: Path) -> str:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON text of plain values; NaN and infinities become null, paths strings."""
-
-    def plain(v):
-        if isinstance(v, dict):
-            return {str(key): plain(item) for key, item in v.items()}
-        if isinstance(v, list | tuple):
-            return [plain(item) for item in v]
-        return None if isinstance(v, float) and not math.isfinite(v) else v
-
-    return json.dumps(plain(value), indent=indent, default=str)
+    text = json.dumps(value, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=indent)
 
 
 def write_text(path: Path, text: str) -> None:

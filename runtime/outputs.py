@@ -1,19 +1,25 @@
-"""Where the results of a script go: nothing is overwritten unasked, and nothing is lost."""
+"""What a script reports: result files that replace nothing unasked, tables, pictures, and what is
+needed to make a number again."""
 
+from __future__ import annotations
+
+import dataclasses
+import io
 import os
+import platform
+import shlex
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
 from runtime.files import to_json, write_atomically
 
-# Files of runs, exports and datasets, which no result replaces where their folder is an input.
-INPUTS = ("config.json", "config.toml", "meta.json", "metrics.jsonl", "state.json", "best")
-INPUT_SUFFIXES = (".bin", ".pt", ".safetensors")
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,35 +39,46 @@ class Outputs:
     def __init__(
         self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
     ):
-        """files: by the option that names them. inputs: what the script reads; what is no existing
-        path is ignored. Raises UserError for a file that cannot or must not be written."""
-        self.unwritten: dict[Path, str | bytes] = {}
+        """files: by the option that names them. inputs: what the script reads; anything that is not
+        an existing path is ignored. Raises UserError for a file that cannot or must not be written.
+        """
+        self.failed: list[str] = []
         inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
-        given = {option: Path(path) for option, path in files.items() if path is not None}
         options: dict[str, str] = {}
-        for option, path in given.items():
-            other = options.setdefault(os.path.realpath(path), option)
-            if other != option and not _is_device(path):
-                raise UserError(f"{other} and {option} name the same file; name different ones")
-            if problem := _problem(path, inputs, overwrite):
-                raise UserError(f"{option} {path} {problem}")
+        for option, path in files.items():
+            if path is None:
+                continue
+            device = path.exists() and not path.is_file()
+            if options.setdefault(os.path.realpath(path), option) != option and not device:
+                raise UserError(f"{option} {path}: another option names the same file")
+            if path.is_dir():
+                raise UserError(f"{option} {path} is a folder; name a file")
+            if not path.parent.is_dir():
+                raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise UserError(f"{option} {path}: no permission to write it; name another file")
+            if path.exists() and any(path.samefile(source) for source in inputs):
+                raise UserError(f"{option} {path} is a file that is read; name another file")
+            if not overwrite and path.is_file() and path.stat().st_size:
+                advice = "pass --overwrite to replace it, or name another file"
+                raise UserError(f"{option} {path} exists already; {advice}")
 
     def write(self, path: Path | None, content: str | bytes) -> None:
         """Write a result, whole or not at all; None is nowhere. It replaces earlier ones of this
-        script. What cannot be written waits until the script ends."""
+        script. Text that cannot be written is printed."""
         if path is None:
             return
-        self.unwritten[path] = content
-        if isinstance(content, str):  # a prompt in JSON can hold a lone surrogate
-            content = content.encode(errors="backslashreplace")
+        # A prompt in JSON can hold a lone surrogate.
+        data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
         try:
-            if _is_device(path):
-                path.write_bytes(content)
+            if path.exists() and not path.is_file():  # a device
+                path.write_bytes(data)
             else:
-                write_atomically(path, lambda file: file.write(content))
-            del self.unwritten[path]
+                write_atomically(path, lambda file: file.write(data))
         except OSError as error:
-            print(f"warning: could not write {path}: {error}", file=sys.stderr)
+            self.failed.append(f"could not write {path}: {error}")
+            if isinstance(content, str):
+                print(f"---- {path}, which could not be written ----\n{content}", flush=True)
 
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")
@@ -69,46 +86,93 @@ class Outputs:
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
-    def __enter__(self) -> "Outputs":
+    def __enter__(self) -> Outputs:
         return self
 
     def __exit__(self, kind, *error) -> None:
-        """Print what could not be written, or keep it in a temporary file, and say so."""
-        lost = []
-        for path, content in self.unwritten.items():
-            if isinstance(content, str):
-                print(f"---- {path}, which could not be written ----\n{content}", flush=True)
-                lost.append(f"could not write {path}: it is printed instead")
-            else:
-                with tempfile.NamedTemporaryFile(suffix=f"-{path.name}", delete=False) as file:
-                    file.write(content)
-                lost.append(f"could not write {path}: it is in {file.name}")
-        if lost and kind is None:
-            raise OSError("; ".join(lost))
+        """Raise OSError if a result could not be written, once the others are."""
+        if self.failed and kind is None:
+            raise OSError("; ".join(self.failed))
 
 
-def _problem(path: Path, inputs: list[Path], overwrite: bool) -> str | None:
-    """Why a result cannot or must not be written there, and what to do."""
-    real = Path(os.path.realpath(path))
-    if path.is_dir():
-        return "is a folder; name a file"
-    if not real.parent.is_dir():
-        return f"cannot be written: there is no folder {path.parent}; make it first"
-    if not os.access(path if path.exists() else real.parent, os.W_OK):
-        return "cannot be written: no permission, or a read-only disk; name another file"
-    for source in inputs if path.exists() else ():
-        # Weights are read together with the files beside them.
-        folder = source.parent if source.is_file() and _is_input(source) else source
-        if path.samefile(source) or _is_input(real) and folder.resolve() in real.parents:
-            return f"is a file that is read ({source}); name another file"
-    if not overwrite and path.is_file() and path.stat().st_size:
-        return "exists already; pass --overwrite to replace it, or name another file"
-    return None
+# ---- how a number was made -----------------------------------------------------------------------
 
 
-def _is_input(path: Path) -> bool:
-    return path.name in INPUTS or path.suffix in INPUT_SUFFIXES
+def versions() -> dict[str, str]:
+    """Versions that a reported number depends on."""
+    import numpy
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return found | {"numpy": numpy.__version__}
 
 
-def _is_device(path: Path) -> bool:
-    return path.exists() and not path.is_file()
+def commit() -> str:
+    """The commit of this code, "-dirty" after it where files other than results have changed."""
+
+    def git(*words: str) -> str:
+        root = Path(__file__).resolve().parents[1]
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
+
+    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
+    return (git("describe", "--always").strip() or "unknown") + "-dirty" * bool(changed)
+
+
+def command() -> str:
+    """This command, as it would be typed at the top of the repository."""
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def provenance(
+    arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
+) -> dict:
+    """What numbers depend on, for their JSON. arguments: the script's options, a dataclass. dtype:
+    what --dtype auto has become. more: anything else, such as the checkpoint."""
+    settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings.pop("overwrite", None)  # nothing depends on it
+    origin = {"command": command(), "settings": settings, "device": str(device)}
+    return origin | {"processes": processes, "versions": versions()} | more
+
+
+# ---- tables and pictures -------------------------------------------------------------------------
+
+
+def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
+    """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
+    left-aligned, then numbers, right-aligned."""
+    widths = [max(3, *map(len, cells)) for cells in zip(head, *rows, strict=True)]
+    rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
+    lines = []
+    for cells in (head, rule, *rows):
+        pairs = enumerate(zip(cells, widths, strict=True))
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in pairs]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):
+    """A matplotlib figure that needs no screen, and its axes. size: in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
+
+
+def log_x(axes, values) -> None:
+    """A logarithmic x axis with a tick at each of these values and nowhere else."""
+    axes.set_xscale("log")
+    ticks = sorted(set(values))
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def png(figure, dpi: int = 150) -> bytes:
+    """A matplotlib figure as a PNG; closes it."""
+    import matplotlib.pyplot as plt
+
+    image = io.BytesIO()
+    figure.savefig(image, dpi=dpi, format="png")
+    plt.close(figure)
+    return image.getvalue()

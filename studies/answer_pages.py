@@ -10,7 +10,7 @@ from scipy.stats import binom
 
 from data.puzzles import TASKS
 from evaluation.text_measures import mean_and_reach
-from runtime.reports import markdown_table, new_figure, png
+from runtime.outputs import markdown_table, new_figure, png
 from studies.experiment import Experiment
 from studies.pages import tuned_cell
 from studies.runner import commits_of

@@ -19,7 +19,7 @@ import tyro
 from runtime.command_line import run_script
 from runtime.devices import pick_device
 from runtime.files import write_json, write_text
-from runtime.reports import command, commit, markdown_table, versions
+from runtime.outputs import command, commit, markdown_table, versions
 from studies import bench_common as common
 from studies.bench_common import SIZES
 from studies.decoding_speed import DecodeOptions, bench_decode

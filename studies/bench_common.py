@@ -14,8 +14,7 @@ import torch
 from model import AOGPT, ModelConfig
 from runtime.devices import synchronize
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs
-from runtime.reports import provenance
+from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.validation import Count, NonNegative, check_values
 from variants import build_model
 

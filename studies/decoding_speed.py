@@ -23,7 +23,7 @@ from annotated_types import Ge
 from model import AOGPT, ModelConfig
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
-from runtime.reports import markdown_table
+from runtime.outputs import markdown_table
 from runtime.validation import Count, NonNegative
 from sampling import (
     Engine,

@@ -4,7 +4,7 @@ import math
 import statistics
 
 from evaluation.text_measures import mean_and_reach
-from runtime.reports import log_x, new_figure, png
+from runtime.outputs import log_x, new_figure, png
 from studies.experiment import Experiment
 from studies.pages import title_of, value_of
 

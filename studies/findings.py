@@ -20,7 +20,7 @@ from data.prepare import Prepare, prepare
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import to_json, write_atomically, write_text
-from runtime.reports import markdown_table, versions
+from runtime.outputs import markdown_table, versions
 from runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages

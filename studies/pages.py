@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
-from runtime.reports import markdown_table
+from runtime.outputs import markdown_table
 from runtime.validation import damaged, read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data.loader import find_dataset
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines, write_jsonl
-from runtime.reports import commit
+from runtime.outputs import commit
 from runtime.validation import Count, damaged
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime.errors import UserError
 from runtime.files import write_text
-from runtime.reports import commit
+from runtime.outputs import commit
 from training import config as configuration
 from training.config import Config
 from training.metrics import read_metrics

@@ -24,7 +24,7 @@ from evaluation.text_measures import mean_and_reach
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_json
-from runtime.reports import command, commit, markdown_table, versions
+from runtime.outputs import command, commit, markdown_table, versions
 from runtime.validation import (
     Count,
     NonNegative,

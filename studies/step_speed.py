@@ -20,14 +20,13 @@ from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
 from runtime.devices import autocast, has_compiler, pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
-from runtime.reports import markdown_table
+from runtime.outputs import markdown_table
 from runtime.validation import Count
 from studies import bench_common as common
 from studies.bench_common import SIZES, BenchOptions
-from training.averages import EMA
 from training.config import Config, OptimConfig
-from training.gpus import peak_flops
-from training.optimizers import make_optimizer
+from training.metrics import peak_flops
+from training.optimizers import EMA, make_optimizer
 from variants import flops_per_token
 
 SYSTEMS = {

@@ -25,8 +25,8 @@ from evaluation.answers import ON_PAGE, Answers, Questions, answer, open_questio
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
+from runtime.outputs import versions
 from runtime.processes import Processes
-from runtime.reports import versions
 from runtime.validation import Count, check_values, damaged, read_results, read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from studies.answer_pages import ANY_ORDER, CONFIGS, RECIPE, RESULTS, figure, page, task_table

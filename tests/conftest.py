@@ -63,8 +63,6 @@ THINNED = (
     "test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores",
     "test_the_nucleus_found_by_bisection_is_the_sorted_one",
     "test_both_paths_draw_the_same_tokens_from_the_same_uniforms",
-    "test_results_outlive_who_reads_what_is_printed",
-    "test_closed_outputs_lose_no_result",
     "test_parts_of_several_processes_are_what_loading_and_converting_take",
     "test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_nothing",
 )

@@ -27,6 +27,7 @@ from training import config as configuration
 from training import muon, parallel
 from training import state as states
 from training.batches import micro_batches
+from training.optimizers import EMA, make_optimizer
 
 
 def full(tensor):
@@ -127,6 +128,23 @@ def reduce_bucket(count, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return allreduce_hook(None, bucket)
 
 
+def state_bytes(config, procs):
+    """What every process holds after a step, by part, in bytes."""
+    model = parallel.build(config, procs)
+    ema, optimizer = EMA(model, 0.9), make_optimizer(model, config)
+    length = config.model.block_size
+    model(torch.arange(length)[None] % 7, torch.randperm(length)[None]).mean().backward()
+    optimizer.step()
+    parts = {"weights": model.parameters(), "gradients": [p.grad for p in model.parameters()]}
+    parts["optimizer"] = [t for values in optimizer.state.values() for t in values.values()]
+    parts["ema"] = ema.weights.values()
+    sizes = {}
+    for part, tensors in parts.items():  # the gradients of a group share a storage
+        storages = [parallel.local(t).untyped_storage() for t in tensors]
+        sizes[part] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return procs.gather(sizes)
+
+
 def compiled(config, procs):
     """Train, and count the frames that torch.compile has compiled after each step."""
     torch._dynamo.reset()
@@ -186,8 +204,7 @@ def faulty(config, procs):
 
 
 def do(*jobs):
-    no_curve = mock.patch.object(train, "plot_losses")  # which takes longer than the run
-    with no_curve, processes("cpu", 120.0, group=True) as procs:
+    with processes("cpu", 120.0, group=True) as procs:
         for job in jobs:
             name, _, path = job.partition("=")
             config = configuration.load_toml(path)

@@ -40,7 +40,7 @@ from jobs import (
 )
 
 import train
-from runtime.reports import markdown_table, versions
+from runtime.outputs import markdown_table, versions
 
 STEPS = 150
 

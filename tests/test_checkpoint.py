@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from checkpoints import CheckpointError, load, load_model, store
 from model import ModelConfig
 from runtime.files import write_atomically
-from training.averages import EMA
 from training.config import Config
+from training.optimizers import EMA
 from training.state import Progress, State, named_tensors, plain_values
 from variants import build_model
 

@@ -1,30 +1,13 @@
 """training/config.py: files, overrides, and errors that name key, file and nearest valid name."""
 
-import dataclasses
-import math
-import typing
-
 import pytest
 import torch
 from helpers import ROOT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import train
-from model import ModelConfig
-from orders import OrderConfig
 from runtime.validation import keys_of
 from training import config as configuration
-from training.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    OptimConfig,
-    StageConfig,
-    TrainConfig,
-    WandbConfig,
-)
+from training.config import Config
 from variants import build_model
 
 KEYS = [key for key in keys_of(Config) if not key.startswith("schedule.")]
@@ -53,12 +36,8 @@ def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(p
     with torch.device("meta"):
         build_model(config.model)
     assert load(configuration.to_toml(config)) == config
-
-
-def any_table(table, **keys):
-    """Any valid table: every key varies over what its type declares, or over what is given here."""
-    hints = typing.get_type_hints(table, include_extras=True)
-    return st.builds(table, **{name: st.from_type(hint) for name, hint in hints.items()} | keys)
+    assert configuration.differences(config, config) == {}
+    assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
 
 
 SIZES_OF_THE_PAPER = {"small": (12, 12, 768, 6e-4), "medium": (24, 16, 1024, 3e-4)}
@@ -73,24 +52,6 @@ ORDERS_OF_THE_PAPER = {
     "a3": ("random", "two_stream", "groupwise"),
 }
 
-# AO-GPT's architecture (section 4 and appendix B.3), and what the others have in its place.
-MODEL_OF_THE_PAPER = {"attention": "causal", "cond_dim": 128, "noise": False, "mask_token": None}
-MODEL_OF_THE_PAPER |= {"position": "learned", "position_init": "normal", "start": "attended"}
-MODEL_OF_THE_PAPER |= {"norm": "rmsnorm", "norm_bias": True, "qk_norm": True, "gelu": "erf"}
-MODEL_OF_THE_PAPER |= {"attn_bias": True, "mlp_bias": True, "head_bias": True, "tied_head": False}
-MODEL_OF_THE_PAPER |= {"value_residual": False}
-GPT2_NORM = {"norm": "layernorm", "qk_norm": False}
-TIED = {"tied_head": True, "head_bias": False}
-ENCODER = {"attention": "full", "mask_token": 50257}  # the first id after GPT-2's
-RADD = ENCODER | GPT2_NORM | {"position": "rotary", "gelu": "tanh", "attn_bias": False}
-MODELS_OF_THE_PAPER = {
-    "sigmagpt": GPT2_NORM | TIED,
-    "gpt2": GPT2_NORM | TIED | {"gelu": "tanh", "start": "hidden"},
-    "encoder": ENCODER,
-    "radd": RADD,
-    "sedd": RADD | {"norm_bias": False, "noise": True},
-}
-
 
 @pytest.mark.parametrize("size", SIZES_OF_THE_PAPER)
 @pytest.mark.parametrize("system", ORDERS_OF_THE_PAPER)
@@ -103,8 +64,6 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert kinds == ORDERS_OF_THE_PAPER[system]
     assert system != "aogpt" or config.order.l2r_prob == 0.1
     assert (m.vocab_size, m.block_size, m.dropout) == (50304, 1024, 0.0)
-    architecture = MODEL_OF_THE_PAPER | MODELS_OF_THE_PAPER.get(system, {})
-    assert {key: getattr(m, key) for key in architecture} == architecture
     assert (o.kind, o.beta1, o.beta2, o.weight_decay) == ("adamw", 0.9, 0.95, 0.05)
     assert (o.schedule, o.warmup_steps, o.min_lr_ratio) == ("cosine", 2000, 0.1)
     assert (o.grad_clip, o.ema_decay) == (1.0, 0.0 if system == "sigmagpt" else 0.9999)
@@ -112,51 +71,13 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert config.data.folder == "data/openwebtext" and not config.data.random_length_prob
 
 
-@pytest.mark.parametrize("name", ["a3_small", "a3_medium", "a3_small_fast"])
-def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random(name):
-    config = configuration.load_toml(ROOT / "configs" / f"{name}.toml")
+def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random():
+    config = configuration.load_toml(ROOT / "configs" / "a3_small.toml")
     assert (config.model.target, config.objective.kind) == ("two_stream", "groupwise")
     stages = [(stage.kind, stage.group) for stage in config.schedule]
     assert stages == [("l2r", 1), ("l2r", 2), ("l2r", 3), ("l2r", 4), ("random", 4)]
     shares = [stage.step / config.train.steps for stage in config.schedule]
     assert shares == [0, 0.1, 0.2, 0.3, 0.4]
-    assert config.order.kind == "random" and config.objective.group == 4
-
-
-@st.composite
-def configs(draw):
-    """Any valid Config of a plain architecture."""
-    micro, size, steps = (draw(st.integers(1, 2**15)) for _ in range(3))
-    block, stages = draw(st.integers(2, 2**20)), draw(st.sets(st.integers(0, 2**31), max_size=3))
-    name = st.text(max_size=20).filter(lambda s: s.strip(".") and "/" not in s and "\0" not in s)
-    decay, decays = st.sampled_from((0, steps, 2**31)), st.sampled_from(((), (0.1234, 0.5678)))
-    optim = {"warmup_steps": st.integers(0, steps), "decay_steps": decay, "more_ema_decays": decays}
-    train = {"steps": steps, "micro_batch_size": micro, "batch_size": micro * size}
-    tables = {
-        "order": any_table(OrderConfig, block=st.integers(2, block), file=st.text(min_size=1)),
-        "data": any_table(DataConfig),
-        "optim": any_table(OptimConfig, **optim),
-        "train": any_table(TrainConfig, **{key: st.just(value) for key, value in train.items()}),
-        "eval": any_table(EvalConfig),
-        "checkpoint": any_table(CheckpointConfig),
-        "wandb": any_table(WandbConfig),
-    }
-    schedule = [dataclasses.replace(draw(any_table(StageConfig)), step=s) for s in sorted(stages)]
-    plain = {"model": ModelConfig(block_size=block, dropout=draw(st.floats(0, 0.99)))}
-    plain |= {"name": draw(name), "out": draw(st.text(max_size=20)), "schedule": tuple(schedule)}
-    return Config(**plain, **{key: draw(table) for key, table in tables.items()})
-
-
-@settings(deadline=None, max_examples=60)
-@given(configs())
-def test_any_config_survives_to_toml_and_back_and_the_plain_values_of_a_checkpoint(
-    tmp_path_factory, config
-):
-    path = tmp_path_factory.getbasetemp() / "round_trip.toml"
-    path.write_bytes(configuration.to_toml(config).encode())
-    assert configuration.load_toml(path) == config
-    assert configuration.differences(config, configuration.load_toml(path)) == {}
-    assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
 
 
 def test_names_of_any_text_marks_of_byte_order_and_integers_for_numbers_are_read(load):
@@ -276,9 +197,8 @@ def test_a_bad_file_ends_the_script_with_status_2_and_one_line(
     assert status == 2 and not out and words in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("columns", [80, 120])
 def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
-    script, monkeypatch, columns
+    script, monkeypatch, columns=80
 ):
     monkeypatch.setenv("COLUMNS", str(columns))
     status, shown, _ = script(train, "--help")
@@ -293,15 +213,3 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
     text = boxes[boxes.index("l2r, r2l: left") : boxes.index("--order.l2r-prob")]
     *full, _, _ = text.splitlines()
     assert len(full) > 4 and min(len(line.rstrip()) for line in full[1:]) > columns - 30
-
-
-# ---- differences ---------------------------------------------------------------------------------
-
-
-def test_differences_are_the_dotted_keys_that_changed_with_both_values():
-    old = Config()
-    new = dataclasses.replace(
-        old, seed=3, optim=dataclasses.replace(old.optim, lr=1.0, grad_clip=math.inf)
-    )
-    changed = {"seed": (0, 3), "optim.lr": (6e-4, 1.0), "optim.grad_clip": (1.0, math.inf)}
-    assert configuration.differences(old, new) == changed

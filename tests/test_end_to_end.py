@@ -24,7 +24,6 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     trained = run_script("train.py", "configs/debug/aogpt.toml", *OPTIONS, *folders)
     run = tmp_path / "out" / "letters"
     assert f"next: python sample.py {run}" in trained.stdout
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     report, samples = tmp_path / "ppl.json", tmp_path / "samples.jsonl"
     limits = ["--max-sequences", 64, "--orders", "l2r", "random", "--json", report]
@@ -33,8 +32,8 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     losses = {result["orders"]: result["nll"] for result in found["results"]}
     # without the context it could do no better than the frequencies of letters
     assert losses["random"] < math.log(len(LETTERS)) - 1.2, losses
-    curves = {key for key in read_lines(run / "metrics.jsonl")[-1] if key.startswith("val_curve_")}
-    assert curves == {f"val_curve_{kind}" for kind in losses}
+    validated = read_lines(run / "metrics.jsonl")[-1]
+    assert all(f"val_loss_{kind}" in validated for kind in losses)
 
     options = ["--num-samples", 3, "--steps", 16, "--prompt", "cccccccc", "--jsonl", samples]
     drawn, lines = run_script("sample.py", run, *options), read_lines(samples)

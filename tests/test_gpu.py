@@ -16,11 +16,11 @@ from reference import LEVEL, chi_square_p
 from runtime.devices import autocast
 from sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
 from sampling.token_choice import choose_tokens, probabilities
-from train import training_loss
-from training.averages import EMA
+from train import training_loss, update
 from training.batches import make_batch
 from training.config import load_toml
-from training.optimizers import make_optimizer, move
+from training.optimizers import EMA, make_optimizer
+from training.state import Progress, State
 from variants import build_model
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -139,22 +139,20 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
         EMA(model, 0.9),
         batch_of(config, device),
     )
+    state = State(model, [average], optimizer, Progress())
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
             with autocast(torch.device(device), torch.bfloat16):
                 loss = training_loss(model, batch, config, 0)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            finite = (loss + norm).isfinite().float()
-            move(optimizer, finite)
-            average.update(model, finite)
-            optimizer.zero_grad(set_to_none=True)
+            update(state, loss, norm)
     assert int(average.updates) == 3
     before = [p.clone() for p in (*model.parameters(), *average.weights.values())]
     for p in model.parameters():
         p.grad = torch.full_like(p, torch.nan)
-    move(optimizer, torch.zeros((), device=device))
-    average.update(model, torch.zeros((), device=device))
+    nan = torch.full((), torch.nan, device=device)
+    update(state, nan, nan)
     after = (*model.parameters(), *average.weights.values())
     assert all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
 

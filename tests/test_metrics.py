@@ -2,7 +2,6 @@
 order, and runs drawn against each other."""
 
 import json
-import math
 import re
 
 import numpy as np
@@ -18,7 +17,7 @@ from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
 from training import metrics, plot, validation
 from training.config import ObjectiveConfig, StageConfig
-from training.metrics import drop_later_rows, read_metrics
+from training.metrics import read_metrics
 from training.state import Progress
 
 RANDOM = OrderConfig("random")
@@ -34,7 +33,7 @@ def val_data(data, count):
 
 
 def any_order(model, data, config):
-    """Validation loss and curve in random orders."""
+    """Validation loss in random orders."""
     val_data = TokenDataset(data, "val", LENGTH)
     return validation.validation_loss(model, val_data, OrderConfig("random"), config, ALONE)
 
@@ -47,9 +46,9 @@ def test_a_validation_row_holds_losses_of_both_weights_curves_and_costs(run):
     validations = [line for line in lines if "val_loss_l2r" in line]
     steps = {line["step"]: line for line in lines if "loss" in line}
     assert len(validations) == 8
-    kinds = {f"val_{what}_{kind}" for what in ("loss", "curve") for kind in ("l2r", "random")}
+    kinds = {f"val_loss_{kind}{raw}" for kind in ("l2r", "random") for raw in ("", "_raw")}
     for line in validations:
-        assert line.keys() == {"step", "val_loss_l2r_raw", "val_loss_random_raw"} | kinds | COSTS
+        assert line.keys() == {"step"} | kinds | COSTS
         for key in COSTS - {"memory_bytes"}:
             assert line[key] == steps[line["step"]][key], key
 
@@ -66,8 +65,8 @@ def test_a_validation_row_holds_losses_of_both_weights_curves_and_costs(run):
 )
 def test_a_run_is_judged_by_its_own_orders(data, order, target, names, best):
     config = tiny_config(data, "", order=order, model__target=target)
-    assert list(validation.validation_orders(config)) == names
-    assert validation.best_by(config) == best
+    orders, own = validation.validation_orders(config)
+    assert list(orders) == names and validation.best_by(config) == own == best
 
 
 def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
@@ -88,13 +87,15 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     assert line["val_loss_own"] != line["val_loss_random"]
 
 
-def test_what_is_no_row_is_left_out_and_later_rows_are_dropped(tmp_path):
+def test_what_is_no_row_is_left_out_and_later_rows_are_dropped(data, tmp_path):
     """As a kill or a full disk may leave them; old rows say "unknown" where mfu is."""
-    path, rows = tmp_path / "metrics.jsonl", [{"step": 1, "mfu": "unknown"}, {"step": 3}]
+    config = tiny_config(data, tmp_path)
+    path, rows = config.run_folder / "metrics.jsonl", [{"step": 1, "mfu": "unknown"}, {"step": 3}]
     lines = [json.dumps(rows[0]), "", "[1]", '{"loss": 1}', '{"step": "2"}', json.dumps(rows[1])]
+    path.parent.mkdir()
     path.write_bytes("\n".join([*lines, '{"step": 4, "lo']).encode() + b"\xff")
     assert read_metrics(path) == rows
-    drop_later_rows(path, 2)
+    metrics.Log(config, ALONE, Progress(step=2), LENGTH).close()
     assert path.read_text() == json.dumps(rows[0]) + "\n"
     assert read_metrics(tmp_path / "nowhere") == []
 
@@ -142,50 +143,6 @@ def test_the_time_left_is_that_of_the_steps_so_far(data, tmp_path, monkeypatch, 
     assert log.time_left(10) == left
 
 
-@pytest.mark.parametrize("kind", ["l2r", "random"])
-def test_a_curve_is_the_mean_over_sequences_of_the_loss_at_every_step(run, data, kind, monkeypatch):
-    """Or, of a long one, over equal parts of the order."""
-    model, config = load_model(run, "ema"), tiny_config(data, "")
-    order = orders_at(OrderConfig(kind), 7, 0, range(7), LENGTH)
-    expected = -model.token_log_probs(val_data(data, 7), order).double().mean(dim=0)
-    last = lines_of(run)[-1]
-    # batches of 4 and 3 against one of 7: float32 rounding only
-    np.testing.assert_allclose(last[f"val_curve_{kind}"], expected, rtol=1e-5)
-    raw = -load_model(run, "raw").token_log_probs(val_data(data, 7), order).double().mean()
-    assert last[f"val_loss_{kind}_raw"] == pytest.approx(raw.item(), rel=1e-6)
-    assert abs(last[f"val_loss_{kind}_raw"] - last[f"val_loss_{kind}"]) > 1e-3
-    assert np.mean(last[f"val_curve_{kind}"]) == pytest.approx(last[f"val_loss_{kind}"], rel=1e-12)
-    whole = any_order(model, data, config).curve
-    for points in (1, 5):
-        monkeypatch.setattr(validation, "CURVE_POINTS", points)
-        parts = [[v for i, v in enumerate(whole) if i * points // 16 == j] for j in range(points)]
-        curve = any_order(model, data, config).curve
-        np.testing.assert_allclose(curve, list(map(np.mean, parts)), rtol=1e-12)
-
-
-def test_the_curve_of_an_encoder_is_the_mean_over_masked_tokens_by_the_number_of_known_ones(
-    encoder, data
-):
-    config = encoder_config(tiny_config(data, ""))
-    model, tokens = load_model(encoder, "ema"), val_data(data, 7)
-    masked = evaluation_masks(7, 0, range(7), 7, LENGTH).masked
-    log_probs = model.masked_log_probs(tokens, masked)
-    expected = [[] for _ in range(LENGTH)]
-    for b in range(7):
-        expected[LENGTH - int(masked[b].sum())] += (-log_probs[b][masked[b]]).tolist()
-    loss, _, curve = any_order(model, data, config)
-    assert 0 < sum(value is None for value in curve) <= LENGTH - 2, (
-        "7 sequences cannot have 16 numbers of known tokens"
-    )
-    assert [value is None for value in curve] == [not part for part in expected]
-    for value, part in zip(curve, expected, strict=True):
-        assert not part or value == pytest.approx(np.mean(part), rel=1e-5)
-    # stratified numbers of masked tokens: the mean of the sequences' own means is the ELBO
-    known = (LENGTH - masked.sum(dim=1)).tolist()
-    per_sequence = [float(-log_probs[b][masked[b]].double().mean()) for b in range(7)]
-    assert loss == pytest.approx(np.mean(per_sequence), rel=1e-5) and len(set(known)) > 1
-
-
 @pytest.mark.parametrize("system", ["decoder", "encoder"])
 def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run, encoder, data):
     """The error is that of what a draw gives, over draws; one draw has none. 1e-5: float32."""
@@ -200,11 +157,9 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run
         else:
             nll = -model.token_log_probs(tokens, orders_at(RANDOM, 7, draw, range(7), LENGTH))
         means.append(float(nll.double().mean()))
-    loss, error, curve = any_order(model, data, change(config, eval__draws=3))
+    loss, error = any_order(model, data, change(config, eval__draws=3))
     assert loss == pytest.approx(np.mean(means), rel=1e-5)
     assert error == pytest.approx(np.std(means, ddof=1) / 3**0.5, rel=1e-3) and error > 1e-4
-    if system == "decoder":
-        assert np.mean(curve) == pytest.approx(loss, rel=1e-12)
     single = any_order(model, data, config)
     assert single.mean == pytest.approx(means[0], rel=1e-5) and single.error is None
 
@@ -237,10 +192,10 @@ def write_rows(folder, rows):
     return folder
 
 
-def drawn(rows, *keys, x="tokens"):
+def drawn(rows, *keys):
     """What is drawn for these keys: [(x, y, line style)]."""
     axes = Figure().subplots()
-    plot.draw(axes, rows, keys, "black", x)
+    plot.draw(axes, rows, keys, "black")
     return [
         (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linestyle())
         for line in axes.lines
@@ -256,30 +211,7 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
     ]
     keys = ("val_loss_l2r", "val_loss_l2r_raw")
     assert drawn(rows, *keys) == [([1500, 2000], [2.0, 1.5], "-"), ([1500], [3.0], "--")]
-    assert drawn(rows, *keys, x="steps") == [([15, 20], [2.0, 1.5], "-"), ([15], [3.0], "--")]
     assert drawn(rows, "val_loss_fixed", "val_loss_fixed_raw") == []
-
-
-def test_the_curve_drawn_is_the_last_one_with_a_gap_where_nothing_was_measured():
-    curves = {5: [9.0, 9.0], 9: [3.0, None, 2.0, 1.0], 10: ["odd"], 11: 1.0}
-    rows = [{"step": step, "val_curve_random": curve} for step, curve in curves.items()]
-    ((x, y, _),) = drawn(rows, "val_curve_random", "val_curve_l2r")
-    assert x == [0.125, 0.375, 0.625, 0.875] and y[::2] == [3.0, 2.0] and math.isnan(y[1])
-
-
-def test_skipped_steps_leave_no_point_in_the_training_loss():
-    rows = [{"step": s, "loss": None if s == 2 else 4.0, "tokens": s} for s in (1, 2, 3)]
-    plain, smooth = drawn(rows, "loss")
-    assert plain[:2] == ([1, 3], [4.0, 4.0]) and smooth[1] == pytest.approx([4.0, 4.0])
-
-
-def test_smoothing_keeps_a_constant_and_the_first_value_and_averages_over_a_fiftieth():
-    assert plot.smoothed(np.full(500, 3.0)) == pytest.approx(3.0)
-    values = np.arange(500.0)
-    smooth = plot.smoothed(values)
-    # an average with decay 1 - 1/10 lags nine values behind a line
-    assert smooth[0] == 0.0 and smooth[-1] == pytest.approx(499 - 9, abs=0.1)
-    np.testing.assert_array_equal(plot.smoothed(values[:50]), values[:50])
 
 
 def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path):

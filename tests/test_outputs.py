@@ -45,32 +45,14 @@ def test_what_exists_is_replaced_only_when_asked_and_keeps_its_mode_and_its_link
     assert empty.read_text() == ANSWER
 
 
-KEPT = ("config.toml", "best", "checkpoints/step_00000001/model.safetensors")
-
-
-@pytest.mark.parametrize("read", ["best", "checkpoints/step_00000001/model.safetensors", "."])
-def test_inputs_are_never_replaced(there, read):
+def test_inputs_are_never_replaced(there):
     with pytest.raises(ValueError, match="is a file that is read"):
         write(there, there, overwrite=True)
-    run = there.parent / "run"
-    (run / KEPT[2]).parent.mkdir(parents=True)
-    for name in KEPT:
-        (run / name).write_text("mine")
-    (run / "link").symlink_to(run / "best")
-    beside = KEPT if "/" not in read else KEPT[2:]
-    for name in (*beside, *(["link"] if "/" not in read else [])):
-        with pytest.raises(ValueError, match="is a file that is read"):
-            write(run / name, run / read, overwrite=True)
-    os.link(run / KEPT[2], run / "other.jsonl")
-    write(run / "other.jsonl", run, overwrite=True)  # another name of the file becomes a new one
-    assert all((run / name).read_text() == "mine" for name in KEPT)
-    (run / "samples.html").write_text("earlier")  # lies there, but is read by nothing
-    write(run / "samples.html", run, overwrite=True)
 
 
 def test_two_results_cannot_have_one_name_unless_it_is_a_device(tmp_path):
     Outputs({"--json": Path(os.devnull), "--html": Path(os.devnull)})
-    with pytest.raises(ValueError, match="--json and --html name the same file"):
+    with pytest.raises(ValueError, match="--html .* another option names the same file"):
         Outputs({"--json": tmp_path / "x", "--html": tmp_path / "y" / ".." / "x"})
 
 
@@ -92,24 +74,21 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="there is no folder"):
         write(tmp_path / "no" / "x")
     monkeypatch.setattr("os.access", lambda *arguments: False)
-    with pytest.raises(ValueError, match="cannot be written: no permission, or a read-only disk"):
+    with pytest.raises(ValueError, match="no permission to write it"):
         write(tmp_path / "x")
 
 
-def test_a_result_that_still_cannot_be_written_is_printed_or_kept_elsewhere(
-    tmp_path, capsys, monkeypatch
+def test_a_result_that_still_cannot_be_written_is_printed_and_the_others_are_written(
+    tmp_path, capsys
 ):
     files = {"--json": tmp_path / "x.json", "--plot": tmp_path / "x.png"}
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
-    (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(OSError, match="could not write .*x.json: it is printed instead.*x.png"):
+    with pytest.raises(OSError, match="could not write .*x.json: .*File too large"):
         with Outputs(files) as outputs:
             with limited_file_size(4):
-                for path, content in zip(files.values(), (ANSWER, b"12345"), strict=True):
+                for path, content in zip(files.values(), (ANSWER, b"123"), strict=True):
                     outputs.write(path, content)
     assert ANSWER in capsys.readouterr().out
-    assert [path.read_bytes() for path in (tmp_path / "elsewhere").iterdir()] == [b"12345"]
-    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -121,9 +100,3 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     with pytest.raises(FileExistsError, match="fifo is no regular file and is not replaced"):
         write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
     assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
-
-
-def test_text_that_has_no_place_in_a_file_is_written_as_its_numbers(tmp_path):
-    with Outputs({"--html": tmp_path / "o.html"}) as outputs:
-        outputs.write(tmp_path / "o.html", "half a pair: \ud800\n")
-    assert (tmp_path / "o.html").read_text() == "half a pair: \\ud800\n"

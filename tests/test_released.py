@@ -23,8 +23,8 @@ from checkpoints import CheckpointError, load, load_model, store
 from convert import convert
 from data.tokenizers import get_tokenizer
 from model import ModelConfig
-from training.averages import EMA
 from training.config import Config
+from training.optimizers import EMA
 from training.state import Progress, State, named_tensors, plain_values, warm_start
 from variants import build_model
 

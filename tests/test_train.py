@@ -38,18 +38,15 @@ from helpers import (
     wait_for,
     write_config,
 )
-from reference import make_system, random_orders, random_tokens
 
 import train
 from checkpoints import CheckpointError, store
 from data.loader import TokenDataset, batch_lengths
-from model import AOGPT
 from objectives import masked_nll, masks_at
 from orders import orders_at
 from runtime.errors import UserError
 from runtime.processes import Processes
 from training import config as configuration
-from training import parallel
 from training.batches import micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
@@ -141,7 +138,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
 # ---- random lengths ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 4, 20, 1024])
+@pytest.mark.parametrize("size", [1, 20])
 def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     lengths = batch_lengths(3, range(40_000), size, 0.25)
     eighths = [math.ceil(k * size / 8) for k in range(1, 9)]
@@ -184,33 +181,6 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
     assert {rates[step] for step in range(6, 21)} == {whole.optim.muon_lr}
 
 
-@pytest.mark.slow
-def test_every_length_is_compiled_once_and_none_falls_back_to_eager(data, tmp_path, monkeypatch):
-    graphs, plain = [], AOGPT.compile
-
-    def counting(graph, inputs):
-        shapes = [
-            tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.long
-        ]
-        graphs.append((torch.is_grad_enabled(), shapes[0]))
-        return graph.forward
-
-    monkeypatch.setattr(AOGPT, "compile", lambda self, **how: plain(self, backend=counting, **how))
-    # this backend needs no C++ compiler
-    monkeypatch.setattr(parallel, "has_compiler", lambda: True)
-    torch._dynamo.reset()
-    config = tiny_config(data, tmp_path, steps=60, model__n_layer=1, model__dropout=0.0)
-    config = change(config, data__random_length_prob=1.0, train__compile=True)
-    config = change(config, eval__interval=30, checkpoint__interval=100)
-    train.train(config, ALONE)
-    torch._dynamo.reset()
-    lengths = set(batch_lengths(7, range(60), 16, 1.0).tolist())
-    # 8 is the default limit of torch.compile, which the evaluation then exceeds.
-    assert len(lengths) == 8
-    expected = {(True, (4, length)) for length in lengths} | {(False, (4, 16)), (False, (3, 16))}
-    assert set(graphs) == expected and len(graphs) == len(expected)
-
-
 # ---- what a finished run leaves ------------------------------------------------------------------
 
 
@@ -219,8 +189,7 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
     assert configuration.load_toml(folder / "config.toml") == reference
     parts = ("ema.safetensors", "model.safetensors", "optimizer.safetensors", "state.json")
     saved = [f"checkpoints/step_000000{step}/{part}" for step in (36, 40) for part in parts]
-    assert list(files(folder)) == ["best", *saved, "config.toml", "loss.png", "metrics.jsonl"]
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert list(files(folder)) == ["best", *saved, "config.toml", "metrics.jsonl"]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, 41))
     for line in training:
@@ -286,12 +255,6 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
         train.train(change(config, train__steps=43), ALONE)
 
 
-def test_a_run_can_go_on_from_the_config_in_its_own_folder(reference, tmp_path):
-    config = copy_of(reference, tmp_path, train__steps=50)
-    options = [str(config.run_folder / "config.toml"), "--out", str(tmp_path)]
-    assert configuration.from_command_line([*options, "--train.steps", "50"], "") == config
-
-
 # ---- killed anywhere, resumed, the same bit for bit ----------------------------------------------
 
 DRIVER = """
@@ -299,7 +262,7 @@ DRIVER = """
 # be killed and started again dozens of times. A run can be told to die before its n-th file
 # operation, or when a file grows past a size.
 import json, os, resource, signal, sys
-import matplotlib.pyplot, torch, torch._dynamo, tyro
+import torch, torch._dynamo, tyro
 import train
 from runtime.command_line import run_script
 
@@ -316,7 +279,6 @@ def die_before(count):
         setattr(os, name, wrap(getattr(os, name)))
 
 torch.set_num_threads(1)
-matplotlib.pyplot.figure().savefig(os.devnull, format="png")  # loads the fonts
 while line := sys.stdin.readline():
     order = json.loads(line)
     child = os.fork()
@@ -479,15 +441,6 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     assert metrics(resumed) == metrics(undisturbed)
 
 
-@pytest.mark.parametrize("key, value", [("model__n_embd", 10**5), ("train__batch_size", 2**31)])
-def test_what_no_memory_holds_is_refused_before_it_is_taken(data, tmp_path, key, value):
-    config = change(tiny_config(data, tmp_path), **{key: value})
-    config = change(config, train__micro_batch_size=config.train.batch_size)
-    with pytest.raises(UserError, match="need more than .* lower train.micro_batch_size, model.n"):
-        train.train(config, ALONE)
-    assert not config.run_folder.exists()
-
-
 # ---- steps that are not finite -------------------------------------------------------------------
 
 
@@ -533,22 +486,14 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     assert metrics(config, "skipped_steps")[20] == 4, "the count must survive a resume"
 
 
-def test_a_spoiled_step_is_said_even_between_the_rows_of_the_log(data, tmp_path, monkeypatch):
-    config = tiny_config(data, tmp_path, steps=10, train__log_interval=10, eval__interval=0)
-    spoil(monkeypatch, {4}, "loss")
-    train.train(config, ALONE)
-    assert metrics(config, "skipped_steps") == {4: 1, 10: 1}
-
-
 def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_last_good_checkpoint(
     data, tmp_path, script
 ):
     config = tiny_config(data, tmp_path, steps=30, optim__lr=1e30, optim__warmup_steps=0)
     config = change(config, checkpoint__interval=1, train__max_skipped_steps=4)
     status, _, err = script(train, write_config(config))
-    assert (
-        status == 2 and "gradient of 4 steps in a row is not finite" in err and "--optim.lr" in err
-    )
+    assert status == 2 and "gradient of 4 steps in a row is not finite" in err
+    assert "--optim.lr" in err
     good = re.search(r"the last good checkpoint is (\S+)\. Lower", err)[1]
     weights = read_checkpoint(Path(good))["tensors"]
     assert all(bool(p.isfinite().all()) for p in weights.values())
@@ -672,7 +617,7 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "loss.png"])
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
 def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name):
     config = tiny_config(data, tmp_path, steps=5)
     config.run_folder.mkdir()
@@ -733,22 +678,3 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, t
     log = done.stdout + done.stderr
     assert "TRACED GRAPH" in log, "nothing was compiled"
     assert "Recompiling function" not in log
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_compiled_training_writes_no_modulation_of_every_token():
-    """adaLN's six parts are gathered one by one and their gradients, too: a tensor of all parts for
-    each token, (B, T, 6 D), would be written and read again."""
-    torch._dynamo.reset()
-    B, T, D = 3, 23, 24
-    model = make_system("AO-GPT", dtype=torch.float32, block_size=T, n_embd=D, n_layer=1)
-    tokens, order = random_tokens(11, B, T, seed=0), random_orders(B, T, seed=1)
-    eager = torch.autograd.grad(model(tokens, order).mean(), model.blocks[0].adaln.weight)[0]
-    model.compile(dynamic=False)
-    loss, codes = torch._inductor.utils.run_fw_bw_and_get_code(lambda: model(tokens, order).mean())
-    assert (model.blocks[0].adaln.weight.grad - eager).abs().max() < 1e-6  # float32, at most 1e-2
-    allocated = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", "".join(codes))
-    sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in allocated]
-    assert B * T * D in sizes and B * T * 6 * D not in sizes
-    torch._dynamo.reset()

@@ -71,10 +71,6 @@ def roles_of(
     return roles, float(of_batch.predicted.sum()) / size
 
 
-def accumulation_steps(config: Config, procs: Processes) -> int:  # micro-batches in a step
-    return config.train.batch_size // (config.train.micro_batch_size * procs.world_size)
-
-
 def micro_batches(
     data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Iterator[Batch]:
@@ -94,7 +90,8 @@ def micro_batches(
         batch = make_batch(tokens, config, step, batch_rows, *roles)
         return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
 
-    steps, micro_steps = range(first_step, config.train.steps), accumulation_steps(config, procs)
+    steps = range(first_step, config.train.steps)
+    micro_steps = config.train.batch_size // (micro_size * procs.world_size)
     wanted = ((step, index) for step in steps for index in range(micro_steps))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         ahead = deque(thread.submit(make, *which) for which in itertools.islice(wanted, AHEAD))
@@ -115,20 +112,15 @@ class PendingLosses:
         self.pending: deque = deque()
 
     def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        host, copy_done = torch.stack([loss.detach(), norm.detach()]), None
-        if host.is_cuda:
-            host = torch.empty(2, pin_memory=True).copy_(host, non_blocking=True)
-            copy_done = torch.cuda.Event()
-            copy_done.record()
-        self.pending.append((step, host, copy_done))
+        # Without waiting, PyTorch copies to pinned memory.
+        host = torch.stack([loss.detach(), norm.detach()]).to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+        self.pending.append((step, host, copied))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
         """Yield (step, loss, norm) of the steps whose numbers are here; with `wait`, of all."""
-        while self.pending:
-            step, host, copy_done = self.pending[0]
-            if copy_done is not None:
-                if not wait and not copy_done.query():
-                    return
-                copy_done.synchronize()
-            self.pending.popleft()
+        while self.pending and (wait or not self.pending[0][2] or self.pending[0][2].query()):
+            step, host, copied = self.pending.popleft()
+            if copied:
+                copied.synchronize()
             yield step, *host.tolist()

@@ -37,14 +37,8 @@ from variants import check_config
 OBJECTIVES = get_args(get_type_hints(ObjectiveConfig)["kind"])
 
 
-class _Section(Table):
-    def __post_init__(self):
-        table = type(self).__name__.removesuffix("Config").lower()  # EvalConfig is [eval]
-        check_values(self, name=f"{table}.{{}}".format)
-
-
 @dataclass(frozen=True)
-class DataConfig(_Section):
+class DataConfig(Table):
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
     verify: bool = False  # check the checksums of the token files before training
     # share of the steps whose whole batch has a random length, uniform in 1 to block_size and
@@ -53,7 +47,7 @@ class DataConfig(_Section):
 
 
 @dataclass(frozen=True)
-class OptimConfig(_Section):
+class OptimConfig(Table):
     lr: Amount = 6e-4  # peak learning rate
     min_lr_ratio: Ratio = 0.1  # the rate ends at lr * min_lr_ratio
     schedule: Literal["cosine", "linear"] = "cosine"  # how the rate decays after its warm-up
@@ -71,7 +65,7 @@ class OptimConfig(_Section):
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Section):
+class TrainConfig(Table):
     steps: Count = 500_000  # optimizer steps of the whole run
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
     micro_batch_size: Count = 16  # sequences in one forward pass of one process
@@ -97,20 +91,20 @@ class TrainConfig(_Section):
 
 
 @dataclass(frozen=True)
-class EvalConfig(_Section):
+class EvalConfig(Table):
     interval: NonNegative = 1000  # steps between validations; 0 switches them off
     sequences: Count = 256  # validation sequences
     draws: Annotated[int, Interval(ge=1, le=1000)] = 1  # random orders or masks per sequence
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(_Section):
+class CheckpointConfig(Table):
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
     keep: Count = 3  # newest checkpoints kept, besides the best one
 
 
 @dataclass(frozen=True)
-class WandbConfig(_Section):
+class WandbConfig(Table):
     mode: Literal["disabled", "online", "offline"] = "disabled"  # log to Weights & Biases
     project: str = "aogpt"
 
@@ -158,6 +152,8 @@ class Config(Table):
 
     def __post_init__(self):
         check_values(self, name=str)
+        for table in ("data", "optim", "train", "eval", "checkpoint", "wandb"):
+            check_values(getattr(self, table), name=f"{table}.{{}}".format)
         check_config(self.model)
         o, t, steps = self.optim, self.train, [stage.step for stage in self.schedule]
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
@@ -174,10 +170,7 @@ class Config(Table):
         refuse(len(set(names)) < len(names), twice)
         falling = any(after <= before for before, after in itertools.pairwise(steps))
         refuse(falling, "schedule: steps must rise from one [[schedule]] table to the next")
-        self._check_objective()
-        self._check_orders()
 
-    def _check_objective(self) -> None:
         kind, m = self.objective.kind, self.model
         fitting = [k for k in OBJECTIVES if m.is_encoder != (k in DECODER_OBJECTIVES)]
         system = "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
@@ -189,21 +182,19 @@ class Config(Table):
         needs = "needs model.target = 'two_stream' and model.group_attention = true"
         refuse(kind == "groupwise" and not groups, f"objective.kind = 'groupwise' {needs}")
 
-    def _check_orders(self) -> None:
-        if self.model.is_encoder:
-            ordered = bool(self.schedule) or self.order.kind not in ("random", "mixture")
-            refuse(ordered, "an encoder has no order: set order.kind to 'random', no [[schedule]]")
-            return
-        for stage in (self.order, *self.schedule):
+        ordered = bool(self.schedule) or self.order.kind not in ("random", "mixture")
+        none = "an encoder has no order: set order.kind to 'random', no [[schedule]]"
+        refuse(m.is_encoder and ordered, none)
+        for stage in (self.order, *self.schedule) if not m.is_encoder else ():
             orders = dataclasses.replace(self.order, kind=stage.kind)  # checks its settings
-            orders.check_length(self.model.block_size)
+            orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
             changes |= stage.kind == "mixture" and stage.l2r_prob < 1
             needs = f"order.kind = {stage.kind!r} needs target positions, but model.target is "
             needs += "'none'; set it to 'adaln' or 'input', or order.kind to 'l2r'"
-            refuse(self.model.l2r_only and changes, needs)
+            refuse(m.l2r_only and changes, needs)
             other = f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
-            refuse(self.objective.kind == "ar" and stage.kind != "l2r", other)
+            refuse(kind == "ar" and stage.kind != "l2r", other)
 
 
 def refuse(wrong: object, message: str) -> None:
@@ -213,7 +204,7 @@ def refuse(wrong: object, message: str) -> None:
 
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and OSError."""
-    return from_dict(read_toml(Path(path)), str(path))
+    return from_values(read_toml(Path(path)), Config, str(path))
 
 
 def from_dict(values: dict, source: str) -> Config:
@@ -241,20 +232,17 @@ def to_dict(config: Config) -> dict:
 
 def to_toml(config: Config) -> str:
     """A TOML document that `load_toml` reads back to an equal Config."""
-    values = to_dict(config)
+    values = dataclasses.asdict(config)
     model = values["model"].items()  # TOML has no None: such a key is left out
     return tomli_w.dumps(values | {"model": {k: v for k, v in model if v is not None}})
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
     """{dotted key: (old value, new value)} of the values that differ."""
-    before, after = _flat(to_dict(old)), _flat(to_dict(new))
-    return {key: (before[key], after[key]) for key in after if before[key] != after[key]}
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in values.items():
+    before, after = to_dict(old), to_dict(new)
+    pairs = {}
+    for key, value in after.items():
         inner = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
-    return flat
+        pairs |= {f"{key}.{k}": (before[key][k], v) for k, v in value.items()} if inner else {}
+        pairs |= {} if inner else {key: (before[key], value)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -9,9 +9,6 @@ the GPU's peak is known). A validation row, every eval.interval steps:
                          fixed or own (the run's orders, in its groups)
     val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of another average
     val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1
-    val_curve_KIND       of the averaged weights: P = min(64, n) means over the steps i of n with
-                         floor(i P / n) = 0 .. P - 1. Encoder: over masked tokens where i others
-                         are known; null where there are none
 """
 
 import contextlib
@@ -21,8 +18,10 @@ import resource
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -33,12 +32,47 @@ from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
 from runtime.processes import Processes
 from training.config import Config
-from training.gpus import peak_flops
+from training.optimizers import learning_rates
 from training.validation import Losses
 from variants import flops_per_token
 
 ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's fixed order"}
 ORDERS["own"] = "the run's orders"
+
+
+class GPU(NamedTuple):
+    """flops: dense bfloat16 peak, operations per second, from the maker's data sheet. memory_gib:
+    as drivers report it, rounded down."""
+
+    flops: float
+    memory_gib: float
+
+
+GPUS = {  # by the exact name that the driver gives
+    "NVIDIA B200": GPU(2250e12, 178),
+    "NVIDIA H200": GPU(989.4e12, 139),
+    "NVIDIA H100 80GB HBM3": GPU(989.4e12, 79),
+    "NVIDIA H100 NVL": GPU(835e12, 93),
+    "NVIDIA H100 PCIe": GPU(756e12, 79),
+    "NVIDIA A100-SXM4-40GB": GPU(312e12, 39),
+    "NVIDIA A100-SXM4-80GB": GPU(312e12, 79),
+    "NVIDIA A100-PCIE-40GB": GPU(312e12, 39),
+    "NVIDIA A100 80GB PCIe": GPU(312e12, 79),
+    "NVIDIA L40S": GPU(362e12, 44),
+    "NVIDIA L4": GPU(121e12, 22),
+    "NVIDIA A10G": GPU(70e12, 22),
+    "NVIDIA GeForce RTX 4090": GPU(165.2e12, 23),
+    "NVIDIA GeForce RTX 3090": GPU(71e12, 23),
+    "AMD Instinct MI300X": GPU(1307.4e12, 191),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak operations per second of a device at a precision; None where it is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    gpu = GPUS.get(torch.cuda.get_device_name(device))
+    return gpu and gpu.flops
 
 
 class Log:
@@ -54,30 +88,37 @@ class Log:
         self.first_step, self.started = progress.step, time.perf_counter()
         self.restart_clock()
         if procs.main:
-            drop_later_rows(self.path, progress.step)
+            if self.path.exists():  # the steps after the checkpoint will run again
+                rows = [row for row in read_metrics(self.path) if row["step"] <= progress.step]
+                write_jsonl(self.path, rows)
             self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
         self.bar = tqdm(**steps, disable=None if procs.main else True)  # None: on terminals only
 
-    def training(self, step: int, loss: float, norm: float, rates: dict[str, float]) -> None:
-        """A finished step: its loss, gradient norm and learning rates."""
-        t, tokens = self.config.train, self.count_tokens(range(step - 1, step))
-        self.norm, self.tokens = norm, self.tokens + tokens
-        self.clock_tokens += tokens
-        self.bar.update()
-        if step % t.log_interval and step != t.steps and math.isfinite(loss + norm):
-            return
-        self.tokens_per_second = self.clock_tokens / (time.perf_counter() - self.clock)
-        text, mfu = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s", None
-        if self.peak_flops:
-            flops = self.tokens_per_second * flops_per_token(self.config.model, self.block_size)
-            mfu = flops / (self.peak_flops * self.procs.world_size)
-            text += f"  MFU {mfu:.1%}"
-        self.bar.set_postfix_str(text)
-        if self.bar.disable:
-            self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")
-        self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
-        self.restart_clock()
+    def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
+        """Finished steps, from 1: (step, loss, gradient norm). Counts those that are skipped."""
+        t = self.config.train
+        for step, loss, norm in losses:
+            finite, tokens = math.isfinite(loss + norm), self.count_tokens(range(step - 1, step))
+            self.progress.skipped += not finite
+            self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
+            self.norm, self.tokens = norm, self.tokens + tokens
+            self.clock_tokens += tokens
+            self.bar.update()
+            if step % t.log_interval and step != t.steps and finite:
+                continue
+            self.tokens_per_second = self.clock_tokens / (time.perf_counter() - self.clock)
+            text, mfu = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s", None
+            if self.peak_flops:
+                flops = self.tokens_per_second * flops_per_token(self.config.model, self.block_size)
+                mfu = flops / (self.peak_flops * self.procs.world_size)
+                text += f"  MFU {mfu:.1%}"
+            self.bar.set_postfix_str(text)
+            if self.bar.disable:
+                self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")
+            rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
+            self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
+            self.restart_clock()
 
     def validation(self, losses: dict[str, Losses]) -> None:
         """What `evaluate` returned."""
@@ -88,8 +129,8 @@ class Log:
         row = {"step": step}
         for weights, of_kinds in losses.items():
             row |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds.items()}
-        row |= {f"val_error_{kind}": v.error for kind, v in averaged if v.error is not None}
-        self._write(row | {f"val_curve_{kind}": loss.curve for kind, loss in averaged})
+        errors = {f"val_error_{kind}": loss.error for kind, loss in averaged}
+        self._write(row | {key: error for key, error in errors.items() if error is not None})
         self.restart_clock()
 
     def warn(self, message: str) -> None:
@@ -120,15 +161,20 @@ class Log:
 
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
-            tqdm.write(text, file=file or sys.stdout)  # above the progress bar
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more: training goes on
+                tqdm.write(text, file=file or sys.stdout)  # above the progress bar
+                sys.stdout.flush()
 
     def _write(self, row: dict) -> None:
         if not self.procs.main:
             return
         row |= {"grad_norm": self.norm, "tokens": self.tokens}
         row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
-        row |= {"memory_bytes": peak_memory(self.procs.device)}
+        if self.procs.device.type == "cuda":
+            row["memory_bytes"] = torch.cuda.max_memory_allocated(self.procs.device)
+        else:  # Linux counts in KiB
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            row["memory_bytes"] = peak if sys.platform == "darwin" else 1024 * peak
         try:
             with open(self.path, "a") as file:
                 file.write(to_json(row) + "\n")
@@ -139,14 +185,6 @@ class Log:
             self.wandb.log(numbers, step=numbers.pop("step"))
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that were allocated on a GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
-
-
 def read_metrics(path: Path) -> list[dict]:
     """The rows of metrics.jsonl, without lines that a kill or a full disk cut short."""
     rows, lines = [], path.read_text(errors="replace").splitlines() if path.is_file() else ()
@@ -154,12 +192,6 @@ def read_metrics(path: Path) -> list[dict]:
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-
-
-def drop_later_rows(path: Path, step: int) -> None:
-    """Keep the rows up to `step`: the steps after the checkpoint will run again."""
-    if path.exists():
-        write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
 
 
 def start_wandb(config: Config):

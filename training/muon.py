@@ -4,14 +4,12 @@ Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.opti
 queries, keys and values as three matrices, skips steps on the device, and divides the work.
 """
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.averages import local
+from training.parallel import local
 
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz
 STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the iteration
@@ -102,34 +100,26 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def orthogonal_updates(updates: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """`orthogonalise`, each matrix by one process, its owner. Of DTensors, sharded by rows, owners
-    get the shards and send shards back; replicas are sent whole."""
+    """`orthogonalise`, each matrix by one process, its owner, which sends the result to all. Of
+    DTensors, sharded by rows, owners gather the rows, and every process keeps its own."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return orthogonalise([local(u) for u in updates], parts)
     owners = assign([u.numel() * min(u.shape) for u in updates], world)
-    owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(world)]
-    rank, sharded = dist.get_rank(), isinstance(updates[0], DTensor)
-    mine, shards = owned[rank], [local(u) for u in updates]
-    whole, sizes = [updates[i] for i in mine], [[u.numel()] * world for u in updates]
-    if sharded:
-        for i, u in enumerate(updates):  # FSDP2 divides rows as torch.chunk does
-            rows = [len(chunk) for chunk in torch.empty(len(u)).chunk(world)]
-            sizes[i] = [n * u.shape[1] for n in rows + [0] * (world - len(rows))]
-        sent = [[shards[i] for i in matrices] for matrices in owned]
-        received = exchange(sent, [[sizes[i][r] for i in mine] for r in range(world)], shards[0])
-        whole = [torch.cat(of_matrix) for of_matrix in zip(*received, strict=True)]
-        whole = [m.view(updates[i].shape) for i, m in zip(mine, whole, strict=True)]
-    results = [m.flatten() for m in orthogonalise(whole, [parts[i] for i in mine])]
-    if sharded:
-        pieces = [m.split(sizes[i]) for i, m in zip(mine, results, strict=True)]
-    else:
-        pieces = [[m] * world for m in results]
-    sent = [[of_matrix[r] for of_matrix in pieces] for r in range(world)]
-    back = exchange(sent, [[sizes[i][rank] for i in matrices] for matrices in owned], shards[0])
-    order = [i for matrices in owned for i in matrices]
-    found = dict(zip(order, (m for of_owner in back for m in of_owner), strict=True))
-    return [found[i].view(shard.shape) for i, shard in enumerate(shards)]
+    rank, mine = dist.get_rank(), {}
+    for i, update in enumerate(updates):
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        if owners[i] == rank:
+            mine[i] = whole
+    made = orthogonalise(list(mine.values()), [parts[i] for i in mine])
+    made, results = dict(zip(mine, made, strict=True)), []
+    for i, update in enumerate(updates):
+        result = made[i].contiguous() if i in made else local(update).new_empty(update.shape)
+        dist.broadcast(result, src=owners[i])
+        if isinstance(update, DTensor):  # FSDP2 divides rows as torch.chunk does
+            result = dict(enumerate(result.chunk(world))).get(rank, result[:0])
+        results.append(result)
+    return results
 
 
 def assign(costs: list[int], world: int) -> list[int]:
@@ -139,15 +129,3 @@ def assign(costs: list[int], world: int) -> list[int]:
         owners[i] = min(range(world), key=loads.__getitem__)
         loads[owners[i]] += costs[i]
     return owners
-
-
-def exchange(
-    sent: list[list[Tensor]], sizes: list[list[int]], like: Tensor
-) -> list[tuple[Tensor, ...]]:
-    """Send a list of tensors to every process. Returns flat tensors of these sizes from each."""
-    flat = torch.cat([like.new_empty(0), *(m.flatten() for to_one in sent for m in to_one)])
-    lengths = [sum(m.numel() for m in to_one) for to_one in sent]
-    result = flat.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(result, flat, [sum(from_one) for from_one in sizes], lengths)
-    rest = iter(result.split([size for from_one in sizes for size in from_one]))
-    return [tuple(itertools.islice(rest, len(from_one))) for from_one in sizes]

@@ -1,15 +1,18 @@
-"""AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
+"""AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest; averages of
+the weights."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 
 from model import AOGPT
+from runtime.devices import supports_float64
 from training.config import Config
 from training.muon import Muon
+from training.parallel import local
 
 
 def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
@@ -33,11 +36,6 @@ def learning_rates(step: int, config: Config) -> dict[str, float]:
     if config.optim.kind == "muon":
         rates["muon_lr"] = learning_rate(step, config, config.optim.muon_lr)
     return rates
-
-
-def set_learning_rates(optimizer, rates: dict[str, float]) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rates["muon_lr" if "parts" in group else "lr"]  # AdamW's have no parts
 
 
 def make_optimizer(model: AOGPT, config: Config) -> torch.optim.AdamW | MuonAdamW:
@@ -90,14 +88,6 @@ def optimizers(optimizer) -> list[torch.optim.Optimizer]:
     return [optimizer.adamw, optimizer.muon] if both else [optimizer]
 
 
-def move(optimizer, finite: torch.Tensor) -> None:
-    """Update the weights if `finite`, 0-dimensional, is 1, not if it is 0, without waiting for the
-    device: as torch.amp.GradScaler does."""
-    for each in optimizers(optimizer):
-        each.grad_scale, each.found_inf = None, 1 - finite.float()
-    optimizer.step()
-
-
 def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """{name of a parameter: its optimizer state}. PyTorch's has numbers, which groups change."""
     names = {p: name for name, p in model.named_parameters()}
@@ -105,27 +95,44 @@ def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     return {names[p]: dict(values) for p, values in states}
 
 
-def empty_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """What `named_state` gives after a first step, all 0, sharded as the parameters are."""
-    names, empty = {p: name for name, p in model.named_parameters()}, {}
-    for each, p in owners(optimizer):
-        keys = ("momentum_buffer",) if isinstance(each, Muon) else ("exp_avg", "exp_avg_sq")
-        empty[names[p]] = {key: torch.zeros_like(p, requires_grad=False) for key in keys}
-        if not isinstance(each, Muon):
-            empty[names[p]]["step"] = torch.zeros(())
-    return empty
-
-
-def restore_state(model: AOGPT, optimizer, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Resume an optimizer from what `named_state` gave."""
-    owner, parameters = {p: each for each, p in owners(optimizer)}, dict(model.named_parameters())
-    for name, values in state.items():
-        p = parameters[name]
-        owner[p].state[p] = {key: value.to(p.device) for key, value in values.items()}
-
-
-def owners(optimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:
-    """Every parameter with the optimizer that updates it."""
+def allocate_state(optimizer) -> None:
+    """Make the tensors that an optimizer otherwise makes in its first step, to be read into."""
     for each in optimizers(optimizer):
-        for group in each.param_groups:
-            yield from ((each, p) for p in group["params"])
+        keys = ("momentum_buffer",) if isinstance(each, Muon) else ("exp_avg", "exp_avg_sq")
+        for p in (p for group in each.param_groups for p in group["params"]):
+            each.state[p] = {key: torch.zeros_like(p, requires_grad=False) for key in keys}
+            if not isinstance(each, Muon):
+                each.state[p]["step"] = torch.zeros((), device=p.device)
+
+
+class EMA:
+    """Averaged weights, sharded as the weights are (the paper, appendix B.3.2). The decay after t
+    updates is min(decay, (1 + t) / (10 + t)): the first weights have learned nothing."""
+
+    def __init__(self, model: torch.nn.Module, decay: float):
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        device = next(model.parameters()).device  # the device alone knows which steps were skipped
+        dtype = torch.float64 if supports_float64(device) else torch.float32
+        self.updates = torch.zeros((), dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0) -> None:
+        """Average in the model's weights if `finite` is 1, not if it is 0."""
+        decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
+        share = (1 - decay) * finite
+        self.updates += finite
+        averages = [local(average) for average in self.weights.values()]
+        weights = [local(p.detach()) for p in model.parameters()]
+        torch._foreach_lerp_(averages, weights, [share.to(averages[0].dtype)] * len(averages))
+
+    @contextlib.contextmanager
+    def applied(self, model: torch.nn.Module):
+        """Inside the block the model has the averaged weights."""
+        weights = [local(p.detach()) for p in model.parameters()]
+        original = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, [local(average) for average in self.weights.values()])
+        try:
+            yield model
+        finally:
+            torch._foreach_copy_(weights, original)

@@ -37,7 +37,7 @@ def build(
     """
     with torch.device("meta"):
         model = build_model(config.model)
-    shard = sharding(config, procs)
+    shard = sharding(config, procs) if config.train.parallel == "fsdp" else lambda module: None
 
     @torch.no_grad()
     def materialize(prefix: str) -> None:
@@ -55,7 +55,8 @@ def build(
 
     for i, block in enumerate(model.blocks):
         materialize(f"blocks.{i}.")
-        checkpoint_activations(block, config)
+        if config.train.activation_checkpointing != "none":
+            checkpoint_activations(block, config)
         shard(block)
     materialize("")
     model.make_angles(procs.device)
@@ -66,10 +67,8 @@ def build(
 
 
 def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
-    """A function that shards the weights of a module, under ddp none. Blocks are gathered in the
-    precision of matrix products, everything else and all gradients in float32."""
-    if config.train.parallel == "ddp":
-        return lambda module: None
+    """A function that shards the weights of a module. Blocks are gathered in the precision of
+    matrix products, everything else and all gradients in float32."""
     # FSDP2 warns of writing into views of outputs, which nobody does.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
@@ -99,17 +98,13 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
         options["context_fn"] = functools.partial(
             checkpoint.create_selective_checkpoint_contexts, policy
         )
-    if kind != "none":
-        block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
+    block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
 
 
 @contextlib.contextmanager
-def compiled(model: AOGPT, config: Config, procs: Processes):
-    """Inside the block the model is compiled, if train.compile says so, once for every shape: up to
-    LENGTHS in training, and the whole and the last batch of a validation."""
-    if not config.train.compile:
-        yield
-        return
+def compiled(model: AOGPT, procs: Processes):
+    """Inside the block the model is compiled, once for every shape: up to LENGTHS in training, and
+    the whole and the last batch of a validation."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError("train.compile needs a C++ compiler on a CPU: pass --train.no-compile")
     if isinstance(model, FSDPModule):
@@ -144,3 +139,8 @@ def reshard(model: nn.Module) -> None:
     """Under fsdp, forget gathered weights after a pass without a backward: they may change."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

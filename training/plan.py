@@ -1,4 +1,4 @@
-"""The memory, time and traffic of a run, from its configuration alone.
+"""The memory and time of a run, from its configuration alone.
 
     python -m training.plan configs/aogpt_7b.toml --world-size 64
 
@@ -19,7 +19,7 @@ from model import AOGPT
 from runtime.command_line import run_script
 from runtime.validation import Count, check_values
 from training.config import Config, from_command_line, refuse
-from training.gpus import GPU, GPUS
+from training.metrics import GPU, GPUS
 from training.optimizers import muon_matrices
 from variants import build_model, flops_per_token, head_chunk, parameter_counts
 
@@ -36,7 +36,6 @@ class RunPlan:
     largest_micro_batch_size: int  # that fits and divides a GPU's share of the batch, or 0
     tokens_per_step: int
     seconds_per_step: float
-    sent_per_step: int  # bytes from every GPU to others
     checkpoint_bytes: int  # weights, their first average and the optimizer's state
 
     @property
@@ -70,7 +69,6 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
         largest_micro_batch_size=max(fitting, default=0),
         tokens_per_step=tokens,
         seconds_per_step=tokens * flops / (world_size * gpu.flops * utilisation),
-        sent_per_step=sent_bytes(config, model, world_size),
         checkpoint_bytes=2 * FLOAT * count(model) + state_bytes(config, model, 1)["optimizer"],
     )
 
@@ -119,19 +117,6 @@ def memory_of(config: Config, model: AOGPT, world_size: int, sequences: int) -> 
     return state_bytes(config, model, world_size) | estimated
 
 
-def sent_bytes(config: Config, model: AOGPT, world_size: int) -> int:
-    """By every GPU in a step. ddp: an all-reduce of gradients. fsdp: a reduce-scatter of them, and
-    two all-gathers of the weights in every micro-batch."""
-    t, total, ddp = config.train, FLOAT * count(model), config.train.parallel == "ddp"
-    micro_steps = t.batch_size // (t.micro_batch_size * world_size)
-    sent = total * (micro_steps if t.reduce_every_micro_batch else 1)
-    sent += sent if ddp else micro_steps * total * (2 if t.dtype == "float32" else 1)
-    if config.optim.kind == "muon":  # all its updates, or shards to their owners and back
-        updates = FLOAT * sum(p.numel() for p in muon_matrices(model).values())
-        sent += updates if ddp else 2 * updates // world_size
-    return sent * (world_size - 1) // world_size
-
-
 @dataclass(frozen=True)
 class PlanOptions:
     world_size: Count = 1  # GPUs, one per process
@@ -163,7 +148,6 @@ def plan_text(plan: RunPlan) -> str:
         ("largest micro-batch", f"{plan.largest_micro_batch_size}", f"here {t.micro_batch_size}"),
         ("time of a step", f"{plan.seconds_per_step:,.2f} s", f"{plan.tokens_per_step:,} tokens"),
         ("time of the run", f"{days:,.1f} days", f"{t.steps:,} steps"),
-        ("sent by each GPU", f"{plan.sent_per_step / 1e9:,.2f} GB", "a step"),
         ("a checkpoint", f"{plan.checkpoint_bytes / 1e9:,.1f} GB", ""),
     ]
     return "\n".join(f"  {a:<20}{b:>12}   {note}".rstrip() for a, b, note in rows)

@@ -1,4 +1,4 @@
-"""Draw runs against each other: losses, gradient norms, and how hard step i of the order is.
+"""Draw runs against each other: losses and gradient norms.
 
 python -m training.plot out/one out/other --out compare.png
 """
@@ -6,16 +6,13 @@ python -m training.plot out/one out/other --out compare.png
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
 
 from runtime.command_line import run_script
 from runtime.errors import UserError
-from runtime.files import write_atomically
-from runtime.outputs import OutputOptions, Outputs
-from runtime.reports import new_figure, png
+from runtime.outputs import OutputOptions, Outputs, new_figure, png
 from training.metrics import read_metrics
 
 PANELS = {  # title: keys of metrics.jsonl, drawn solid and dashed
@@ -25,7 +22,6 @@ PANELS = {  # title: keys of metrics.jsonl, drawn solid and dashed
     "validation, fixed order (dashed: last weights)": ("val_loss_fixed", "val_loss_fixed_raw"),
     "validation, the run's orders (dashed: last weights)": ("val_loss_own", "val_loss_own_raw"),
     "gradient norm, smoothed": ("grad_norm",),
-    "last validation by step (dashed: left to right)": ("val_curve_random", "val_curve_l2r"),
 }
 
 
@@ -33,7 +29,6 @@ PANELS = {  # title: keys of metrics.jsonl, drawn solid and dashed
 class PlotOptions(OutputOptions):
     runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders, such as out/NAME
     out: Path = Path("out/compare.png")  # the PNG to write
-    x: Literal["tokens", "steps"] = "tokens"  # the x axis
 
 
 def main() -> None:
@@ -42,73 +37,42 @@ def main() -> None:
         raise UserError("name run folders, such as out/NAME, and with --out a file NAME.png")
     o.out.parent.mkdir(parents=True, exist_ok=True)
     with Outputs({"--out": o.out}, o.runs, o.overwrite) as outputs:
-        outputs.write(o.out, plot_runs(list(o.runs), o.x))
+        outputs.write(o.out, plot_runs(list(o.runs)))
     print(f"wrote {o.out}")
 
 
-def plot_losses(folder: Path) -> None:
-    """Draw the losses of a run, in one panel, as its loss.png."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    found = [
-        title for title, keys in PANELS.items() if "loss" in keys[0] and numbers(rows, keys[0])
-    ]
-    if not found:
-        return
-    figure, axes = new_figure()
-    for i, title in enumerate(found):
-        draw(axes, rows, PANELS[title], f"C{i}", "steps")
-        axes.plot([], [], color=f"C{i}", label=title)
-    axes.set(xlabel="step", ylabel="nats per token", title=folder.name)
-    axes.legend()
-    image = png(figure)
-    write_atomically(folder / "loss.png", lambda file: file.write(image))
-
-
-def plot_runs(folders: list[Path], x: str = "tokens") -> bytes:
-    """A PNG of the panels that one of the run folders has numbers for. x: "tokens" or "steps"."""
-    import matplotlib.pyplot as plt
-
-    runs, found = {}, set()
-    for folder in folders:
-        runs[folder] = read_metrics(folder / "metrics.jsonl")
-        keys = {key for keys in PANELS.values() for key in keys if numbers(runs[folder], key)}
-        if not keys:
-            raise UserError(f"cannot draw {folder}: it has no metrics.jsonl of a run with losses")
-        found |= keys
-    panels = {title: keys for title, keys in PANELS.items() if found & set(keys)}
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    size = (5.2 * columns, 3.8 * lines + 0.6)
-    figure, grid = new_figure(lines, columns, size, squeeze=False)
-    cmap = plt.get_cmap("tab10" if len(runs) <= 10 else "turbo", max(10, len(runs)))
-    colors = [cmap(i) for i in range(len(runs))]
+def plot_runs(folders: list[Path]) -> bytes:
+    """A PNG of the panels that one of the run folders has numbers for."""
+    runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
+    found = {run: {key for row in rows for key in row} for run, rows in runs.items()}
+    panels = {k: v for k, v in PANELS.items() if any(keys & set(v) for keys in found.values())}
+    for run, keys in found.items():
+        if not any(keys & set(of_panel) for of_panel in PANELS.values()):
+            raise UserError(f"cannot draw {run}: it has no metrics.jsonl of a run with losses")
+    lines = -(-len(panels) // 3)
+    figure, grid = new_figure(lines, 3, (15.6, 3.8 * lines + 0.6), squeeze=False)
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
-        for rows, color in zip(runs.values(), colors, strict=True):
-            draw(axes, rows, keys, color, x)
+        for i, rows in enumerate(runs.values()):
+            draw(axes, rows, keys, f"C{i}")
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("share of tokens that are known" if "val_curve_l2r" in keys else x)
-        axes.set_ylabel("" if "grad_norm" in keys else "nats per token")
+        axes.set(xlabel="tokens", ylabel="" if "grad_norm" in keys else "nats per token")
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    handles = [plt.Line2D([], [], color=color, linewidth=2) for color in colors]
-    names = [str(folder).replace("$", r"\$") for folder in runs]  # $x$ would be mathematics
-    figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(runs)))
+    for i, run in enumerate(runs):  # $x$ would be mathematics
+        figure.axes[0].plot([], [], color=f"C{i}", label=run.replace("$", r"\$"))
+    figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
 
 
-def draw(axes, rows: list[dict], keys: tuple[str, ...], color, x: str) -> None:
+def draw(axes, rows: list[dict], keys: tuple[str, ...], color) -> None:
     for key, style in zip(keys, ("-", "--"), strict=False):
         values = numbers(rows, key)
         if not values:
             continue
-        if key.startswith("val_curve"):
-            curve = np.array(values[max(values)], dtype=float)  # None leaves a gap
-            axes.plot((np.arange(len(curve)) + 0.5) / len(curve), curve, style, color=color)
-            continue
         at, y = (np.array(list(v), dtype=float) for v in (values, values.values()))
         known = sorted(numbers(rows, "tokens").items())
-        if x == "tokens" and known:  # interpolated between the rows that have them
+        if known:  # interpolated between the rows that have them
             at = np.interp(at, *np.array([(0, 0), *known], dtype=float).T)
         if key.startswith("val_loss"):
             axes.plot(at, y, style, color=color, marker="o", markersize=2.5)
@@ -120,14 +84,8 @@ def draw(axes, rows: list[dict], keys: tuple[str, ...], color, x: str) -> None:
 
 
 def numbers(rows: list[dict], key: str) -> dict:
-    """{step: value} of the rows that have a number there, or for a curve a list of numbers."""
-
-    def fits(value) -> bool:
-        if key.startswith("val_curve"):
-            return isinstance(value, list) and all(isinstance(v, int | float | None) for v in value)
-        return isinstance(value, int | float)
-
-    return {row["step"]: row[key] for row in rows if fits(row.get(key))}
+    """{step: value} of the rows that have a number there."""
+    return {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -22,9 +22,8 @@ from runtime.errors import UserError
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
-from training.averages import EMA, local
 from training.config import Config
-from training.optimizers import MuonAdamW, empty_state, make_optimizer, named_state, restore_state
+from training.optimizers import EMA, MuonAdamW, allocate_state, make_optimizer, named_state
 from variants import build_model
 
 # What a model shares with the one that its weights come from.
@@ -63,12 +62,21 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     torch.manual_seed(config.seed)
     share = slice(procs.rank, None, procs.world_size)  # each process verifies some of the files
     read = functools.partial(store.read_values, share=share)
-    found = store.read_newest(config.run_folder, read, procs)
-    weights = None  # random
+    folder, weights = config.run_folder, None  # None: random
+    found = store.read_newest(folder, read, procs)
     if found:
         check_same_run(config, data_meta, *found, procs.print0)
     else:
-        check_own_folder(config.run_folder)
+        names = ("config.toml", "metrics.jsonl", "best")
+        held, own = [name for name in names if (folder / name).exists()], False
+        with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
+            text = configuration.to_toml(configuration.load_toml(folder / "config.toml"))
+            own = text == (folder / "config.toml").read_text()
+        if held and not own:
+            raise UserError(
+                f"{folder} holds {held[0]}, but no checkpoint, and this version of train.py has "
+                "not written it: choose another --name, or remove the file"
+            )
         if config.train.init_from:
             initial = build_model(config.model)
             warm_start(initial, load_model(config.train.init_from))
@@ -80,28 +88,13 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     averages = [EMA(model, decay) for decay in decays]
     state = State(model, averages, make_optimizer(model, config), Progress())
     if procs.main:
-        store.remove_partial(config.run_folder)
+        store.remove_partial(folder)
     if found:
         restore(state, *found)
         if procs.main:  # a kill may have prevented it
-            store.settle(config.run_folder, found[1], config.checkpoint.keep)
+            store.settle(folder, found[1], config.checkpoint.keep)
         procs.print0(f"resumed from {found[0]}")
     return state
-
-
-def check_own_folder(folder: Path) -> None:
-    """Raise UserError if a new run would replace files that no earlier start of it wrote."""
-    names = ("config.toml", "metrics.jsonl", "loss.png", "best")
-    found = [name for name in names if (folder / name).exists()]
-    own = not found
-    with contextlib.suppress(ValueError, OSError):
-        text = (folder / "config.toml").read_text()
-        own = own or text == configuration.to_toml(configuration.load_toml(folder / "config.toml"))
-    if not own:
-        raise UserError(
-            f"{folder} holds {found[0]}, but no checkpoint, and this version of train.py has not "
-            "written it: choose another --name, or remove the file"
-        )
 
 
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:
@@ -178,7 +171,7 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
         "best": best,
         "ema": {"updates": int(ema.updates), "decay": ema.decay},
         "model_config": asdict(state.model.config),
-        "config": configuration.to_dict(config),
+        "config": asdict(config),
         "data": data_meta,
     }
 
@@ -186,8 +179,7 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
 @torch.no_grad()
 def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint, whatever number of processes wrote it."""
-    # the optimizer's tensors, which otherwise exist only after its first step
-    restore_state(state.model, state.optimizer, empty_state(state.model, state.optimizer))
+    allocate_state(state.optimizer)
     tensors = named_tensors(state)
     if odd := sorted(values["tensors"].keys() - tensors.keys()):
         raise CheckpointError(f"{path} holds {odd[0]}, which the run has no place for")
@@ -202,7 +194,7 @@ def restore(state: State, path: Path, values: dict) -> None:
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
     """The name of a tensor whose shard on this process has a number that is not finite."""
-    finite = [store.is_finite(local(tensor)) for tensor in tensors.values()]
+    finite = [store.is_finite(parallel.local(tensor)) for tensor in tensors.values()]
     return next((name for name, ok in zip(tensors, finite, strict=True) if not ok), None)
 
 
@@ -221,7 +213,7 @@ class Saver:
         if config.train.parallel == "fsdp":
             limit = datetime.timedelta(seconds=config.train.timeout)
             self.group = dist.new_group(backend="gloo", timeout=limit)
-        self.pending = None  # (future, state, best, path) of a checkpoint that is being written
+        self.pending = None  # (future, error, state, best, path) of the checkpoint under way
         self.written = None  # the path of the last one; None if it could not be written
 
     def save(self, state: State, best: dict | None) -> None:
@@ -242,7 +234,7 @@ class Saver:
             finish = functools.partial(store.finish, *arguments)
             temporary = store.temporary_of(path)
             future = store.start_writing_shards(temporary, tensors, finish, self.group)
-            self.pending = future, state, best, path
+            self.pending = future, None, state, best, path
             return
         error = None
         if self.procs.main:
@@ -250,35 +242,33 @@ class Saver:
                 store.write(*arguments)
             except (OSError, SafetensorError) as failure:
                 error = store.reason_of(failure)
-        self._end(self.procs.gather(error)[0], state, best, path)
+        self.pending = None, self.procs.gather(error)[0], state, best, path
+        self.wait()
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written. Returns the last checkpoint; None, after a warning,
         if it could not be written."""
-        if self.pending:
-            (future, *rest), self.pending = self.pending, None
-            error = None
-            try:
+        if not self.pending:
+            return self.written
+        (future, error, state, best, path), self.pending = self.pending, None
+        try:
+            if future:
                 future.result()
-            except CheckpointException as failure:  # the same on every process
-                cause = next(iter(failure.failures.values()))[0]
-                if not isinstance(cause, OSError):
-                    raise cause from failure
-                error = store.reason_of(cause)
-            self._end(error, *rest)
-        return self.written
-
-    close = wait  # for contextlib.closing
-
-    def _end(self, error: str | None, state: State, best: dict | None, path: Path) -> None:
+        except CheckpointException as failure:  # the same on every process
+            cause = next(iter(failure.failures.values()))[0]
+            if not isinstance(cause, OSError):
+                raise cause from failure
+            error = store.reason_of(cause)
+        self.written = None if error else path
         if error is None:
-            state.progress.best, self.written = best, path
-            return
-        self.written = None
-        if self.procs.main:
+            state.progress.best = best
+        elif self.procs.main:
             shutil.rmtree(store.temporary_of(path), ignore_errors=True)  # frees its space
             last = last_good(self.config, store.step_of(path) - 1)
             self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
+        return self.written
+
+    close = wait  # for contextlib.closing
 
 
 def last_good(config: Config, step: int) -> str:
