@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from helpers import assert_user_error, needs_compiler, run_script
+from helpers import needs_compiler, run_script
 from reference import make_plan, seeded
 
 from model import ModelConfig
@@ -209,12 +209,6 @@ def test_impossible_settings_are_refused_by_name(measure, options, settings, wor
         getattr(module, f"bench_{measure}")(options(**TINY | settings))
 
 
-def test_a_bad_command_line_ends_with_a_message():
-    words = "decode", "--size=tiny", "--systems", "ours", "theirs"
-    done = run_script("-m", "studies.bench", *words, check=False)
-    assert_user_error(done, "theirs", "no-cache")
-
-
 # ---- bench train ---------------------------------------------------------------------------------
 
 
@@ -223,9 +217,8 @@ def trainee(name, compile=False, **settings):
     return Trainee(name, TrainOptions(**options), CPU, torch.float32)
 
 
-def test_systems_differ_in_what_they_are_named_after_only():
+def test_systems_take_the_same_tokens_and_orders_of_their_kind():
     ours, plain = map(trainee, ("aogpt", "gpt"))
-    assert dataclasses.replace(ours.model.config, target="none") == plain.model.config
     tokens, order = ours.batch(3)
     assert torch.equal(plain.batch(3)[0], tokens)
     assert torch.equal(plain.batch(3)[1], torch.arange(32).expand(2, 32))
@@ -233,9 +226,8 @@ def test_systems_differ_in_what_they_are_named_after_only():
     assert tokens.max() < 500, "ids from 500 on are padding"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_trains_weights_and_average(optimizer):
-    ours = trainee("aogpt", optimizer=optimizer)
+def test_a_step_trains_weights_and_average():
+    ours = trainee("aogpt")
     start = [p.detach().clone() for p in ours.model.parameters()]
     losses = [ours.step(n)["loss"] for n in range(5)]
     assert len(set(losses)) == 5 and ours.average.updates == 5
