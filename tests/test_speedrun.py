@@ -56,14 +56,13 @@ def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(name, mon
         assert entry["runs"] == entries[one]["runs"][:1]
 
 
-def made_up(losses, tokens=100, tuned=2, **more):
-    runs = [
-        {"seed": n, "tokens": [tokens], "measured": {}}
-        | {"losses": {"training": [loss], "random": [loss]}}
-        for n, loss in enumerate(losses)
+def made_up(losses, tokens=100, tuned=2):
+    entry = {"tuned": {"optim.lr": tuned}, "at_boundary": False, "commit": "c", "description": ""}
+    runs = [{"training": [loss], "random": [loss]} for loss in losses]
+    rows = [
+        {"seed": n, "tokens": [tokens], "measured": {}, "losses": v} for n, v in enumerate(runs)
     ]
-    entry = {"tuned": {"optim.lr": tuned}, "at_boundary": False, "runs": runs, "commit": "c"}
-    return entry | {"description": ""} | more
+    return entry | {"runs": rows}
 
 
 def test_what_one_change_gives_is_told_by_its_seeds():
@@ -222,7 +221,7 @@ def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
     assert configs["still"].train.steps == 10
 
 
-def test_what_is_not_there_is_named(benchmark, monkeypatch, capsys):
+def test_what_is_wrong_is_named(benchmark, tmp_path, monkeypatch, capsys):
     for words, message in (
         (["tinny"], "there is no benchmark 'tinny'; choose one of tiny"),
         (["tiny", "fatser"], "there is no run config 'fatser'; tiny has still, moving, faster"),
@@ -230,22 +229,16 @@ def test_what_is_not_there_is_named(benchmark, monkeypatch, capsys):
     ):
         with pytest.raises(ValueError, match=message):
             run(monkeypatch, capsys, *words)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
+    (tmp_path / "tiny.toml").rename(tmp_path / "tiny2.toml")
+    for text, message in (
         ("goal = [[", "tiny.toml is not a TOML file"),
         ("goal = 4.0", "tiny.toml is damaged: KeyError: 'run_configs'"),
         ("goal = 4.0\n[base]\n[run_configs.a]\ntune = 3", "a.tune is 3, but it must be a"),
         ('from = "tiny2"\nrun_configs = 3', "tiny.toml is damaged"),
-    ],
-)
-def test_what_is_wrong_in_a_benchmark_is_named(benchmark, tmp_path, text, message):
-    (tmp_path / "tiny.toml").rename(tmp_path / "tiny2.toml")
-    (tmp_path / "tiny.toml").write_text(text)
-    with pytest.raises(FileError, match=message):
-        load_benchmark("tiny")
+    ):
+        (tmp_path / "tiny.toml").write_text(text)
+        with pytest.raises(FileError, match=message):
+            load_benchmark("tiny")
 
 
 def test_the_goal_is_reached_between_two_evaluations():
