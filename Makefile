@@ -58,8 +58,7 @@ lint: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(VENV)/bin/lint-imports
 
 gpu: $(VENV)/.requirements-dev
-	$(PY) -m pytest -m gpu --numprocesses=1
-	$(PY) -m studies.bench gpu
+	@failed=0; $(PY) -m pytest -m gpu --numprocesses=1 || failed=$$?; $(PY) -m studies.bench gpu || failed=$$?; exit $$failed
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py

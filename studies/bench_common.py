@@ -1,29 +1,32 @@
 """What all benchmarks share: options, the models' sizes, the machine and its rates, the report."""
 
-import functools
+import dataclasses
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.utils.benchmark import Timer
 
 from model import AOGPT, ModelConfig
-from runtime.devices import synchronize
-from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, provenance
-from runtime.validation import Count, NonNegative, check_values
+from runtime.outputs import OutputOptions, Outputs
+from runtime.outputs import provenance
+from runtime.validation import Count, check_values
 from variants import build_model
 
-TINY = ModelConfig(vocab_size=512, block_size=128, n_layer=2, n_head=2, n_embd=64, cond_dim=16)
 SIZES = {  # the model, and how many of its ids are tokens: GPT-2's are padded
-    "tiny": (TINY, 500),
+    "tiny": (ModelConfig(512, 128, n_layer=2, n_head=2, n_embd=64, cond_dim=16), 500),
     "bench": (ModelConfig(n_layer=6, n_head=6, n_embd=384), 50257),
     "small": (ModelConfig(), 50257),
     "medium": (ModelConfig(n_layer=24, n_head=16, n_embd=1024), 50257),
+}
+OTHER_MODELS = {  # what differs from AO-GPT of the same size
+    "encoder": {"attention": "full", "target": "none", "tied_head": False},
+    "gpt": {"target": "none"},
+    "rotary": {"position": "rotary", "target": "rotary"},
 }
 BANDWIDTH_BYTES = 2**29  # of the tensor whose sum is timed: larger than any processor's cache
 
@@ -38,35 +41,35 @@ class BenchOptions(OutputOptions):
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
-    seed: NonNegative = 0
     json: Path | None = None
     """Write every figure, with settings, machine and versions."""
-    markdown: Path | None = None
-    """Write the table with the command above it."""
 
-    @functools.cached_property
-    def outputs(self) -> Outputs:
-        files = {"--json": self.json, "--markdown": self.markdown}
-        return Outputs(files, (), self.overwrite)
-
-    def check(self) -> None:
-        """Raise UserError for values out of range, or files that cannot be written."""
+    def check(self) -> Outputs:
+        """The files to write. Raises UserError for values out of range, or files that cannot be
+        written."""
         check_values(self)
-        if not self.systems:
-            raise UserError("--systems is empty; name at least one")
-        self.outputs  # noqa: B018 - checks the files
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+        return Outputs({"--json": self.json}, (), self.overwrite)
 
 
-def random_model(config: ModelConfig, seed: int, device: torch.device) -> AOGPT:
-    torch.manual_seed(seed)
+def config_of(system: str, size: str, length: int) -> ModelConfig:
+    """The model of a system, for samples of this length."""
+    config, ids = SIZES[size]
+    changes = OTHER_MODELS.get(system, {}) | {"block_size": max(config.block_size, length)}
+    if system == "encoder":  # [MASK] comes after the tokens
+        changes |= {"mask_token": ids, "vocab_size": max(config.vocab_size, ids + 1)}
+    return dataclasses.replace(config, **changes)
+
+
+def random_model(config: ModelConfig, device: torch.device) -> AOGPT:
+    torch.manual_seed(0)
     with device:
         return build_model(config).eval()
 
 
-def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def machine(device: torch.device) -> dict:
@@ -88,51 +91,27 @@ def measure_rates(
 ) -> dict[str, float]:
     """flops: operations per second in the product of `inputs` hidden states (at most 4096) with an
     MLP's first matrix. bandwidth: bytes per second in the sum of a tensor larger than any cache."""
-    rows, D = min(inputs, 4096), config.n_embd
-    x = torch.randn(rows, D, device=device, dtype=dtype)
-    weight = torch.randn(D, 4 * D, device=device, dtype=dtype)
-    data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
-    product, total = fastest(lambda: x @ weight, device), fastest(data.sum, device)
+    rows, D, threads = min(inputs, 4096), config.n_embd, torch.get_num_threads()
+    values = {"x": torch.randn(rows, D, device=device, dtype=dtype)}
+    values["weight"] = torch.randn(D, 4 * D, device=device, dtype=dtype)
+    values["data"] = torch.ones(BANDWIDTH_BYTES // 4, device=device)
+    product, total = (
+        min(Timer(work, globals=values, num_threads=threads).blocked_autorange().times)
+        for work in ("x @ weight", "data.sum()")
+    )
     return {"flops": 2 * rows * D * 4 * D / product, "bandwidth": BANDWIDTH_BYTES / total}
 
 
-def fastest(function: Callable, device: torch.device) -> float:
-    """Seconds of the fastest of 20 calls."""
-    seconds = []
-    for _ in range(20):
-        synchronize(device)
-        started = time.perf_counter()
-        function()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def publish(
-    options: BenchOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    title: str,
-    figures: dict,
-    report: Callable[[dict], str],
-) -> dict:
+def publish(o: BenchOptions, outputs: Outputs, dtype, device, figures, report: Callable) -> dict:
     """Write the figures, then print the report, so that an error in it loses nothing."""
-    result = provenance(options, dtype, device, machine=machine(device)) | figures
-    with options.outputs as outputs:
-        outputs.write_json(options.json, result)
-        text = report(result)
-        print(text)
-        outputs.write(options.markdown, f"# {title}\n\n    {result['command']}\n\n{text}")
+    result = provenance(o, dtype, device, machine=machine(device)) | figures
+    with outputs:
+        outputs.write_json(o.json, result)
+        m = result["machine"]
+        print(f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.")
+        print("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
+        print(*report(result), sep="\n")
     return result
-
-
-def paragraphs(result: dict, *parts: str) -> str:
-    """The machine and these parts, with an empty line between them, and a warning about absolute
-    times on a CPU."""
-    m = result["machine"]
-    parts = f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.", *parts
-    parts += ("On a CPU only the ratios mean something.",) * (m["type"] == "cpu")
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def listed(names: dict[str, str]) -> str:

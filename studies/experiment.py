@@ -15,13 +15,13 @@ differences between run configs are paired.
 """
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.errors import UserError
-from runtime.validation import FileError, damaged, from_values, read_toml, schema
+from runtime.validation import damaged, from_values, read_toml, schema
 from studies.measures import Measure
 from studies.runs import ROOT
 from studies.verdicts import Claim, Ratio
@@ -53,8 +53,6 @@ class RunConfig:
     @property
     def choices(self) -> list[Values]:
         """What can be tried, in the order of the values under `tune`."""
-        if len(self.tune) > 1:
-            raise UserError(f"{self.name} tunes {', '.join(self.tune)}: choose one of them")
         return [{key: v} for key, values in self.tune.items() for v in values] or [{}]
 
     @property
@@ -64,37 +62,24 @@ class RunConfig:
 
 
 Keys = {"from": str, "description": str, "tune": dict[str, list]}
-RunConfigTable = schema(TypedDict("RunConfigTable", Keys, total=False))  # and dotted keys
+TABLES = dict[str, schema(TypedDict("RunConfigTable", Keys, total=False))]  # and dotted keys
 
 
-def read_run_configs(tables: dict[str, dict], source: str) -> dict[str, RunConfig]:
-    """Run configs from the tables of a TOML file, which `source` names in errors."""
+def read_run_configs(
+    tables: dict[str, dict], source: str, recipe: dict | None = None
+) -> dict[str, RunConfig]:
+    """Run configs from the tables of a TOML file, which `source` names in errors. recipe: the
+    changes that run configs inherit which are not from another one."""
     found: dict[str, RunConfig] = {}
-    for name, table in from_values(tables, dict[str, RunConfigTable], source).items():
-        parent = table.pop("from", None)
-        if parent is not None and parent not in found:
-            raise FileError(f"{source}: {name} is from {parent!r}, which is no run config above it")
-        inherited = found[parent] if parent else RunConfig("", {}, {})
+    for name, table in from_values({"": recipe or {}} | tables, TABLES, source).items():
+        parent = table.pop("from", "" if name else None)
+        inherited = RunConfig("", {}, {}) if parent is None else found[parent]
         description, tune = table.pop("description", ""), table.pop("tune", inherited.tune)
         tune = {key: values for key, values in tune.items() if key not in table}
         changes = {k: v for k, v in (inherited.changes | table).items() if k not in tune}
         found[name] = RunConfig(name, changes, tune, description)
+    del found[""]
     return found
-
-
-def config_of(base: dict, run_config: RunConfig, seed: int, tuned: Values, out: Path) -> Config:
-    """The configuration of one run; its folder is OUT/NAME."""
-    values = copy.deepcopy(base)
-    words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
-    name = "_".join([run_config.name, *words, f"s{seed}"])
-    changes = run_config.changes | tuned | {"name": name, "seed": seed, "out": str(out)}
-    for key, value in changes.items():
-        table = values
-        *path, last = key.split(".")
-        for part in path:
-            table = table.setdefault(part, {})  # an unknown key is refused below, by its name
-        table[last] = value
-    return configuration.from_dict(values, f"run config {run_config.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,20 +98,17 @@ class Experiment:
     base: dict = field(default_factory=dict)
     recipes: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     descriptions: dict[str, str] = field(default_factory=dict)  # of the recipes
-    alone: dict[str, RunConfig] = field(default_factory=dict)  # run configs without a recipe
     # By recipe: runs from which others start, or with which they are measured; not tuned.
     helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
     models: str = ""  # another experiment, whose base, recipes, run configs and runs are used
     bench: Measure | None = None  # in place of run configs: a benchmark, whose systems are compared
-    # Changes at the paper's scale (see `at_scale`): under `all`, by run config, and under `fast` by
-    # run config in the fast recipe only; `command`: what measures each RUN.
-    scale: dict[str, dict | str] = field(default_factory=dict)
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
-    figure: str = ""  # a key of figures.DRAWINGS
-    shown: list[str] = field(default_factory=list)  # losses and figures in the table, in a sweep
-    # The x coordinate of each run config (sweep) or figure (lines); the figures drawn (points).
+    figure: str = ""  # curves, points, lines or frontier: see figures.py
+    families: bool = False  # curves: a panel for run configs whose names begin alike
+    shown: list[str] = field(default_factory=list)  # losses and measures in the table
+    # The x coordinate of each run config or measure (lines); the measures drawn (points).
     x: dict[str, float] = field(default_factory=dict)
     x_label: str = ""
     y_label: str = "nats per token"
@@ -141,40 +123,30 @@ class Experiment:
         self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False
     ) -> Config:
         """The configuration of one run. A fixed order differs from seed to seed."""
-        changes = run_config.changes | (QUICK if quick else {})
+        out = self.out or OUT / ("quick" if quick else "") / (self.models or self.name)
+        words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
+        name = "_".join([run_config.name, *words, f"s{seed}"])
+        changes = run_config.changes | (QUICK if quick else {}) | tuned
+        changes |= {"name": name, "seed": seed, "out": str(out / recipe)}
         if self.out is None:
             changes["order.seed"] = seed
-        start = changes.get("train.init_from")
-        if start in self.helpers.get(recipe, {}):
-            changes["train.init_from"] = str(self.helper(recipe, start, quick).run_folder)
-        out = self.out or OUT / ("quick" if quick else "") / (self.models or self.name)
-        changed = replace(run_config, changes=changes)
-        return config_of(self.base, changed, seed, tuned, out / recipe)
+        helpers = {} if seed == HELPER_SEED else self.helper_configs(recipe, quick)
+        if (start := changes.get("train.init_from")) in helpers:
+            changes["train.init_from"] = str(helpers[start].run_folder)
+        values = copy.deepcopy(self.base)
+        for key, value in changes.items():
+            table = values
+            *path, last = key.split(".")
+            for part in path:
+                table = table.setdefault(part, {})  # an unknown key is refused below, by its name
+            table[last] = value
+        return configuration.from_dict(values, f"run config {run_config.name}")
 
-    def helper(self, recipe: str, name: str, quick: bool = False) -> Config:
-        run_config = self.helpers[recipe][name]
-        return self.config(recipe, run_config, HELPER_SEED, run_config.untuned, quick)
-
-    def at_scale(self, recipe: str) -> dict[str, Config]:
-        """By run config, the run that tests the same at the paper's scale: aogpt_small.toml, or the
-        `config` that `scale` names (in the fast recipe its _fast twin), with the changes of the run
-        config or, where a `config` is named, of `scale` alone. None where there is no such file."""
-        found: dict[str, Config] = {}
-        fast = recipe == "fast"
-        if not fast and recipe != ("paper" if "paper" in self.recipes else "sinusoidal"):
-            return found
-        for name in self.recipes[recipe]:
-            scaled = self.scale.get("all", {}) | self.scale.get(name, {})
-            if fast:
-                scaled |= self.scale.get("fast", {}).get(name, {})
-                scaled.pop("optim.decay_steps", None)  # its rate is 0 at the end of every run
-            changes = {} if "config" in scaled else self.alone[name].changes
-            file = scaled.pop("config", "aogpt_small") + "_fast" * fast + ".toml"
-            if (path := ROOT / "configs" / file).is_file():
-                out = OUT / "at_scale" / self.name / ("fast" if fast else "paper")
-                run_config = RunConfig(name, changes | scaled, {})
-                found[name] = config_of(read_toml(path), run_config, 0, {}, out)
-        return found
+    def helper_configs(self, recipe: str, quick: bool = False) -> dict[str, Config]:
+        return {
+            name: self.config(recipe, one, HELPER_SEED, one.untuned, quick)
+            for name, one in self.helpers.get(recipe, {}).items()
+        }
 
 
 def experiment_names() -> list[str]:
@@ -221,14 +193,12 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
     for recipe, changes in values.pop("recipes", {}).items():
         descriptions[recipe] = changes.get("description", "")
         chosen = changes.pop("run_configs", list(tables))
-        # A run config inherits from its recipe, as from a run config above it.
-        inheriting = {n: {"from": "recipe"} | t for n, t in (tables | helper_tables).items()}
-        read = read_run_configs({"recipe": changes} | inheriting, source)
+        read = read_run_configs(tables | helper_tables, source, changes)
         recipes[recipe] = {n: read[n] for n in tables if n in chosen}
         helpers[recipe] = {n: read[n] for n in helper_tables}
     for key, kind in {"claims": Claim, "ratios": Ratio, "measures": Measure}.items():
         values[key] = from_values(values.get(key, []), list[kind], source)
-    bench = from_values(values.pop("bench"), Measure, source) if "bench" in values else None
+    if "bench" in values:
+        values["bench"] = from_values(values["bench"], Measure, source)
     parts = {"recipes": recipes, "helpers": helpers, "descriptions": descriptions, "x": x}
-    parts |= {"alone": read_run_configs(tables, source), "bench": bench}
     return Experiment(name=name, **parts, **values)

@@ -94,8 +94,8 @@ def at_entropy(figures: Measured, entropy: float) -> Measured:
     between the two settings around it; nothing if all settings are on one side."""
     settings: dict[str, list[tuple[float, float]]] = {}
     for name, (loss, _) in figures.items():
-        if name.startswith("judge_"):
-            setting = name.removeprefix("judge_")
+        _, judge, setting = name.rpartition("judge_")
+        if judge:
             point = figures[f"entropy_{setting}"][0], loss
             settings.setdefault(setting.rpartition("_")[2], []).append(point)
     found: Measured = {}

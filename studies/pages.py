@@ -7,13 +7,12 @@ from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
 from runtime.outputs import markdown_table
-from runtime.validation import damaged, read_results, read_toml
+from runtime.validation import read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
 from studies.verdicts import figure_of
 
 RESULTS = ROOT / "results" / "findings"
-SHARES = (0.25, 0.5, 1.0)  # of the tokens, after which the table shows losses
 AFTER = "(asked after the runs)"  # at the end of such a claim
 
 
@@ -26,14 +25,15 @@ def title_of(kind: str) -> str:
     """A loss or figure in words: eval_random_m8 -> any order, 8 orders. A name without a known
     part, such as that of a run config, stays as it is."""
 
-    def title_of_part(part: str) -> str:
-        found = (
-            (re.fullmatch(pattern, part), words) for pattern, words in titles()["parts"].items()
-        )
-        return next((words.format(*match.groups()) for match, words in found if match), part)
+    def words_of(part: str) -> str:
+        for pattern, words in titles()["parts"].items():
+            if match := re.fullmatch(pattern, part):
+                return words.format(*match.groups())
+        return part
 
-    words = [title_of_part(part) for part in kind.split("_")]
-    by_parts = kind if words == kind.split("_") else ", ".join(filter(None, words))
+    parts = kind.split("_")
+    words = [words_of(part) for part in parts]
+    by_parts = kind if words == parts else ", ".join(filter(None, words))
     return titles()["names"].get(kind, by_parts)
 
 
@@ -47,32 +47,25 @@ def tables(experiment: Experiment, found: dict) -> list[str]:
         lines += [*claims_table(found["claims"][recipe]), ""]
         for ratio in found["ratios"][recipe]:
             lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""]
-        for name, row in found["helpers"].get(recipe, {}).items():
-            losses = {kind: value_of(row, kind) for kind in ("l2r", "random")}
-            cells = [f"{title_of(k)} {v:.4f}" for k, v in losses.items() if v is not None]
-            described = experiment.helpers[recipe][name].description
-            lines += [f"*{name}* ({described}): {', '.join(cells)}", ""]
     return lines
 
 
 def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
-    """A line for each run config: losses and figures, means over seeds with the half-width of their
-    95% CI."""
+    """A line for each run config: losses and measures, means over seeds with the half-width of
+    their 95% CI."""
     main, goal = experiment.kind, experiment.goal
     rows = [row for entry in entries.values() for row in entry["runs"]]
-    shares = SHARES if any(main in row["losses"] for row in rows) else ()
-    columns = {(main, share): f"{title_of(main)}, {share:.0%}" for share in shares}
-    columns |= {(kind, 1.0): title_of(kind) for kind in experiment.shown}
-    known = any("excess" in row["measured"] for row in rows)
+    kinds = [main] * any(main in row["losses"] for row in rows) + experiment.shown
+    columns = {kind: title_of(kind) for kind in kinds}
+    if any("excess" in row["measured"] for row in rows):
+        columns["excess"] = "above the entropy"
     head = ["run config", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
-    head += ["above the entropy"] * known + ["parameters", "tuned"] * (not experiment.bench)
+    head += ["parameters", "tuned"] * (not experiment.bench)
     lines = []
     for name, entry in entries.items():
-        cells = [mean_cell([value_of(row, *kind) for row in entry["runs"]]) for kind in columns]
+        cells = [mean_cell([value_of(row, kind) for row in entry["runs"]]) for kind in columns]
         if goal is not None:
             cells.append(reached_cell(entry["runs"], main, goal))
-        if known:
-            cells.append(mean_cell([value_of(row, "excess") for row in entry["runs"]]))
         if not experiment.bench:
             cells += [f"{entry['parameters']:,}", tuned_cell(entry)]
         lines.append([name, *cells, entry["description"]])
@@ -82,39 +75,42 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
 def reached_cell(rows: list[dict], kind: str, goal: float) -> str:
     """After how many tokens a loss reaches the goal, mean over the runs; a dash if one never
     does."""
-    reached = [tokens_to(goal, row, kind) for row in rows]
-    if None in reached:
+    reached = mean_tokens_to(goal, rows, kind)
+    if reached is None:
         return "-"
     # Below it at the first evaluation already: nobody knows since when.
     early = any(row["losses"][kind][0] <= goal for row in rows)
-    return "at most " * early + f"{statistics.mean(reached) / 1e6:.2f}M"
+    return "at most " * early + f"{reached / 1e6:.2f}M"
+
+
+def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
+    """Mean over runs; None if one of them does not reach it."""
+    reached = [tokens_to(goal, row, kind) for row in rows]
+    return None if None in reached else statistics.mean(reached)
 
 
 def tokens_to(goal: float, row: dict, kind: str) -> float | None:
     """Tokens at which a loss first reaches the goal, interpolated between two evaluations; None if
     it never does."""
-    before = None
-    for tokens, loss in zip(row["tokens"], row["losses"].get(kind, ()), strict=False):
+    points = list(zip(row["tokens"], row["losses"].get(kind, ()), strict=False))
+    for (tokens, loss), (before, higher) in zip(points, points[:1] + points, strict=False):
         if loss <= goal:
-            if before is None:
-                return tokens
-            share = (before[1] - goal) / (before[1] - loss)
-            return before[0] + share * (tokens - before[0])
-        before = tokens, loss
+            share = (higher - goal) / (higher - loss) if higher > goal else 0
+            return before + share * (tokens - before)
     return None
 
 
-def value_of(row: dict, kind: str, share: float = 1.0) -> float | None:
-    found = figure_of(row, kind, share)
+def value_of(row: dict, kind: str) -> float | None:
+    found = figure_of(row, kind)
     return found.value if found else None
 
 
-def mean_cell(values: list[float | None]) -> str:
+def mean_cell(values: list[float | None], form: str = ".4f") -> str:
     """A mean over seeds with the half-width of its 95% CI; a dash if a value is missing."""
     if not values or None in values:
         return "-"
     mean, half_width = mean_and_reach(values)
-    return f"{mean:.4f}" if len(values) == 1 else f"{mean:.4f} ± {half_width:.4f}"
+    return f"{mean:{form}}" + f" ± {half_width:{form}}" * (len(values) > 1)
 
 
 def tuned_cell(entry: dict) -> str:
@@ -141,16 +137,14 @@ def page() -> str:
     for name in experiment_names():
         file = RESULTS / f"{name}.json"
         if file.exists():
-            with damaged(file, f"make it again: python -m studies.findings {name}"):
-                experiment, found = load_experiment(name), read_results(file, "make it again")
-                rows.append(overview(experiment, found))
-                sections += section(experiment, found)
+            experiment, found = load_experiment(name), read_results(file, "make it again")
+            rows.append(overview(experiment, found))
+            sections += section(experiment, found)
         else:
             missing.append(name)
     if missing:
         sections.append(f"Not run yet: {', '.join(missing)}.")
-    head = ["", "what is tested", "claims made before the runs"]
-    table = markdown_table(head, rows, left=3)
+    table = markdown_table(["", "what is tested", "claims made before the runs"], rows, left=3)
     return "\n".join([(CONFIGS / "page.md").read_text(), *table, "", *sections]).rstrip() + "\n"
 
 
@@ -159,8 +153,8 @@ def overview(experiment: Experiment, found: dict) -> list[str]:
     cells = []
     for recipe, claims in found["claims"].items():
         verdicts = Counter(c["verdict"] for c in claims if AFTER not in c["says"])
-        counts = [f"{n} {verdict}" for verdict, n in sorted(verdicts.items())]
-        cells += [f"{recipe}: {', '.join(counts)}"] * bool(counts)
+        counts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))
+        cells += [f"{recipe}: {counts}"] * bool(counts)
     # The anchor is as GitHub makes it from a heading.
     anchor = re.sub(r"[^\w -]", "", heading_of(experiment).lower()).replace(" ", "-")
     return [f"[{experiment.name}](#{anchor})", experiment.title, "; ".join(cells)]
@@ -175,5 +169,4 @@ def section(experiment: Experiment, found: dict) -> list[str]:
     figure = f"![{experiment.name}](findings/{experiment.name}.png)"
     lines = [f"## {heading_of(experiment)}", "", f"*Claim*: {experiment.source}", ""]
     lines += [f"*Setting*: {experiment.setting} {origin}", "", figure, ""]
-    lines += [*tables(experiment, found), experiment.meaning.strip(), ""]
-    return [*lines, f"*At the paper's scale*: {found['at_scale']}", ""]
+    return [*lines, *tables(experiment, found), experiment.meaning.strip(), ""]

@@ -12,16 +12,14 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from tqdm import tqdm
 
 from data.loader import find_dataset
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines, write_jsonl
 from runtime.outputs import commit
-from runtime.validation import Count, damaged
+from runtime.validation import Count
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
@@ -48,13 +46,11 @@ class RunOptions:
 class Results:
     """The rows of a JSONL file, and those that are added; its methods may be called by threads."""
 
-    def __init__(self, file: Path | None = None):
-        """file: None saves nothing."""
+    def __init__(self, file: Path | None = None):  # None saves nothing
         self.file, self.lock, self.rows = file, threading.Lock(), {}
         if file and file.exists():
-            with damaged(file, "remove it, and its runs are trained again"):
-                rows = [json_object(text, place) for place, text in read_lines(file, "results")]
-                self.rows = {row["key"]: row for row in rows}
+            rows = [json_object(text, place) for place, text in read_lines(file, "results")]
+            self.rows = {row["key"]: row for row in rows}
 
     def of(self, config: Config, commands: list[list[str]], make: Callable[[], dict]) -> dict:
         """The result of a run that is measured by these commands: the saved one, or else that of
@@ -107,61 +103,45 @@ def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
     return values
 
 
-def train(
-    experiment: Experiment,
-    recipes: list[str],
-    seeds: int,
-    results: Results,
-    *,
-    jobs: int = 1,
-    processes: int = 1,
-    quick: bool = False,
-) -> Found:
-    """Tune every run config with seed 0, then train its other seeds with the best value, and
-    measure them, `jobs` runs at a time. Nothing is tuned with `quick`.
-
-    Runs are tuned at full length: in short runs, still on the unigram plateau, rates cannot be told
-    apart, and the best one there is not the best one later."""
-    chosen = [(recipe, one) for recipe in recipes for one in experiment.trained(recipe)]
-    tries = [0 if quick or len(one.choices) == 1 else 3 for _, one in chosen]  # usually
-    total = sum(tries) + seeds * len(chosen)
-    bar = tqdm(desc=experiment.name, total=total, unit="run", smoothing=1, disable=None)
-    runner, pool = Runner(experiment, results, processes, quick, bar), ThreadPoolExecutor(jobs)
-    found: Found = {recipe: {} for recipe in recipes}
-    try:
-        tuning = [pool.submit(runner.tune, recipe, one) for recipe, one in chosen]
-        for (recipe, one), pairs in zip(chosen, (f.result() for f in tuning), strict=True):
-            tuned, grid = best_of(one, pairs), one.choices
-            model = meta_model(experiment.config(recipe, one, 0, tuned))
-            found[recipe][one.name] = {
-                "description": one.description,
-                "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
-                "tuned": tuned,
-                "at_boundary": bool(pairs) and tuned in (grid[0], grid[-1]),
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "runs": [pool.submit(runner.run, recipe, one, s, tuned) for s in range(seeds)],
-            }
-        for recipe, one in chosen:
-            entry = found[recipe][one.name]
-            entry["runs"] = [future.result() for future in entry["runs"]]
-    finally:  # after an error or an interrupt no further run starts
-        pool.shutdown(cancel_futures=True)
-        bar.close()
-    return found
-
-
 @dataclass
 class Runner:
     """Makes the runs of an experiment; its methods may be called by threads."""
 
     experiment: Experiment
     results: Results
-    processes: int = 1
+    jobs: int = 1  # runs at a time
+    processes: int = 1  # of each run
     quick: bool = False
-    bar: tqdm | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self):
-        self.lock = threading.Lock()
+    def train(self, seeds: int) -> Found:
+        """Tune every run config with seed 0, then train its other seeds with the best value, and
+        measure them. Nothing is tuned with `quick`.
+
+        Runs are tuned at full length: in short runs, still on the unigram plateau, rates cannot be
+        told apart, and the best one there is not the best one later."""
+        recipes, pool = self.experiment.recipes, ThreadPoolExecutor(self.jobs)
+        chosen = [(recipe, one) for recipe in recipes for one in self.experiment.trained(recipe)]
+        found: Found = {recipe: {} for recipe in recipes}
+        try:
+            tuning = [pool.submit(self.tune, recipe, one) for recipe, one in chosen]
+            for (recipe, one), pairs in zip(chosen, (f.result() for f in tuning), strict=True):
+                tuned, grid = best_of(one, pairs), one.choices
+                model = meta_model(self.experiment.config(recipe, one, 0, tuned))
+                found[recipe][one.name] = {
+                    "description": one.description,
+                    "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
+                    "tuned": tuned,
+                    "at_boundary": bool(pairs) and tuned in (grid[0], grid[-1]),
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "runs": [pool.submit(self.run, recipe, one, s, tuned) for s in range(seeds)],
+                }
+            for recipe, one in chosen:
+                entry = found[recipe][one.name]
+                entry["runs"] = [future.result() for future in entry["runs"]]
+        finally:  # after an error or an interrupt no further run starts
+            pool.shutdown(cancel_futures=True)
+        return found
 
     def tune(self, recipe: str, run_config: RunConfig) -> list[tuple[Values, float]]:
         """What `search` tries with seed 0."""
@@ -176,8 +156,9 @@ class Runner:
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
-        folders = {name: c.run_folder for name, c in self.helpers(recipe).items()}
-        places = {"run": config.run_folder, "data": config.data.folder} | folders
+        helpers = self.experiment.helper_configs(recipe, self.quick)
+        places = {name: helper.run_folder for name, helper in helpers.items()}
+        places |= {"run": config.run_folder, "data": config.data.folder}
         commands = [
             [measure.script, *(word.format(**places) for word in measure.words(self.quick))]
             for measure in self.experiment.measures
@@ -193,10 +174,11 @@ class Runner:
                 if word.startswith("data/"):  # missing data should not stop us after hours of runs
                     find_dataset(word)
             with self.lock:  # the first run trains the helpers, the others wait
-                for helper in self.helpers(recipe).values():
+                for helper in self.experiment.helper_configs(recipe, self.quick).values():
                     finished_run(helper)
             result = result_of(config, finished_run(config, self.processes))
-            tqdm.write(f"{config.name}: {result['losses'].get('training', ['diverged'])[-1]}")
+            loss = result["losses"].get("training", ["diverged"])[-1]
+            print(f"{config.name}: {loss}", flush=True)
             for command in commands if result["tokens"] else ():
                 result["measured"] |= measured_by(command)
             if any(name.startswith("judge_") for name in result["measured"]):
@@ -205,20 +187,7 @@ class Runner:
                 result["measured"]["entropy_of_text"] = [entropy, None]
             return result
 
-        found = self.results.of(config, [words for _, *words in commands], make)
-        if self.bar is not None:
-            self.bar.update()
-        return found
-
-    def helpers(self, recipe: str) -> dict[str, Config]:
-        names = self.experiment.helpers.get(recipe, {})
-        return {name: self.experiment.helper(recipe, name, self.quick) for name in names}
-
-    def helper_results(self, recipe: str) -> dict[str, dict]:
-        def result(config: Config) -> dict:
-            return self.results.of(config, [], lambda: result_of(config, finished_run(config)))
-
-        return {name: result(config) for name, config in self.helpers(recipe).items()}
+        return self.results.of(config, [words for _, *words in commands], make)
 
 
 def benchmark(experiment: Experiment, quick: bool) -> Found:
@@ -227,8 +196,12 @@ def benchmark(experiment: Experiment, quick: bool) -> Found:
     bench = experiment.bench
     for name, system in measured_by([bench.script, *bench.words(quick)]).items():
         runs = [row | {"measured": figures} for figures in system["repeats"]]
-        told = {"description": system["description"], "tuning": [], "tuned": {}}
-        found[name] = told | {"runs": runs}
+        found[name] = {
+            "description": system["description"],
+            "tuning": [],
+            "tuned": {},
+            "runs": runs,
+        }
     return {"side by side": found}
 
 
@@ -237,20 +210,18 @@ def result_of(config: Config, lines: list[dict] | None) -> dict:
     kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the distance
     of the last loss from the least possible one, where that is known."""
     main, losses, tokens = main_loss(config), {}, []
-    measured = {"unigram": [unigram(config.data.folder), None]}
     for line in validations_of(config, lines):
         tokens.append(line["tokens"])
         values = {"training": line[main], "training_error": line.get(main.replace("loss", "error"))}
-        for key, value in line.items():
-            for prefix, ending in (("val_loss_", ""), ("val_error_", "_error")):
-                if key.startswith(prefix):
-                    values[key.removeprefix(prefix) + ending] = value
+        for prefix, ending in (("val_loss_", ""), ("val_error_", "_error")):
+            of = {k: value for k, value in line.items() if k.startswith(prefix)}
+            values |= {k.removeprefix(prefix) + ending: value for k, value in of.items()}
         for key, value in values.items():
             # Six digits are beyond the accuracy of everything here, and halve the file.
             losses.setdefault(key, []).append(None if value is None else round(value, 6))
+    measured = {"unigram": [unigram(config.data.folder), None]}
     least = least_loss(config.data.folder, config.eval.sequences, config.model.block_size)
     if least is not None and tokens:
         measured["excess"] = [round(line[main] - least, 6), None]
     result = {"seed": config.seed, "commit": trained_by(config), "tokens": tokens}
-    result |= {"losses": losses, "measured": measured}
-    return result | {"tokens_per_second": speed_of(lines)}
+    return result | {"losses": losses, "measured": measured, "tokens_per_second": speed_of(lines)}

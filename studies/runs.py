@@ -39,9 +39,10 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
     """The metrics of a run, which is trained to its end first if necessary; None if it diverged,
     which is a result, too. Raises UserError if training fails otherwise, or was stopped."""
     if not has_ended(config):
-        file, commits = write_config(config), commits_file(config)
-        known = trained_by(config).split(", ") if commits.exists() else []
-        write_text(commits, ", ".join(dict.fromkeys([*known, commit()])))
+        file = beside(config, ".toml")  # `python train.py FILE` trains the same run by hand
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, configuration.to_toml(config))
+        write_text(beside(config, ".commit"), commit())
         done = run_alone("train.py", str(file), processes=processes)
         if done.returncode and "not finite" in done.stderr:
             return None
@@ -68,23 +69,15 @@ def has_ended(config: Config) -> bool:
     return any(line["step"] == config.train.steps for line in lines)
 
 
-def commits_file(config: Config) -> Path:
-    return config.run_folder.with_name(f"{config.name}.commit")
-
-
 def trained_by(config: Config) -> str:
-    """The commit of the code that trained a run; several if another one resumed it."""
-    file = commits_file(config)
+    """The commit of the code that finished the training of a run."""
+    file = beside(config, ".commit")
     return file.read_text() if file.exists() else "unknown"
 
 
-def write_config(config: Config) -> Path:
-    """Write the file that a run is trained from, beside its folder; `python train.py FILE` trains
-    the same run by hand."""
-    file = config.run_folder.with_name(f"{config.name}.toml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, configuration.to_toml(config))
-    return file
+def beside(config: Config, suffix: str) -> Path:
+    """A file beside the run's folder."""
+    return config.run_folder.with_name(config.name + suffix)
 
 
 def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:

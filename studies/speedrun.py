@@ -10,35 +10,26 @@ under `tune`, the lowest final loss decides, and the other seeds are trained wit
 Results are in results/speedrun/BENCHMARK.json, those of single runs in BENCHMARK.runs.jsonl.
 """
 
+import itertools
 import math
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from evaluation.text_measures import mean_and_reach
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_json
 from runtime.outputs import command, commit, markdown_table, versions
-from runtime.validation import (
-    Count,
-    NonNegative,
-    check_values,
-    damaged,
-    from_values,
-    read_results,
-    read_toml,
-    schema,
-)
+from runtime.validation import Count, FileError, check_values, damaged, read_results, read_toml
 from studies.bench_common import cpu_name, spread_of
 from studies.experiment import Experiment, laid_over, read_run_configs
-from studies.pages import mean_cell, tokens_to, tuned_cell, value_of
-from studies.runner import Results, commits_of, train
+from studies.pages import mean_cell, mean_tokens_to, tuned_cell, value_of
+from studies.runner import Results, Runner, commits_of
 from studies.runs import ROOT, finished_run, speed_of
 from training.config import Config
 
@@ -61,7 +52,7 @@ class Arguments:
     """Runs in parallel on a CPU, each with one thread."""
     processes: Count = 1
     """Of each run, one for each GPU of this machine, started by torchrun."""
-    repetitions: NonNegative = 0
+    repetitions: Count | None = None
     """Instead of training, measure speed: so many times, a short run of each run config in turn."""
 
 
@@ -78,58 +69,54 @@ def main() -> None:
         if a.repetitions and name not in entries:
             raise UserError(f"{name} has no results: run it first, without --repetitions")
     if a.repetitions and a.run_configs:
-        write_json(file_of(benchmark, ".speeds.json"), measure_speeds(benchmark, a))
+        measure_speeds(benchmark, entries, a)
         print(*time_table(benchmark), sep="\n")
     elif a.run_configs:
-        chosen = {name: known[name] for name in a.run_configs}
-        experiment = replace(benchmark, recipes={RECIPE: chosen})
-        results = Results(file_of(benchmark, ".runs.jsonl"))
-        workers = {"jobs": a.jobs, "processes": a.processes}
-        for name, entry in train(experiment, [RECIPE], a.seeds, results, **workers)[RECIPE].items():
-            entries[name] = entry | {"commit": commits_of(entry["runs"])}
-        made = {"experiment": benchmark.name, "recipes": {RECIPE: entries}}
-        write_json(file_of(benchmark, ".json"), made | {"torch": versions()["torch"]})
-        lines = [line(name, entries[name], benchmark.goal) for name in chosen]
-        print(*markdown_table(HEAD, lines), sep="\n")
+        train(benchmark, entries, a)
     else:
         print(*table(benchmark), sep="\n")
 
 
-@schema
-class BenchmarkFile(TypedDict):
-    goal: float
-    base: dict[str, Any]
-    run_configs: dict[str, dict]
+def train(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None:
+    """Train run configs, and write and print their results, beside those that there are."""
+    chosen = {name: benchmark.recipes[RECIPE][name] for name in a.run_configs}
+    experiment = replace(benchmark, recipes={RECIPE: chosen})
+    results = Results(file_of(benchmark, ".runs.jsonl"))
+    runner = Runner(experiment, results, jobs=a.jobs, processes=a.processes)
+    for name, entry in runner.train(a.seeds)[RECIPE].items():
+        entries[name] = entry | {"commit": commits_of(entry["runs"])}
+    made = {"experiment": benchmark.name, "recipes": {RECIPE: entries}}
+    write_json(file_of(benchmark, ".json"), made | {"torch": versions()["torch"]})
+    lines = [line(name, entries[name], benchmark.goal) for name in chosen]
+    print(*markdown_table(HEAD, lines), sep="\n")
 
 
 def load_benchmark(name: str) -> Experiment:
     """Read studies/configs/speedrun/NAME.toml: `goal`, `base` and `run_configs`. With `from` it
     names another benchmark, over whose base and run configs it lays its own; `length` scales the
     numbers of steps of that one."""
-    source = f"benchmark {name}"
-    values = from_values(read_values(name), BenchmarkFile, source)
-    run_configs = read_run_configs(values["run_configs"], source)
-    parts = {"goal": values["goal"], "base": values["base"], "recipes": {RECIPE: run_configs}}
-    return Experiment(name=name, out=OUT / name, **parts)
+    with damaged(CONFIGS / f"{name}.toml", "compare it with studies/configs/speedrun/gpt2.toml"):
+        values = read_values(name)
+        run_configs = read_run_configs(values.pop("run_configs"), f"benchmark {name}")
+        return Experiment(name=name, out=OUT / name, recipes={RECIPE: run_configs}, **values)
 
 
 def read_values(name: str) -> dict:
     path = CONFIGS / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
-        raise UserError(f"there is no benchmark {name!r}; choose one of {known}")
+        raise FileError(f"there is no benchmark {name!r}; choose one of {known}")
     values = read_toml(path)
     if "from" not in values:
         return values
     source, length = read_values(values.pop("from")), values.pop("length", 1)
-    with damaged(path, "compare it with studies/configs/speedrun/gpt2.toml"):
-        tables = [source["base"]["train"], source["base"]["eval"], *source["run_configs"].values()]
-        for table in tables:
-            for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
-                table[key] = round(length * table[key])
-        for part in ("base", "run_configs"):
-            source[part] = laid_over(source[part], values.pop(part, {}))
-        return source | values
+    tables = [source["base"]["train"], source["base"]["eval"], *source["run_configs"].values()]
+    for table in tables:
+        for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
+            table[key] = round(length * table[key])
+    for part in ("base", "run_configs"):
+        source[part] = laid_over(source[part], values.pop(part, {}))
+    return source | values
 
 
 def file_of(benchmark: Experiment, suffix: str) -> Path:
@@ -138,24 +125,23 @@ def file_of(benchmark: Experiment, suffix: str) -> Path:
 
 def read_entries(benchmark: Experiment) -> dict[str, dict]:
     """The results by run config; also of some that the benchmark no longer has."""
-    file, advice = file_of(benchmark, ".json"), "remove it, and run its run configs again"
-    with damaged(file, advice):
-        return read_results(file, advice)["recipes"][RECIPE] if file.exists() else {}
+    file = file_of(benchmark, ".json")
+    if not file.exists():
+        return {}
+    return read_results(file, "remove it, and run its run configs again")["recipes"][RECIPE]
 
 
-def measure_speeds(benchmark: Experiment, a: Arguments) -> dict:
-    """Tokens per second of run configs with results, in turn, so that other work of the machine
-    affects all of them alike."""
-    entries, known, configs = read_entries(benchmark), benchmark.recipes[RECIPE], {}
-    for name in a.run_configs:
-        configs[name] = benchmark.config(RECIPE, known[name], 0, entries[name]["tuned"])
-    speeds: dict[str, list[float]] = {name: [] for name in configs}
-    for _ in range(a.repetitions):
-        for name, config in configs.items():
-            speeds[name].append(speed_of_short_run(config, a.processes))
-            print(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
+def measure_speeds(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None:
+    """Write the tokens per second of run configs with results, measured in turn, so that other work
+    of the machine affects all of them alike."""
+    speeds: dict[str, list[float]] = {name: [] for name in a.run_configs}
+    for _, name in itertools.product(range(a.repetitions), speeds):
+        run_config, tuned = benchmark.recipes[RECIPE][name], entries[name]["tuned"]
+        config = benchmark.config(RECIPE, run_config, 0, tuned)
+        speeds[name].append(speed_of_short_run(config, a.processes))
+        print(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
     made = {"command": command(), "commit": commit(), "cpu": cpu_name(), "versions": versions()}
-    return {"tokens_per_second": speeds} | made
+    write_json(file_of(benchmark, ".speeds.json"), {"tokens_per_second": speeds} | made)
 
 
 def speed_of_short_run(config: Config, processes: int) -> float:
@@ -171,8 +157,6 @@ def speed_of_short_run(config: Config, processes: int) -> float:
             eval=replace(config.eval, interval=steps, sequences=1),
         )
         lines = finished_run(short, processes)
-    if lines is None:
-        raise UserError(f"{config.name}: its loss became infinite within {steps} steps")
     return speed_of(lines)
 
 
@@ -183,16 +167,18 @@ def time_table(benchmark: Experiment) -> list[str]:
     speeds, entries = speeds["tokens_per_second"], read_entries(benchmark)
     first = next(iter(speeds))
     durations = [tokens_of(entries[first]) / speed for speed in speeds[first]]
+
+    def share(tokens: float | None, of: list[float]) -> str:
+        pairs = zip(of, durations, strict=True)
+        return spread_of([tokens / speed / whole for speed, whole in pairs]) if tokens else "-"
+
     lines = []
     for name, of in speeds.items():
-        entry, shares = entries[name], []
-        for tokens in (tokens_of(entry), mean_tokens_to_goal(entry, benchmark.goal)):
-            pairs = zip(of, durations, strict=True)
-            ratios = [tokens / speed / seconds for speed, seconds in pairs] if tokens else []
-            shares.append(spread_of(ratios) if ratios else "-")
-        loss = mean_cell([value_of(row, "random") for row in ended(entry)])
-        seconds = f"{tokens_of(entry) / statistics.median(of):.0f}"
-        lines.append([name, loss, spread_of([speed / 1000 for speed in of]), seconds, *shares])
+        tokens, rows = tokens_of(entries[name]), entries[name]["runs"]
+        loss = mean_cell([value_of(row, "random") for row in ended(entries[name])])
+        cells = [loss, spread_of([speed / 1000 for speed in of])]
+        cells += [f"{tokens / statistics.median(of):.0f}", share(tokens, of)]
+        lines.append([name, *cells, share(mean_tokens_to(benchmark.goal, rows, "random"), of)])
     head = ["run config", "any order", "1,000 tokens per second", "seconds", f"of {first}'s"]
     return markdown_table([*head, "to the goal"], lines)
 
@@ -204,34 +190,25 @@ HEAD += ["tuned", "commit", "description"]
 def table(benchmark: Experiment) -> list[str]:
     """The leaderboard: run configs with results, the fewest tokens and the lowest loss first.
     Ingredients that did not pay stay there, though the benchmark no longer has them."""
-    with damaged(file_of(benchmark, ".json"), "remove it, and run its run configs again"):
-        known = read_entries(benchmark)
-        place = {
-            n: (tokens_of(e), statistics.mean(losses_of(e).values())) for n, e in known.items()
-        }
-        ranked = sorted(known, key=place.get)
-        lines = markdown_table(HEAD, [line(name, known[name], benchmark.goal) for name in ranked])
-        lines += ingredients(known)
-        if file_of(benchmark, ".speeds.json").exists():
-            lines += ["", *time_table(benchmark)]
+    known = read_entries(benchmark)
+    place = {n: (tokens_of(e), statistics.mean(losses_of(e).values())) for n, e in known.items()}
+    ranked = sorted(known, key=place.get)
+    lines = markdown_table(HEAD, [line(name, known[name], benchmark.goal) for name in ranked])
+    lines += ingredients(known)
+    if file_of(benchmark, ".speeds.json").exists():
+        lines += ["", *time_table(benchmark)]
     missing = [name for name in benchmark.recipes[RECIPE] if name not in known]
     return [*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])]
 
 
 def line(name: str, entry: dict, goal: float) -> list[str]:
     """Means over seeds, of losses with the half-width of their 95% CI."""
-    rows, reached = ended(entry), mean_tokens_to_goal(entry, goal)
+    rows, reached = ended(entry), mean_tokens_to(goal, entry["runs"], "random")
     minutes = statistics.mean(r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows)
     losses = [mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")]
     tokens = ["-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)]
     told = [tuned_cell(entry), entry["commit"], entry["description"]]
     return [name, *losses, str(len(rows)), *tokens, f"{minutes:.1f}", *told]
-
-
-def mean_tokens_to_goal(entry: dict, goal: float) -> float | None:
-    """Mean over seeds; None if one of them does not reach it."""
-    reached = [tokens_to(goal, row, "random") for row in entry["runs"]]
-    return None if None in reached else statistics.mean(reached)
 
 
 def ended(entry: dict) -> list[dict]:
@@ -260,9 +237,8 @@ def ingredients(known: dict[str, dict]) -> list[str]:
             losses = losses_of(entry)
             differences = [losses[seed] - fast[seed] for seed in fast.keys() & losses.keys()]
             mean, half_width = mean_and_reach(differences)
-            word = "no difference" if abs(mean) < half_width else "costs" if mean > 0 else "pays"
-            if word == "pays" and -mean < worth:
-                word = "too little"
+            word = "costs" if mean > 0 else "pays" if -mean >= worth else "too little"
+            word = "no difference" if abs(mean) < half_width else word
             lines.append([name, f"{mean:+.4f} ± {half_width:.4f}", word, entry["description"]])
     return ["", *markdown_table(["one change", "any order", "it", "description"], lines)]
 

@@ -5,7 +5,6 @@ step counts; ratios come with the least and the largest over the repetitions.
 """
 
 import dataclasses
-import math
 import statistics
 import sys
 import time
@@ -59,22 +58,15 @@ class TrainOptions(BenchOptions):
 def bench_train(o: TrainOptions) -> dict:
     """Run the benchmark, report, and return what --json holds. Raises UserError for settings that
     no system can run."""
-    o.check()
-    config, device = SIZES[o.size][0], pick_device(o.device)
-    o = dataclasses.replace(o, length=o.length or config.block_size)
-    if o.length > config.block_size:
-        raise UserError(
-            f"--length {o.length} exceeds {config.block_size}, --size {o.size}'s; lower it"
-        )
+    outputs, device = o.check(), pick_device(o.device)
+    o = dataclasses.replace(o, length=o.length or SIZES[o.size][0].block_size)
     if o.compile and device.type == "cpu" and not has_compiler():
         raise UserError("compiling on a CPU needs a C++ compiler and there is none: --no-compile")
     dtype = pick_dtype(o.dtype, device)
-    rates = common.measure_rates(config, o.batch_size * o.length, dtype, device)
     systems = [Trainee(name, o, device, dtype) for name in dict.fromkeys(o.systems)]
     steps, peak = measure(systems, o), peak_flops(device, dtype)
     rows = [summary(system, steps, peak) for system in systems]
-    figures = {"peak_flops": peak, "rates": rates, "rows": rows}
-    return common.publish(o, dtype, device, "Training speed", figures, report)
+    return common.publish(o, outputs, dtype, device, {"peak_flops": peak, "rows": rows}, report)
 
 
 class Trainee:
@@ -82,14 +74,13 @@ class Trainee:
 
     def __init__(self, name: str, options: TrainOptions, device: torch.device, dtype: torch.dtype):
         self.name, self.options, self.device, self.dtype = name, options, device, dtype
-        shape, self.vocab_size = SIZES[options.size]
-        changes = {"gpt": {"target": "none"}, "rotary": {"position": "rotary", "target": "rotary"}}
+        self.vocab_size = SIZES[options.size][1]
         self.config = Config(
-            model=dataclasses.replace(shape, **changes.get(name, {})),
+            model=common.config_of(name, options.size, options.length),
             order=OrderConfig("l2r" if name == "gpt" else "mixture"),
             optim=OptimConfig(kind=options.optimizer),
         )
-        self.model = common.random_model(self.config.model, options.seed, device).train()
+        self.model = common.random_model(self.config.model, device).train()
         self.average = EMA(self.model, self.config.optim.ema_decay)
         self.optimizer = make_optimizer(self.model, self.config)
         self.memory: int | None = None  # bytes that a step takes on a GPU
@@ -100,9 +91,9 @@ class Trainee:
         """Tokens and orders (B, T) of a step; the same tokens in every system, the same orders in
         all of one kind."""
         o = self.options
-        generator = common.seeded(o.seed + step)
+        generator = common.seeded(step)
         tokens = torch.randint(self.vocab_size, (o.batch_size, o.length), generator=generator)
-        order = orders_at(self.config.order, o.seed, step, range(o.batch_size), o.length)
+        order = orders_at(self.config.order, 0, step, range(o.batch_size), o.length)
         return tokens.to(self.device), order.to(self.device)
 
     def step(self, step: int) -> dict:
@@ -119,22 +110,19 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=True)
         synchronize(self.device)
         done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
-        if not math.isfinite(done["loss"]):
-            raise RuntimeError(f"the loss of {self.name} is {done['loss']} in step {step}")
         print(f"step {step}, {self.name}: {done['seconds']:.3g} s", file=sys.stderr, flush=True)
         return done
 
     def warm_up(self) -> list[dict]:
         """The first steps; on a GPU with the memory of weights, average and what a step adds."""
-        on_gpu, done = self.device.type == "cuda", []
-        before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
+        if self.device.type != "cuda":
+            return [self.step(step) for step in range(self.options.warmup)]
+        before, done = torch.cuda.memory_allocated(self.device), []
         for step in range(self.options.warmup):
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
             done.append(self.step(step))
-        if on_gpu:
-            weights = sum(p.nbytes for p in self.model.parameters())
-            self.memory = 2 * weights + torch.cuda.max_memory_allocated(self.device) - before
+        weights = sum(p.nbytes for p in self.model.parameters())
+        self.memory = 2 * weights + torch.cuda.max_memory_allocated(self.device) - before
         return done
 
 
@@ -154,15 +142,14 @@ def summary(system: Trainee, steps: dict[str, list[dict]], peak: float | None) -
     seconds = {name: [s["seconds"] for s in taken[o.warmup :]] for name, taken in steps.items()}
     of = seconds[system.name]
     speed = o.batch_size * o.length / statistics.median(of)
-    flops = speed * flops_per_token(system.model.config, o.length)
+    flops = flops_per_token(system.model.config, o.length)
     row = {
         "system": system.name,
         "seconds": statistics.median(of),
         "all_seconds": of,
         "losses": [step["loss"] for step in steps[system.name]],
         "tokens_per_second": speed,
-        "flops": flops,
-        "mfu": flops / peak if peak else None,
+        "mfu": speed * flops / peak if peak else None,
         "peak_bytes": system.memory,
     }
     if "gpt" in seconds:
@@ -172,31 +159,25 @@ def summary(system: Trainee, steps: dict[str, list[dict]], peak: float | None) -
     return row
 
 
-def report(result: dict) -> str:
-    s, product = result["settings"], result["rates"]["flops"]
-    return common.paragraphs(
-        result,
-        f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
-        f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after {s['warmup']} steps "
-        f"of warm-up. {product / 1e9:,.0f} GFLOP/s in a matrix product.",
-        table(result["rows"], product),
-        "x gpt: median step relative to the GPT's; least and largest ratio of two steps in the "
-        "same repetition. MFU, of product: operations of forward and backward relative to the "
-        "peak in the device's data sheet and to the matrix product above. peak: the most memory of "
-        "a step, on a GPU.",
-    )
-
-
-def table(rows: list[dict], product: float) -> str:
-    """Ratios first."""
+def report(result: dict) -> list[str]:
+    """The settings, and a table with ratios first."""
+    s, rows = result["settings"], result["rows"]
     head = ["system", *["x gpt (min - max)"] * ("times_gpt" in rows[0]), "step ms (min - max)"]
-    head += ["tokens/s", "MFU", "of product", "peak MB"]
+    head += ["tokens/s", "MFU", "peak MB"]
     lines = []
     for r in rows:
-        ratio = ["{:.3f} ({:.3f} - {:.3f})".format(*r["times_gpt"])] * ("times_gpt" in r)
-        times = common.spread_of([1000 * seconds for seconds in r["all_seconds"]])
-        mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
-        peak = "unknown" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"
-        speeds = common.short(r["tokens_per_second"]), mfu, f"{r['flops'] / product:.1%}"
-        lines.append([r["system"], *ratio, times, *speeds, peak])
-    return "\n".join(markdown_table(head, lines))
+        cells = ["{:.3f} ({:.3f} - {:.3f})".format(*r["times_gpt"])] * ("times_gpt" in r)
+        cells += [common.spread_of([1000 * seconds for seconds in r["all_seconds"]])]
+        cells += [common.short(r["tokens_per_second"])]
+        cells += ["unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"]
+        cells += ["unknown" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"]
+        lines.append([r["system"], *cells])
+    return [
+        f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
+        f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after {s['warmup']} steps "
+        "of warm-up. x gpt: median step relative to the GPT's; least and largest ratio of two "
+        "steps in the same repetition. MFU: operations of forward and backward relative to the "
+        "peak in the device's data sheet. peak: the most memory of a step, on a GPU.",
+        "",
+        *markdown_table(head, lines),
+    ]

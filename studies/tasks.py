@@ -12,40 +12,36 @@ results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 import tyro
 
-from checkpoints import Loaded, load
+from checkpoints import load
 from data.prepare import Prepare, prepare
 from data.puzzles import TASKS
-from evaluation.answers import ON_PAGE, Answers, Questions, answer, open_questions, page_of
+from evaluation.answers import answer, open_questions
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
-from runtime.outputs import versions
 from runtime.processes import Processes
-from runtime.validation import Count, check_values, damaged, read_results, read_toml
+from runtime.outputs import versions
+from runtime.validation import check_values, read_results, read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
-from studies.answer_pages import ANY_ORDER, CONFIGS, RECIPE, RESULTS, figure, page, task_table
+from studies.answer_pages import CONFIGS, RECIPE, RESULTS, figure, page, task_table
 from studies.experiment import OUT, Experiment, read_run_configs
-from studies.runner import Results, RunOptions, train
+from studies.runner import Results, Runner, RunOptions
 from studies.runs import ROOT, finished_run
 from training.config import Config
 
-BATCH = 100  # records decoded together
+BATCH, QUICK_RECORDS = 100, 100  # records decoded together; and with --quick, in all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
-    tasks: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[TASK ...]")
-    ] = ()
+    tasks: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Tasks of studies/configs/tasks/systems.toml, or: page. By default all, and then the page."""
-    limit: Count | None = None
-    """Only the first records of the test split."""
 
 
 def main() -> None:
@@ -58,9 +54,7 @@ def main() -> None:
         return
     for name in a.tasks:
         if name not in known:
-            raise UserError(
-                f"there is no task {name!r}; choose of {', '.join(known)}, or give page alone"
-            )
+            raise UserError(f"there is no task {name!r}; choose of {', '.join(known)}")
     complete = [run(name, known[name], decoders, a) for name in a.tasks or known]
     if not a.tasks and all(complete):
         write_page(known)
@@ -69,15 +63,13 @@ def main() -> None:
 def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
     """An experiment for each task, with what it asks as its title; decoding options by name."""
     values = read_toml(CONFIGS / "systems.toml")
-    run_configs, tune = values.pop("run_configs"), values.pop("tune")
-    tasks, decoders = values.pop("tasks"), values.pop("decoders")
+    parts = "run_configs", "tune", "tasks", "decoders"
+    run_configs, tune, tasks, decoders = (values.pop(part) for part in parts)
     found = {}
     for task, changes in tasks.items():
         title = changes.pop("says")
         changes |= {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
-        inheriting = {name: {"from": "recipe"} | table for name, table in run_configs.items()}
-        systems = read_run_configs({"recipe": changes | {"tune": tune}} | inheriting, task)
-        del systems["recipe"]
+        systems = read_run_configs(run_configs, task, changes | {"tune": tune})
         of = {"name": f"tasks/{task}", "title": title, "recipes": {RECIPE: systems}}
         found[task] = Experiment(**values | of)
     return found, decoders
@@ -88,9 +80,9 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
     they are complete."""
     if not (ROOT / "data" / task / "meta.json").exists():
         prepare(Prepare(task))
-    seeds = a.seeds or experiment.seeds
+    seeds, limit = a.seeds or experiment.seeds, QUICK_RECORDS if a.quick else None
     results = Results(None if a.quick else RESULTS / f"{task}.runs.jsonl")
-    found = train(experiment, [RECIPE], seeds, results, jobs=a.jobs, quick=a.quick)
+    found = Runner(experiment, results, jobs=a.jobs, quick=a.quick).train(seeds)
     entries, systems = found[RECIPE], experiment.recipes[RECIPE]
 
     def config(system: str, seed: int) -> Config:
@@ -101,30 +93,25 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
         for entry in entries.values():
             entry["runs"][seed]["decoders"] = {}
         for name, values in decoders.items():  # times are compared: one system after the other
-            settings = [f"limit {a.limit}", *(f"{key} {value}" for key, value in values.items())]
+            settings = [f"limit {limit}", *(f"{key} {value}" for key, value in values.items())]
             for system, entry in entries.items():
                 if options := decoding_options(values, task, config(system, seed)):
-                    make = functools.partial(decode, config(system, seed), options, a.limit)
+                    make = functools.partial(decode, config(system, seed), options, limit)
                     answers = results.of(config(system, seed), [settings], make)
                     entry["runs"][seed]["decoders"][name] = answers
-    complete = seeds >= experiment.seeds and a.limit is None and not a.quick
+    complete = seeds >= experiment.seeds and not a.quick
     folder = RESULTS if complete else OUT / ("quick" if a.quick else "part") / "tasks"
     file, origin = folder / f"{task}.json", {"torch": versions()["torch"]}
     write_json(file, {"experiment": experiment.name, "recipes": found} | origin)
     print(*task_table(entries), f"wrote {file}", sep="\n")
-    if complete and TASKS[task].board:
-        html = board_page(task, config("aogpt", 0), decoders[ANY_ORDER])
-        write_text(file.with_suffix(".html"), html)
     return complete
 
 
 def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions | None:
     """Options with the task's temperature; None if the model does not support them, as a plain GPT
     only decodes left to right."""
-    options = replace(
-        DecodingOptions(**values), temperature=TASKS[task].temperature, batch_size=BATCH
-    )
-    options = with_mode_defaults(options)
+    settings = {"temperature": TASKS[task].temperature, "batch_size": BATCH}
+    options = with_mode_defaults(DecodingOptions(**values | settings))
     with contextlib.suppress(UserError):
         check_mode(options, config.model)
         return options
@@ -133,40 +120,18 @@ def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions
 def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
     """`Answers.summary` of a run on the test split, after a warm-up."""
     finished_run(config)
-    loaded, questions = load_once(config, limit)
-    answer_alone(loaded, questions.first(options.batch_size), options, config.seed)
-    return answer_alone(loaded, questions, options, config.seed).summary()
-
-
-@functools.lru_cache(maxsize=8)  # the systems of a task, which decode in turn
-def load_once(config: Config, limit: int | None) -> tuple[Loaded, Questions]:
-    loaded = load(config.run_folder)
-    return loaded, open_questions(config.data.folder, "test", loaded, limit)
-
-
-def answer_alone(
-    loaded: Loaded, questions: Questions, options: DecodingOptions, seed: int
-) -> Answers:
-    return answer(loaded, questions, options, seed, Processes(0, 1, torch.device("cpu")))
-
-
-def board_page(task: str, config: Config, values: dict) -> str:
-    """HTML on which some records fill in, the most confident positions first."""
-    finished_run(config)
-    loaded, questions = load_once(config, ON_PAGE)
-    answers = answer_alone(loaded, questions, decoding_options(values, task, config), config.seed)
-    return page_of(loaded, questions, answers, {"task": task, "decoded": ANY_ORDER})
+    loaded, alone = load(config.run_folder), Processes(0, 1, torch.device("cpu"))
+    questions = open_questions(config.data.folder, "test", loaded, limit)
+    answer(loaded, questions.first(options.batch_size), options, config.seed, alone)
+    return answer(loaded, questions, options, config.seed, alone).summary()
 
 
 def write_page(known: dict[str, Experiment]) -> None:
     """The page and the figure of all tasks that have results."""
     files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
-    if not files:
-        raise UserError(f"no results in {RESULTS} yet: name a task first")
-    with damaged(RESULTS, "make its files again: python -m studies.tasks TASK"):
-        found = {task: read_results(file, "make it again") for task, file in files.items()}
-        results = {task: values["recipes"][RECIPE] for task, values in found.items()}
-        text, image = page(known, results), figure(results)
+    found = {task: read_results(file, "make it again") for task, file in files.items()}
+    results = {task: values["recipes"][RECIPE] for task, values in found.items()}
+    text, image = page(known, results), figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS.with_suffix(".md"), text)
     print(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")

@@ -1,6 +1,7 @@
 """Verdicts on claims, computed from differences between run configs, paired by seed."""
 
 import math
+import re
 import statistics
 from dataclasses import dataclass
 
@@ -72,8 +73,8 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
         found["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
     elif on_the_plateau(claim, kind, entries):
         found["verdict"] = PLATEAU
-    errors = {"differences": differences, "monte_carlo_error": monte_carlo}
-    return {"says": claim.says, "margin": claim.margin, **errors, **found}
+    found |= {"differences": differences, "monte_carlo_error": monte_carlo}
+    return {"says": claim.says, "margin": claim.margin} | found
 
 
 def verdict(differences: list[float], monte_carlo: float) -> dict:
@@ -112,8 +113,8 @@ def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
         return None
     seeds = [figures for figures in zip(*sides, strict=True) if all(figures)]
     parts = [(a.value - b.value, c.value - d.value) for a, b, c, d in seeds]
-    defined = all(of > 0 for _, of in parts)
-    return {"says": ratio.says, "values": [part / of for part, of in parts] if defined else []}
+    values = [part / of for part, of in parts if of > 0]
+    return {"says": ratio.says, "values": values if len(values) == len(parts) else []}
 
 
 def monte_carlo_error(figures: tuple[Figure, ...]) -> float:
@@ -130,7 +131,7 @@ def sides_of(sides: tuple[str, ...], kind: str, entries: Entries) -> list | None
     names = [name for name, *_ in split if not is_number(name)]
     if not entries.keys() >= set(names):
         return None
-    seeds = min((len(entries[name]["runs"]) for name in names), default=0)
+    seeds = min(len(entries[name]["runs"]) for name in names)
     return [
         [Figure(float(name))] * seeds
         if is_number(name)
@@ -141,13 +142,9 @@ def sides_of(sides: tuple[str, ...], kind: str, entries: Entries) -> list | None
 
 def parts_of(side: str, kind: str) -> tuple[str, str, float]:
     """The run config (or number), KIND and SHARE of a side."""
-    name, _, named = side.partition(":")
-    named, _, share = named.partition("@")
-    return name, named or kind, float(share or 1)
+    name, kind_of_side, share = re.fullmatch(r"([^:]*):?([^@]*)@?(.*)", side).groups()
+    return name, kind_of_side or kind, float(share or 1)
 
 
 def is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+    return re.fullmatch(r"-?[\d.]+", text) is not None

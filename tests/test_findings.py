@@ -25,10 +25,8 @@ from studies.decoding_speed import SYSTEMS
 from studies.experiment import RunConfig, load_experiment
 from studies.verdicts import Claim, Ratio, is_number, judged, ratio_of, verdict
 from training import config as configuration
-from training.optimizers import learning_rates
 
 SHIPPED = experiments.experiment_names()
-TRAINED = [name for name in SHIPPED if not load_experiment(name).bench]
 
 
 # ---- what is shipped -----------------------------------------------------------------------------
@@ -64,14 +62,9 @@ def test_claims_are_of_run_configs_and_losses_that_there_are(name):
         known = set(SYSTEMS) | {f"{system}_{size}" for system in SYSTEMS for size in (1, 8)}
         words = experiment.bench.arguments
         assert int(words[words.index("--repeats") + 1]) >= 2  # of one, nothing can be said
-        assert experiment.scale["command"].startswith("python -m studies.bench")
     assert all(side.partition(":")[0] in known or is_number(side) for side in sides)
     assert known >= {one for measure in experiment.measures for one in measure.run_configs}
     assert experiment.figure in figures.DRAWINGS
-
-
-def test_the_page_is_made_of_the_results_that_are_shipped():
-    assert findings.PAGE.read_text() == pages.page()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -90,62 +83,9 @@ def test_verdicts_and_tables_are_those_of_the_runs_that_are_shipped(name, monkey
         monkeypatch.setattr(runner, "finished_run", None)
         monkeypatch.setattr(runner, "find_dataset", None)
         results = runner.Results(pages.RESULTS / f"{name}.runs.jsonl")
-        again = runner.train(experiment, list(experiment.recipes), experiment.seeds, results)
+        again = runner.Runner(experiment, results).train(experiment.seeds)
         assert json.loads(json.dumps(again)) == found["recipes"]
-
-
-def test_the_overview_counts_the_claims_that_were_made_before_the_runs():
-    said = {"a": "reversed", "b": "reproduced", "c": "reversed"}
-    claims = [{"says": says, "verdict": verdict} for says, verdict in said.items()]
-    after = [{"says": "d (asked after the runs)", "verdict": "unresolved"}]
-    found = {"claims": {"one": claims + after, "two": after}}
-    cells = pages.overview(load_experiment("E5"), found)
-    assert cells[0] == "[E5](#e5-is-the-gap-to-an-encoder-one-of-order-ensembles)"
-    assert cells[2] == "one: 1 reproduced, 2 reversed"
-
-
-def test_the_encoder_beside_the_order_ensembles_is_that_of_the_findings():
-    recipes = json.loads((pages.RESULTS / "E5.json").read_text())["recipes"]
-    kinds = ("eval_random", "eval_random_m8", "eval_random_m64")
-    columns = [("aogpt10", kind) for kind in kinds] + [("encoder", "eval_random")]
-    lines = (ROOT / "results" / "order_ensembles.md").read_text().splitlines()
-    for recipe, line in (("sinusoidal", "| sine tables"), ("fast", "| fast")):
-        means = [figures.mean_over_seeds(recipes[recipe][name], kind)[0] for name, kind in columns]
-        (row,) = [text for text in lines if text.startswith(line)]
-        assert row.strip("| ").split(" | ")[1:] == [f"{mean:.4f}" for mean in means]
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_runs_at_the_papers_scale_have_the_papers_size_and_what_their_run_config_changes(name):
-    experiment = load_experiment(name)
-    configs = {(r, a): c for r in experiment.recipes for a, c in experiment.at_scale(r).items()}
-    assert configs
-    for config in configs.values():
-        sizes = config.model.n_layer, config.model.n_embd, config.model.block_size
-        assert sizes == (12, 768, 1024)
-        assert config.data.folder == "data/openwebtext" and config.model.vocab_size == 50304
-    if name == "E2":
-        shares = [configs["paper", one].order.l2r_prob for one in ("l2r0", "l2r5", "l2r100")]
-        assert shares == [0.0, 0.05, 1.0] and configs["fast", "l2r0"].model.position == "rotary"
-    if name == "E5":
-        prefix = configs["sinusoidal", "encoder_prefix"]
-        assert prefix.model.is_encoder and prefix.objective.prefix_prob == 0.1
-    if name == "E11":
-        for recipe in ("sinusoidal", "fast"):
-            direct, curriculum = (configs[recipe, one] for one in ("direct", "curriculum"))
-            assert [stage.kind for stage in direct.schedule] == ["l2r", "random"]
-            assert direct.schedule[1].step == direct.train.steps // 10
-            assert {stage.group for stage in curriculum.schedule} == {1, 2, 3, 4}
-            assert curriculum.schedule[-1].step == 0.4 * curriculum.train.steps
-    if name in ("E1", "E2", "E3"):
-        lengths = {(r, c.train.steps, c.optim.decay_steps) for (r, _), c in configs.items()}
-        assert lengths == {("paper", 20_000, 500_000), ("fast", 20_000, 0)}
-    if name == "E4":
-        assert all(len(c.optim.more_ema_decays) == 3 for c in configs.values())
-        for recipe, peak in (("sinusoidal", "lr"), ("fast", "muon_lr")):
-            of = [configs[recipe, one] for one in ("constant", "falling")]
-            constant, falling = (learning_rates(19_999, config)[peak] for config in of)
-            assert falling < 0.02 * constant
+    assert findings.PAGE.read_text() == pages.page()
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -211,14 +151,14 @@ def test_a_side_of_a_claim_is_a_measured_figure_a_loss_or_a_number():
         "b": {"runs": [row(0, 2.0, 0.0, training=[1.0, 0.3]), row(1, 2.0, 0)]},
         "same": {"runs": [measured(gain=[0.3, 0.1])] * 4},
     }
-    found = judged(Claim("it gains", "0", "a:gain"), "training", entries)
-    assert found["differences"] == [0.3, 0.5]
-    assert found["monte_carlo_error"] == pytest.approx(0.1 / 2)
-    # Measures sample the same for all seeds: their chance does not average out.
-    same = judged(Claim("", "0", "same:gain"), "training", entries)
-    assert same["monte_carlo_error"] == 0.1
-    # of a loss and a figure of one name the figure counts
-    assert judged(Claim("", "b", "1.5"), "training", entries)["differences"] == [0.5, -0.5]
+    for lower, higher, differences, monte_carlo in (
+        ("0", "a:gain", [0.3, 0.5], 0.1 / 2),
+        ("0", "same:gain", [0.3] * 4, 0.1),  # the same samples for all seeds do not average out
+        ("b", "1.5", [0.5, -0.5], 0.3 / 2),  # of a loss and a figure of one name the figure counts
+    ):
+        found = judged(Claim("", lower, higher), "training", entries)
+        assert found["differences"] == differences
+        assert found["monte_carlo_error"] == pytest.approx(monte_carlo)
     assert judged(Claim("", "a:speed", "1"), "training", entries)["verdict"] == "not measured"
     assert judged(Claim("", "c:gain", "1"), "training", entries) is None
 
@@ -316,16 +256,40 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls(losses, 
     assert found == [(place, losses[place]) for place in tried]
     if found:
         assert losses[runner.best_of(RunConfig("a", {}, {}), found)] == min(losses)
-
-
-def test_what_cannot_be_tuned_is_said():
     with pytest.raises(ValueError, match="no run of a ended: lower the values"):
         runner.best_of(RunConfig("a", {}, {}), [({"x": 1}, math.inf)])
-    with pytest.raises(ValueError, match="a tunes x, y: choose one"):
-        RunConfig("a", {}, {"x": [1, 2], "y": [1, 2]}).choices  # noqa: B018
 
 
 # ---- an experiment, from its file to its figure --------------------------------------------------
+
+
+EXPERIMENT = """
+title = "learning"
+source = "everybody"
+setting = "A tiny model."
+meaning = "One has to learn."
+kind = "random"
+goal = 5.0
+seeds = 2
+figure = "curves"
+shown = ["l2r"]
+claims = [
+    { says = "who learns is better", lower = "moving", higher = "still" },
+    { says = "who does not is better", lower = "still:l2r", higher = "moving:l2r" },
+    { says = "measured", lower = "moving:eval_l2r", higher = "still:l2r" },
+]
+ratios = [{ says = "share", of = ["still", "moving"], to = ["still", "0"] }]
+[recipes]
+slow = { tune = { "optim.beta2" = [0.9, 0.95] } }
+muon = { "optim.kind" = "muon", tune = { "optim.muon_lr" = [0.01, 0.02] } }
+[run_configs]
+still = { description = "no rate", "optim.lr" = 0.0, "optim.muon_lr" = 0.0 }
+moving = { description = "a rate", "optim.lr" = 1e-2 }
+[[measures]]
+script = "eval_ppl.py"
+arguments = ["{run}", "--datasets", "{data}", "--orders", "l2r"]
+run_configs = ["moving"]
+"""
 
 
 class OneByOne(Executor):
@@ -348,39 +312,7 @@ def tiny(data, tmp_path, monkeypatch, script):
         return subprocess.CompletedProcess([name, *arguments], status, out, errors)
 
     base = change(tiny_config(data, tmp_path, steps=20), eval__interval=5, eval__draws=2)
-    values = {
-        "title": "learning",
-        "source": "everybody",
-        "setting": "A tiny model.",
-        "meaning": "One has to learn.",
-        "kind": "random",
-        "goal": 5.0,
-        "seeds": 2,
-        "figure": "curves",
-        "shown": ["l2r"],
-        "base": tomllib.loads(configuration.to_toml(base)),
-        "recipes": {
-            "slow": {"tune": {"optim.beta2": [0.9, 0.95]}},
-            "muon": {"optim.kind": "muon", "tune": {"optim.muon_lr": [0.01, 0.02]}},
-        },
-        "run_configs": {
-            "still": {"description": "no rate", "optim.lr": 0.0, "optim.muon_lr": 0.0},
-            "moving": {"description": "a rate", "optim.lr": 1e-2},
-        },
-        "claims": [
-            {"says": "who learns is better", "lower": "moving", "higher": "still"},
-            {"says": "who does not is better", "lower": "still:l2r", "higher": "moving:l2r"},
-            {"says": "measured", "lower": "moving:eval_l2r", "higher": "still:l2r"},
-        ],
-        "ratios": [{"says": "share", "of": ["still", "moving"], "to": ["still", "0"]}],
-        "measures": [
-            {
-                "script": "eval_ppl.py",
-                "arguments": ["{run}", "--datasets", "{data}", "--orders", "l2r"],
-                "run_configs": ["moving"],
-            }
-        ],
-    }
+    values = tomllib.loads(EXPERIMENT) | {"base": tomllib.loads(configuration.to_toml(base))}
     for module in (experiments, pages):
         monkeypatch.setattr(module, "CONFIGS", tmp_path)
     for module in (experiments, pages, findings):
@@ -440,12 +372,11 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     assert (tiny / "results" / "E7.png").read_bytes().startswith(b"\x89PNG")
     assert entries["moving"]["at_boundary"] and entries["moving"]["parameters"] > 10_000
     assert "(boundary)" in out and "parameters" in out
-    # Fewer recipes or seeds have results of their own.
-    for fewer in (("--recipes", "slow"), ("--seeds", "1")):
-        run(monkeypatch, capsys, "E7", *fewer)
-        part = json.loads((tiny / "runs" / "part" / "E7.json").read_text())
-        assert part["recipes"]["slow"]["moving"]["runs"][0] == first
-        assert json.loads((tiny / "results" / "E7.json").read_text()) == found
+    # Fewer seeds have results of their own.
+    run(monkeypatch, capsys, "E7", "--seeds", "1")
+    part = json.loads((tiny / "runs" / "part" / "E7.json").read_text())
+    assert part["recipes"]["slow"]["moving"]["runs"][0] == first
+    assert json.loads((tiny / "results" / "E7.json").read_text()) == found
     # Again, with the runs and the rows, and with the rows alone: nothing is trained or changes.
     monkeypatch.setattr(runs, "run_alone", None)
     for _ in range(2):
@@ -465,7 +396,9 @@ def test_results_are_kept_of_the_runs_that_were_not_changed_since(tiny, monkeypa
         return alone(script, *arguments, **options)
 
     monkeypatch.setattr(runs, "run_alone", seen)
-    chosen = "E7", "--recipes", "slow", "--seeds", "1"
+    recipes = tomllib.loads((tiny / "E7.toml").read_text())["recipes"]
+    write(tiny, {"recipes": {"slow": recipes["slow"]}})
+    chosen = "E7", "--seeds", "1"
     run(monkeypatch, capsys, *chosen)
     file = tiny / "results" / "E7.runs.jsonl"
     lines = file.read_text().splitlines()
@@ -480,10 +413,9 @@ def test_results_are_kept_of_the_runs_that_were_not_changed_since(tiny, monkeypa
     run(monkeypatch, capsys, *chosen)
     first = Path(json.loads(lost)["run"]).name
     assert sorted(trained) == ["moving_beta20.95_s0", "moving_beta20.9_s0", first]
-    for text, message in (("{", "line 1: this is not JSON"), ("{}", "is damaged: .*; remove it")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=rf"E7\.runs\.jsonl {message}"):
-            run(monkeypatch, capsys, *chosen)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"E7\.runs\.jsonl line 1: this is not JSON"):
+        run(monkeypatch, capsys, *chosen)
 
 
 def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
@@ -493,7 +425,7 @@ def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     helpers = {"first": {"description": "from left to right", "order.kind": "l2r"}}
     write(tiny, {"run_configs": run_configs, "helpers": helpers})
     experiment = load_experiment("E7")
-    one, first = experiment.recipes["slow"]["moving"], experiment.helper("slow", "first")
+    one, first = experiment.recipes["slow"]["moving"], experiment.helper_configs("slow")["first"]
     assert first.seed == experiments.HELPER_SEED and first.order.kind == "l2r"
     assert first.optim.beta2 == 0.95 and not first.train.init_from  # the middle of two values
     config = experiment.config("slow", one, 1, {})
@@ -501,45 +433,19 @@ def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     assert [stage.step for stage in config.schedule] == [0, 8]
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"claims": [{"says": "", "lower": "still"}]}, "experiment E7: it lacks .*higher"),
+def test_what_is_wrong_in_an_experiment_is_named(tiny):
+    with pytest.raises(ValueError, match="there is no experiment 'E8'; choose one of E7"):
+        load_experiment("E8")
+    for changes, message in (
         ({"colour": 3}, "E7.toml is damaged: TypeError: .*colour"),
         ({"run_configs": {"still": {"tune": [1]}}}, "experiment E7: still.tune is"),
-    ],
-)
-def test_what_is_wrong_in_an_experiment_is_named(tiny, changes, message):
-    write(tiny, changes)
-    with pytest.raises(FileError, match=message):
-        load_experiment("E7")
-
-
-def test_the_configs_of_an_experiment_can_be_launched_by_hand(tiny, monkeypatch, capsys):
-    assert "for python train.py" in run(monkeypatch, capsys, "E7", "--configs")
-    files = sorted((tiny / "runs" / "E7").glob("*/*.toml"))
-    assert len(files) == 2 + 2 + 1 + 2  # in "muon" the run config "still" has a rate of its own
-    assert configuration.load_toml(files[0]).train.steps == 20
-
-
-def test_the_configs_at_the_papers_scale_come_with_their_cost(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(experiments, "OUT", tmp_path)
-    out = run(monkeypatch, capsys, "E1", "--scale")
-    assert len(list(tmp_path.rglob("*.toml"))) == 10 and "10 configs a seed" in out
-    assert "| GPU days |" in out
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["E8"], "there is no experiment 'E8'; choose one of E7"),
-        (["E7", "--recipes", "fast"], "E7 has no recipe 'fast'; it has slow, muon"),
-        (["E7", "--configs", "--jobs", 2], "train nothing: leave out --seeds, --jobs"),
-    ],
-)
-def test_what_is_not_there_is_named(tiny, monkeypatch, capsys, words, message):
-    with pytest.raises(ValueError, match=message):
-        run(monkeypatch, capsys, *words)
+        ({"claims": [{"says": "", "lower": "still"}]}, "experiment E7: it lacks .*higher"),
+    ):
+        before = (tiny / "E7.toml").read_text()
+        write(tiny, changes)
+        with pytest.raises(FileError, match=message):
+            load_experiment("E7")
+        (tiny / "E7.toml").write_text(before)
 
 
 def test_data_of_measures_are_missed_before_a_run_is_trained(tiny, monkeypatch, capsys):
@@ -570,5 +476,5 @@ def test_after_an_interrupt_no_further_run_starts(tiny, monkeypatch):
     monkeypatch.setattr(runner, "ThreadPoolExecutor", ThreadPoolExecutor)
     experiment = load_experiment("E7")
     with pytest.raises(KeyboardInterrupt):
-        runner.train(experiment, list(experiment.recipes), 50, runner.Results(), jobs=2)
+        runner.Runner(experiment, runner.Results(), jobs=2).train(50)
     assert len(started) < 10

@@ -112,14 +112,6 @@ def test_losses_and_gradients_are_those_of_float64(device, name):
         assert loss < limits[0] and gradients < limits[1], (dtype, loss, gradients)
 
 
-def test_a_number_that_is_a_little_wrong_is_found(device):
-    config = CONFIGS["aogpt_small"]
-    expected = loss_and_gradients(random_model(config), config, torch.float64)
-    for wrong in (0, 1):
-        got = [value * (1 + 1e-4 * (place == wrong)) for place, value in enumerate(expected)]
-        assert relative_errors(got, expected)[wrong] > 1e-5
-
-
 @pytest.mark.slow
 def test_compiled_training_is_eager_training_without_a_graph_break(device):
     config = CONFIGS["aogpt_small_fast"]

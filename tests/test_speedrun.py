@@ -11,22 +11,15 @@ from helpers import ROOT, change, tiny_config
 
 from runtime.validation import FileError
 from studies import runs, speedrun
-from studies.pages import tokens_to
-from studies.runner import Results, train
+from studies.pages import mean_tokens_to, tokens_to
+from studies.runner import Results, Runner
 from studies.speedrun import load_benchmark
 from training import config as configuration
 
 BENCHMARKS = sorted(path.stem for path in speedrun.CONFIGS.glob("*.toml"))
-SHARES = {  # of the tokens of a run config without such an ending
-    "-x4": 4,
-    "-x5": 5,
-    "-x10": 10,
-    "-half": 0.5,
-    "-461k": 9 / 8,
-    "-512k": 5 / 4,
-    "-614k": 3 / 2,
-    "-683k": 5 / 3,
-}
+# Of the tokens of a run config without such an ending.
+SHARES = {"-x4": 4, "-x5": 5, "-x10": 10, "-half": 0.5, "-461k": 9 / 8, "-512k": 5 / 4}
+SHARES |= {"-614k": 3 / 2, "-683k": 5 / 3}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -55,26 +48,21 @@ def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(name, mon
     assert entries and not set(speedrun.table(benchmark)) - set(page)
     monkeypatch.setattr(runs, "run_alone", None)
     results = Results(speedrun.file_of(benchmark, ".runs.jsonl"))
-    again = train(benchmark_of(benchmark, entries), [""], 1, results)[""]
+    known = benchmark.recipes[""]
+    chosen = {"": {name: known[name] for name in known if name in entries}}
+    again = Runner(speedrun.replace(benchmark, recipes=chosen), results).train(1)[""]
     for one, entry in again.items():
         assert entry["tuned"] == entries[one]["tuned"]
         assert entry["runs"] == entries[one]["runs"][:1]
 
 
-def benchmark_of(benchmark, names):
-    known = benchmark.recipes[""]
-    recipes = {"": {name: known[name] for name in known if name in names}}
-    return speedrun.replace(benchmark, recipes=recipes)
-
-
-def made_up(losses, tokens=100, tuned=2, **more):
-    runs = [
-        {"seed": n, "tokens": [tokens], "measured": {}}
-        | {"losses": {"training": [loss], "random": [loss]}}
-        for n, loss in enumerate(losses)
+def made_up(losses, tokens=100, tuned=2):
+    entry = {"tuned": {"optim.lr": tuned}, "at_boundary": False, "commit": "c", "description": ""}
+    runs = [{"training": [loss], "random": [loss]} for loss in losses]
+    rows = [
+        {"seed": n, "tokens": [tokens], "measured": {}, "losses": v} for n, v in enumerate(runs)
     ]
-    entry = {"tuned": {"optim.lr": tuned}, "at_boundary": False, "runs": runs, "commit": "c"}
-    return entry | {"description": ""} | more
+    return entry | {"runs": rows}
 
 
 def test_what_one_change_gives_is_told_by_its_seeds():
@@ -138,7 +126,7 @@ def test_run_configs_inherit_are_tuned_with_seed_0_and_trained_over_seeds(
     assert faster["tuned"] == {"optim.lr": 1e-2} and still["tuning"] == []
     losses = [max(speedrun.losses_of(entry).values()) for entry in (faster, still)]
     assert losses[0] < losses[1] - 0.1
-    assert speedrun.mean_tokens_to_goal(still, benchmark.goal) is None
+    assert mean_tokens_to(benchmark.goal, still["runs"], "random") is None
     config = benchmark.config("", benchmark.recipes[""]["still"], 1, {})
     assert still["commit"] == still["runs"][1]["commit"] == runs.trained_by(config) != "unknown"
     # Again: every run is there already, so that nothing is trained and nothing changes.
@@ -192,17 +180,16 @@ def test_the_speed_is_that_of_a_short_run_that_is_thrown_away(benchmark, monkeyp
     assert not config.run_folder.exists()
 
 
-def test_a_run_that_was_stopped_and_resumed_has_the_commits_of_both(benchmark, monkeypatch):
+def test_a_run_that_was_stopped_is_an_error_and_resumed(benchmark, monkeypatch):
     """train.py ends well, too, when a signal stops it."""
     config = benchmark.config("", benchmark.recipes[""]["still"], 0, {})
     stopped = subprocess.CompletedProcess([], 0)
     with monkeypatch.context() as patch:
         patch.setattr(runs, "run_alone", lambda *words, **options: stopped)
-        patch.setattr(runs, "commit", lambda: "one")
         with pytest.raises(ValueError, match="stopped before its last step"):
             runs.finished_run(config)
     monkeypatch.setattr(runs, "commit", lambda: "two")
-    assert runs.finished_run(config) and runs.trained_by(config) == "one, two"
+    assert runs.finished_run(config) and runs.trained_by(config) == "two"
 
 
 def test_a_run_that_diverges_is_a_result_and_one_that_fails_an_error(benchmark, monkeypatch):
@@ -234,46 +221,27 @@ def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
     assert configs["still"].train.steps == 10
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
+def test_what_is_wrong_is_named(benchmark, tmp_path, monkeypatch, capsys):
+    for words, message in (
         (["tinny"], "there is no benchmark 'tinny'; choose one of tiny"),
         (["tiny", "fatser"], "there is no run config 'fatser'; tiny has still, moving, faster"),
         (["tiny", "still", "--repetitions", 1], "still has no results: run it first"),
-    ],
-)
-def test_what_is_not_there_is_named(benchmark, monkeypatch, capsys, words, message):
-    with pytest.raises(ValueError, match=message):
-        run(monkeypatch, capsys, *words)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(monkeypatch, capsys, *words)
+    (tmp_path / "tiny.toml").rename(tmp_path / "tiny2.toml")
+    for text, message in (
         ("goal = [[", "tiny.toml is not a TOML file"),
-        ("goal = 4.0", "benchmark tiny: it lacks base"),
-        ('goal = "low"\n[base]\n[run_configs.a]', "goal is 'low', but it must be a number"),
-        ("goal = 4.0\n[base]\n[run_configs]\na = 1", "run_configs.a is 1, but it must be a table"),
+        ("goal = 4.0", "tiny.toml is damaged: KeyError: 'run_configs'"),
         ("goal = 4.0\n[base]\n[run_configs.a]\ntune = 3", "a.tune is 3, but it must be a"),
         ('from = "tiny2"\nrun_configs = 3', "tiny.toml is damaged"),
-    ],
-)
-def test_what_is_wrong_in_a_benchmark_is_named(benchmark, tmp_path, text, message):
-    (tmp_path / "tiny.toml").rename(tmp_path / "tiny2.toml")
-    (tmp_path / "tiny.toml").write_text(text)
-    with pytest.raises(FileError, match=message):
-        load_benchmark("tiny")
+    ):
+        (tmp_path / "tiny.toml").write_text(text)
+        with pytest.raises(FileError, match=message):
+            load_benchmark("tiny")
 
 
 def test_the_goal_is_reached_between_two_evaluations():
     row = {"tokens": [100, 200], "losses": {"random": [3.0, 2.0]}}
     assert [tokens_to(goal, row, "random") for goal in (3.5, 2.25, 1.0)] == [100, 175, None]
     assert tokens_to(2.25, row, "l2r") is None  # of a plain GPT the any-order loss is not known
-
-
-@pytest.mark.parametrize("text", ["[]", '{"recipes": {"": {"x": 1}}}', "[" * 99999, "{", "\0"])
-def test_results_that_are_none_are_one_line(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(speedrun, "RESULTS", tmp_path)
-    (tmp_path / "bytes.json").write_text(text)
-    with pytest.raises(FileError, match=f"{tmp_path}/bytes.*is damaged"):
-        speedrun.table(load_benchmark("bytes"))
