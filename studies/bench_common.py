@@ -12,8 +12,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from model import AOGPT, ModelConfig
-from runtime.outputs import OutputOptions, Outputs
-from runtime.outputs import provenance
+from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.validation import Count, check_values
 from variants import build_model
 

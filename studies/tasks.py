@@ -25,8 +25,8 @@ from evaluation.answers import answer, open_questions
 from runtime.command_line import run_script
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
-from runtime.processes import Processes
 from runtime.outputs import versions
+from runtime.processes import Processes
 from runtime.validation import check_values, read_results, read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from studies.answer_pages import CONFIGS, RECIPE, RESULTS, figure, page, task_table

@@ -1,4 +1,4 @@
-"""Jobs of torchrun that are killed, stopped and started again, for test_elastic.py."""
+"""Jobs of torchrun that are killed, stopped and started again, for test_elastic.py and soak.py."""
 
 import contextlib
 import os
@@ -78,14 +78,20 @@ class Job:
         self.process.wait(60)
 
 
-def two_nodes():
-    """Options of two torchruns that stand for two nodes of one process each."""
+def two_nodes(number, settings="last_call_timeout=30"):
+    """Options of two torchruns that stand for two nodes of one process each, and the port of their
+    store. number: of nodes, "2" or "1:2". settings: of the rendezvous."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     place = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}")
-    settings = "--rdzv_conf=last_call_timeout=30,read_timeout=600"
-    return ("--nnodes=2", "--nproc_per_node=1", *place, settings)
+    nodes = (f"--nnodes={number}", "--nproc_per_node=1")
+    return (*nodes, *place, f"--rdzv_conf={settings}"), port
+
+
+def is_open(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def random_moments(seed, count):
@@ -103,7 +109,8 @@ def last_step(config):
 
 
 def wait_for_moment(job, start, moment, rng):
-    """Wait for a random moment of that kind after start number `start` (from 0) of the job."""
+    """Wait for a random moment of that kind after start number `start` (from 0) of the job; the
+    step that this start went on from."""
     wait_for(lambda: len(job.starts()) > start, job.process)
     config, base = job.config, job.starts()[start]
     step = base + rng.randint(1, 9)
@@ -120,15 +127,19 @@ def wait_for_moment(job, start, moment, rng):
     wait_for(reached, job.process)
     if moment != "checkpoint":
         time.sleep(rng.uniform(0, 0.03))  # any moment of a step
+    return base
 
 
 def kill(job, start, moment, rng):
-    """Kill a random worker of two at a random moment, and wait until the job has come back."""
+    """Kill a random worker of two at a random moment, and wait until the job has come back: in how
+    many seconds, and how many steps before."""
     wait_for_moment(job, start, moment, rng)
     rank = rng.randrange(2)
     wait_for(lambda: rank in job.workers(), job.process)
     os.kill(job.workers()[rank], signal.SIGKILL)
+    killed, reached = time.monotonic(), last_step(job.config)
     wait_for(lambda: len(job.starts()) > start + 1, job.process)
+    return time.monotonic() - killed, reached - job.starts()[start + 1]
 
 
 def assert_same_state(config, reference):

@@ -111,7 +111,7 @@ def test_two_nodes_train_as_one_process_does(undisturbed_ddp, tmp_path, start):
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=300.0)
     alone = change(config, name="alone")
     train.train(alone, ALONE)
-    launcher = jobs.two_nodes()
+    launcher, _ = jobs.two_nodes(2, "last_call_timeout=30,read_timeout=600")
     nodes = [start(config, launcher=launcher) for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
     assert_same_losses(config, alone, 1e-5)
