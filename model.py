@@ -100,7 +100,7 @@ class Pass:
         self.query_angles = self.key_angles = None  # (cos, sin) of rotary positions, see `rotate`
 
     def enter(self, layer: int) -> None:
-        """Called before each block and the final norm: a KV cache looks up the layer's part."""
+        """Called before block `layer`; n_layer is the final norm. A KV cache looks up its part."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, T, H, D/H) each -> (B, T, D): step i sees inputs 0..i."""

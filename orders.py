@@ -1,4 +1,5 @@
-"""Prediction orders: which position is predicted at which step.
+"""Prediction orders of training, scoring and `sample.py --order`: which position is predicted at
+which step. The other modes of sample.py draw theirs in sampling/plans.py.
 
 An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that sequence b
 predicts at step i. The distribution over orders is the *formulation*: left to right gives an

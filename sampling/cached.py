@@ -94,7 +94,7 @@ class CachedPass(Pass):
         # (B, W) where each row's inputs are, for attention; what is past a row's end is not read.
         self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
         self.mask, self.query_mask = self._masks(model.config, columns)
-        self.per_input = step.inputs < model.config.block_size  # adaLN of inputs, or of positions
+        self.per_input = step.inputs < model.config.block_size
         if tables is None and (condition := model.condition()) is not None:
             self.condition = condition[self.targets] if self.per_input else condition
 
@@ -133,6 +133,7 @@ class CachedPass(Pass):
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
+        """From a table made once; or of these inputs' targets; or of all positions, if fewer."""
         if self.table is not None:
             return self.table[self.targets].chunk(parts, dim=-1)
         outputs = linear(self.condition)
