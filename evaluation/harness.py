@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         if self.model.config.l2r_only and (self.order, self.decoding.mode) != ("l2r", "l2r"):
             raise UserError("this model is a plain GPT; take order l2r and mode l2r")
         if not self.decoding.choice.is_exact:
-            raise UserError("temperature, top-p and top-k are those of tasks; give --gen-kwargs")
+            raise UserError("how tokens are drawn is for the tasks to say; give --gen-kwargs")
 
     # ---- what the harness asks of a model --------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Generated samples: the files that they are read from, what a judge and the measures say of each,
 and of a whole set.
 
-To add a measure: write it in `text_measures`, name it in `MEASURES`, and give it a column in the
-table of eval_gen.py.
+To add a measure of a sample's token ids: a function in `text_measures`, a name in `MEASURES`, a row
+in `COLUMNS` of eval_gen.py. One that needs the text: `score_samples`; of a whole set: `summary`.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 @dataclass(frozen=True)
 class TokenChoice:
     """How a token is drawn from the model's distribution: temperature, then top-k, then top-p.
-    The fields are options of every script that decodes; another truncation, such as min-p, is a
-    field here and lines in `_truncated`."""
+    The fields are options of every script that decodes. Another truncation, such as min-p, is a
+    field here, the last one, and lines in `_truncated`."""
 
     temperature: Temperature = 1.0  # 0 takes the most probable token.
     top_p: Probability = 1.0
@@ -134,11 +134,11 @@ def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
     if choice.temperature != 1:
         logits = logits / choice.temperature
     probs = logits.softmax(dim=-1)
-    if choice.top_k is None or choice.top_k >= probs.shape[-1]:
-        return probs
-    least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
-    ties = choice.top_k - (probs > least).sum(dim=-1, keepdim=True)
-    return _from(probs, least, ties)
+    if choice.top_k is not None and choice.top_k < probs.shape[-1]:
+        least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
+        ties = choice.top_k - (probs > least).sum(dim=-1, keepdim=True)
+        probs = _from(probs, least, ties)
+    return probs
 
 
 def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
