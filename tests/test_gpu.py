@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import ROOT, change, metrics, prepared, run_script, tiny_config, torchrun, write_config
+from helpers import ROOT, change, metrics, run_script, tiny_config, torchrun, write_config
 
 from runtime.devices import autocast
 from sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
@@ -136,8 +136,8 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
 
 @pytest.mark.slow
 def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device, tmp_path):
-    data = prepared("text", tmp_path / "data", ROOT / "README.md", val_fraction=0.2)
-    config = tiny_config(data, tmp_path, steps=6, model__n_embd=64, model__dropout=0.0)
+    sizes = {"model__n_embd": 64, "model__dropout": 0.0, "optim__warmup_steps": 2}
+    config = tiny_config(make_data(tmp_path), tmp_path, steps=6, **sizes)
     config = change(config, train__device=device, train__dtype="float32", checkpoint__interval=3)
 
     def losses(name, run=run_script, **changes):

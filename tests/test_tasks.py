@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
     data = {name: prepared(name, folder / name, limit=400) for name in ("shuffle", "reversal")}
     config = tiny_config(data["shuffle"], folder, steps=5, model__block_size=17)
     gpt = tiny_config(data["reversal"], folder, "gpt", steps=5, model__block_size=9)
-    gpt = change(gpt, model__target="none", order=OrderConfig("l2r"))
+    gpt = change(gpt, order=OrderConfig("l2r"), model__target="none")
     assert train.train(config, ALONE) == train.train(gpt, ALONE) == 0
     return config, gpt, data
 
