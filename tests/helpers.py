@@ -1,5 +1,4 @@
-"""What several test files use: scripts run as processes, tiny runs, and comparisons of what they
-leave."""
+"""What several test files use: scripts run as processes, tiny runs, and comparisons."""
 
 import contextlib
 import html.parser
@@ -28,14 +27,6 @@ from orders import OrderConfig
 from runtime.devices import has_compiler
 from runtime.processes import Processes
 from training import config as configuration
-from training.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    OptimConfig,
-    TrainConfig,
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -83,17 +74,19 @@ def tiny_config(data, out, name="run", steps=40, **changes):
     """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
     sizes = {"vocab_size": 320, "block_size": LENGTH, "n_layer": 2, "n_head": 2, "n_embd": 32}
     batches = {"batch_size": 8, "micro_batch_size": 4}
-    config = Config(
+    config = configuration.Config(
         name=name,
         out=str(out),
         seed=7,
         model=ModelConfig(**sizes, cond_dim=8, dropout=0.1),
         order=OrderConfig("mixture", 0.25),
-        data=DataConfig(str(data)),
-        optim=OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
-        train=TrainConfig(steps, **batches, device="cpu", compile=False, log_interval=1),
-        eval=EvalConfig(interval=5, sequences=7),
-        checkpoint=CheckpointConfig(interval=4, keep=2),
+        data=configuration.DataConfig(str(data)),
+        optim=configuration.OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
+        train=configuration.TrainConfig(
+            steps, **batches, device="cpu", compile=False, log_interval=1
+        ),
+        eval=configuration.EvalConfig(interval=5, sequences=7),
+        checkpoint=configuration.CheckpointConfig(interval=4, keep=2),
     )
     return change(config, **changes)
 
@@ -124,16 +117,21 @@ def write_config(config):
 
 
 def run_script(*arguments, check=True, timeout=600, **environment):
-    """Run a script of the project as a user would, from its root; returns the finished process with
-    its text. check: it is to succeed."""
+    """Run a script of the project as a user would; the finished process. check: it succeeds."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
     options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": timeout}
     done = subprocess.run(command, **options)
-    if check:
-        told = f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0, told
+    told = f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert not (check and done.returncode), told
     return done
+
+
+def run_main(module, monkeypatch, capsys, *words):
+    """Run a script's main in this process; what it prints."""
+    monkeypatch.setattr("sys.argv", [module.__name__, *map(str, words)])
+    module.main()
+    return capsys.readouterr().out
 
 
 def torchrun(processes, *arguments, **keywords):
@@ -147,8 +145,7 @@ def assert_user_error(done, *words):
     assert done.returncode == 2, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     message = " ".join(done.stderr.split())
-    for word in words:
-        assert word in message, f"{word!r} is not in: {message}"
+    assert all(word in message for word in words), f"{words} are not in: {message}"
 
 
 def wait_for(condition, process=None):
@@ -167,8 +164,7 @@ def read_lines(path):
 
 
 def metrics(config, key=None):
-    """The lines of metrics.jsonl without what differs from time to time; with `key`, {step: value}
-    of those with it."""
+    """The lines of metrics.jsonl but for times; with `key`, {step: value} of those with it."""
     lines = read_lines(config.run_folder / "metrics.jsonl")
     if key:
         return {line["step"]: line[key] for line in lines if key in line}
@@ -233,8 +229,7 @@ class Hostile:
 
 
 def read_checkpoint(path):
-    """What a checkpoint holds, all its tensors under "tensors", but for what depends on the
-    processes."""
+    """What a checkpoint holds, its tensors under "tensors", but for what depends on processes."""
     values = store.read_values(path)
     tensors = store.read_all(path, values)
     return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
@@ -279,8 +274,7 @@ def data_of(document: str) -> dict:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a device: to read a value, or a size that depends on
-    values."""
+    """Refuses what makes the host wait for a device: to read values, or sizes of them."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "equal")
 

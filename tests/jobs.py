@@ -79,8 +79,7 @@ class Job:
 
 
 def two_nodes(number, settings="last_call_timeout=30"):
-    """Options of two torchruns that stand for two nodes of one process each, and the port of their
-    store. number: of nodes, "2" or "1:2". settings: of the rendezvous."""
+    """Options of two torchruns that stand for two nodes ("2" or "1:2"), and their store's port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -109,8 +108,7 @@ def last_step(config):
 
 
 def wait_for_moment(job, start, moment, rng):
-    """Wait for a random moment of that kind after start number `start` (from 0) of the job; the
-    step that this start went on from."""
+    """Wait for such a moment after start number `start` of the job; the step it went on from."""
     wait_for(lambda: len(job.starts()) > start, job.process)
     config, base = job.config, job.starts()[start]
     step = base + rng.randint(1, 9)
@@ -131,8 +129,7 @@ def wait_for_moment(job, start, moment, rng):
 
 
 def kill(job, start, moment, rng):
-    """Kill a random worker of two at a random moment, and wait until the job has come back: in how
-    many seconds, and how many steps before."""
+    """Kill a random worker at a random moment; the seconds and steps until the job is back."""
     wait_for_moment(job, start, moment, rng)
     rank = rng.randrange(2)
     wait_for(lambda: rank in job.workers(), job.process)
@@ -143,8 +140,7 @@ def kill(job, start, moment, rng):
 
 
 def assert_same_state(config, reference):
-    """The newest checkpoint is what the undisturbed run had at that step, bit for bit, and so are
-    the losses to it."""
+    """The newest checkpoint and the losses to it are the undisturbed run's, bit for bit."""
     newest = store.find(config.run_folder)[-1]
     ours = read_checkpoint(newest) | {"config": None}
     expected = read_checkpoint(reference.run_folder / "checkpoints" / newest.name)

@@ -1,5 +1,4 @@
-"""torchrun ... tests/parallel_jobs.py JOB [JOB ...]; JOB is NAME=CONFIG: a function below, and the
-configuration of a run, in whose folder the result is left."""
+"""torchrun ... tests/parallel_jobs.py NAME=CONFIG ...: functions below, and configurations."""
 
 import errno
 import os
@@ -51,8 +50,7 @@ def run(config, procs):
 
 
 def moved(config, procs):
-    """Go on with the run before "_to_" in the name, from its checkpoints up to the first; what was
-    restored."""
+    """Go on from the first checkpoint of the run before "_to_" in the name; what was restored."""
     source = configuration.load_toml(Path(config.out) / f"{config.name.partition('_to_')[0]}.toml")
     folder = config.run_folder / "checkpoints"
     if procs.main:
@@ -155,9 +153,8 @@ def compiled(config, procs):
         plain(*arguments)
         counts.append(torch._dynamo.utils.counters["frames"]["ok"])
 
-    train.update = update
-    train.train(config, procs)
-    train.update = plain
+    with mock.patch.object(train, "update", update):
+        train.train(config, procs)
     return counts
 
 
@@ -176,8 +173,7 @@ def killed(config, procs):
 
 
 def faulty(config, procs):
-    """Train with checkpoints every two steps that fail: at step 4 the disk of the second process is
-    full, at step 6 the first process may not rename, and at step 8 none may make a folder."""
+    """Checkpoints fail: at step 4 a full disk, at 6 no renaming, at 8 no making of folders."""
     start, rename, mkdir = store.start_writing_shards, os.rename, Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -1,7 +1,5 @@
-"""Benchmarks: figures agree, every listed system can be reported, and results are written before
-they are told."""
+"""Benchmarks: figures agree, and every listed system can be reported."""
 
-import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -15,7 +13,6 @@ from reference import make_plan, seeded
 from model import ModelConfig
 from sampling import Plan, generate, group_sizes, mdm_plan
 from studies import bench, decoding_speed, step_speed
-from studies import bench_common as common
 from studies.decoding_speed import DecodeOptions, floor_of, parts_of
 from studies.measures import of_bench
 from studies.step_speed import Trainee, TrainOptions
@@ -31,13 +28,8 @@ def tiny_model(**settings):
     return reference.randomise(model, 0, scale=0.7)
 
 
-# ---- timing a part of the calls, models, the floor -----------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["exact 4", "exact 40", "even 5"])
 def test_a_part_of_a_plan_has_the_same_calls(mode):
-    """What a call costs an encoder is the rows that it computes and the positions it unmasks; what
-    it costs a decoder without a cache is all known tokens of these rows, too."""
     models = {
         "encoder": tiny_model(attention="full", target="none", mask_token=IDS),
         "no-cache": tiny_model(),
@@ -53,26 +45,10 @@ def test_a_part_of_a_plan_has_the_same_calls(mode):
             forwards += generate(model, part, tokens, **options).token_forwards
         assert unmasked == sizes[:, calls].sum(dim=0).tolist()
         assert forwards == int((inputs[system] * (sizes > 0))[:, calls].sum())
-    (nothing,) = parts_of("encoder", plan, [])
-    assert generate(models["encoder"], nothing, tokens, vocab_size=IDS).model_calls == 0
-
-
-def test_logits_are_scaled_to_the_entropy_of_a_language_model():
-    ids = common.SIZES["tiny"][1]
-    for system in ("ours", "encoder", "rotary"):
-        model = common.random_model(common.config_of(system, "tiny", 128), CPU)
-        decoding_speed.scale_logits(model, ids)
-        tokens, order = torch.randint(ids, (4, 32)), torch.arange(32).expand(4, 32)
-        given = (tokens,) if system == "encoder" else (tokens, order)
-        log_probs = model.head_logits(model.hidden(*given))[..., :ids].log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-        assert abs(entropy - decoding_speed.ENTROPY) < 0.3
 
 
 def test_the_floor_counts_bytes_and_operations():
-    """Two rows of three tokens in groups of 2 and 1: input 0 twice for the first group, then 1 and
-    2 with 0 cached. Pairs of an input and one it sees, per row: the two copies see themselves; 1
-    and 2 see 2 and 3 inputs."""
+    """Two rows of three tokens in groups of 2 and 1: 2 and 5 pairs of an input and one it sees."""
     c = ModelConfig(vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
     plan = Plan(torch.arange(3).expand(2, 3), torch.tensor([[0, 0, 1], [0, 0, 1]]))
     blocks, head, pair = 12 * 2 * 16**2, 50 * 16, 4 * 2 * 16
@@ -83,8 +59,6 @@ def test_the_floor_counts_bytes_and_operations():
     assert floor_of(plan, c, 50, 4, memory) == pytest.approx(read / 10)
     assert floor_of(plan, c, 50, 4, processor) == pytest.approx(flops / 10)
 
-
-# ---- bench decode --------------------------------------------------------------------------------
 
 TINY = {"size": "tiny", "device": "cpu", "repeats": 2}
 
@@ -114,16 +88,14 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path):
         assert rows["no-cache", steps]["token_forwards"] == known
         assert 3 * 32 <= rows["ours", steps]["token_forwards"] <= 3 * (2 * 32 + steps)
         assert rows["ours", steps]["times_floor"] > 0
-    assert result["settings"]["batch_size"] == [3] and result["settings"]["dtype"] == "float32"
     assert result["versions"]["torch"] == torch.__version__
     assert result["machine"]["name"] in printed and result["machine"]["threads"] == 1
     table = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 6 and len({line.count("|") for line in table}) == 1
+    assert len(table) == 2 + 6
     assert " ~" in table[-1] and "only the ratios" in printed
 
 
 def test_exponents_are_fitted_over_lengths_for_every_system_that_is_listed(monkeypatch, capsys):
-    """All systems take 1 us a computed token, so that both exponents are the same."""
     decode = decoding_speed.DecodeBench.decode
 
     def pretended(self, system, parts):
@@ -133,9 +105,8 @@ def test_exponents_are_fitted_over_lengths_for_every_system_that_is_listed(monke
     monkeypatch.setattr(decoding_speed.DecodeBench, "decode", pretended)
     monkeypatch.setattr(decoding_speed, "SLOW_CALLS", 100)
     options = {"lengths": (16, 32), "batch_size": (2,), "group": 4}
-    result = decoding_speed.bench_decode(
-        DecodeOptions(**TINY | options, systems=tuple(decoding_speed.SYSTEMS))
-    )
+    options["systems"] = tuple(decoding_speed.SYSTEMS)
+    result = decoding_speed.bench_decode(DecodeOptions(**TINY | options))
     assert set(result["exponents"]) == set(decoding_speed.SYSTEMS)
     for fit in result["exponents"].values():
         assert fit["seconds"] == pytest.approx(fit["forwards"])
@@ -148,7 +119,6 @@ def test_exponents_are_fitted_over_lengths_for_every_system_that_is_listed(monke
 
 
 def test_memory_is_that_of_buffers_and_working_tensors():
-    """Keys and values of two layers of width 64 in float32, and whatever a step takes."""
     options = {"lengths": (32, 128), "batch_size": (1, 2), "memory": True, "repeats": 1}
     options["group"], systems = 4, ("ours", "l2r", "encoder")
     result = decoding_speed.bench_decode(DecodeOptions(**TINY | options, systems=systems))
@@ -164,59 +134,16 @@ def test_memory_is_that_of_buffers_and_working_tensors():
     assert peaks[1] > 2 * peaks[0] > 0
 
 
-def test_results_are_written_before_they_are_told(tmp_path, monkeypatch):
-    def broken(*arguments):
-        raise KeyError("a system that the report does not know")
-
-    for kind, module, options in (
-        (
-            "decode",
-            decoding_speed,
-            DecodeOptions(**TINY, lengths=(16,), steps=(2,), batch_size=(1,)),
-        ),
-        ("train", step_speed, TrainOptions(**TINY, systems=("gpt",), compile=False)),
-    ):
-        monkeypatch.setattr(module, "report", broken)
-        options = dataclasses.replace(options, json=tmp_path / kind)
-        with pytest.raises(KeyError):
-            getattr(module, f"bench_{kind}")(options)
-        assert json.loads((tmp_path / kind).read_text())["rows"]
-
-
-@pytest.mark.parametrize(
-    "measure, options, settings, words",
-    [
-        ("decode", DecodeOptions, {"repeats": 0}, "--repeats is 0"),
-        ("decode", DecodeOptions, {"threads": 0}, "--threads is 0"),
-        ("decode", DecodeOptions, {"json": Path("nowhere/result.json")}, "--json .* make it first"),
-        ("train", TrainOptions, {"length": 0}, "--length is 0"),
-        ("train", TrainOptions, {"warmup": 0}, "--warmup is 0"),
-        ("train", TrainOptions, {"device": "tpu"}, "tpu"),
-        ("train", TrainOptions, {}, "C[+][+] compiler .* --no-compile"),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(measure, options, settings, words, monkeypatch):
+def test_impossible_settings_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(step_speed, "has_compiler", lambda: False)
-    module = {"decode": decoding_speed, "train": step_speed}[measure]
-    with pytest.raises(ValueError, match=words):
-        getattr(module, f"bench_{measure}")(options(**TINY | settings))
-
-
-# ---- bench train ---------------------------------------------------------------------------------
-
-
-def trainee(name, compile=False, **settings):
-    options = {"size": "tiny", "batch_size": 2, "length": 32, "compile": compile} | settings
-    return Trainee(name, TrainOptions(**options), CPU, torch.float32)
-
-
-def test_systems_take_the_same_tokens_and_orders_of_their_kind():
-    ours, plain = map(trainee, ("aogpt", "gpt"))
-    tokens, order = ours.batch(3)
-    assert torch.equal(plain.batch(3)[0], tokens)
-    assert torch.equal(plain.batch(3)[1], torch.arange(32).expand(2, 32))
-    assert not torch.equal(ours.batch(4)[0], tokens) and not torch.equal(ours.batch(4)[1], order)
-    assert tokens.max() < 500, "ids from 500 on are padding"
+    for measure, options, settings, words in (
+        (decoding_speed.bench_decode, DecodeOptions, {"repeats": 0}, "--repeats is 0"),
+        (decoding_speed.bench_decode, DecodeOptions, {"json": Path("no/x")}, "--json .* make it"),
+        (step_speed.bench_train, TrainOptions, {"device": "tpu"}, "tpu"),
+        (step_speed.bench_train, TrainOptions, {}, "C[+][+] compiler .* --no-compile"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            measure(options(**TINY | settings))
 
 
 def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
@@ -230,26 +157,26 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
         torch.nn.Module, "compile", lambda self, **how: plain(self, backend=counting, **how)
     )
     torch._dynamo.reset()
-    systems = [trainee(name, compile=True, warmup=2, repeats=8) for name in ("aogpt", "gpt")]
-    ours, options = systems[0], systems[0].options
+    options = TrainOptions(size="tiny", batch_size=2, length=32, compile=True, warmup=2, repeats=8)
+    systems = [Trainee(name, options, CPU, torch.float32) for name in ("aogpt", "gpt")]
+    ours = systems[0]
+    assert torch.equal(systems[1].batch(3)[0], ours.batch(3)[0])
+    assert torch.equal(systems[1].batch(3)[1], torch.arange(32).expand(2, 32))
     orders = {tuple(ours.batch(step)[1].flatten().tolist()) for step in range(10)}
     steps = step_speed.measure(systems, options)
     assert len(graphs) == 2 and len(orders) == 10
     assert {name: len(taken) for name, taken in steps.items()} == {"aogpt": 10, "gpt": 10}
-    shorter, batch = trainee("aogpt", length=31), ours.batch
-    monkeypatch.setattr(ours, "batch", lambda n: shorter.batch(n) if n == 9 else batch(n))
-    with pytest.raises(torch._dynamo.exc.RecompileError):
-        step_speed.measure([ours], options)
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_figures_of_every_system_of_training_agree(capsys):
     options = {"batch_size": 3, "length": 64, "systems": tuple(step_speed.SYSTEMS)}
-    made = {}
-    for compile in (True, False):
-        made[compile] = step_speed.bench_train(TrainOptions(**TINY | options, compile=compile))
-    rows, printed = {r["system"]: r for r in made[True]["rows"]}, capsys.readouterr().out
+    made, eager = (
+        step_speed.bench_train(TrainOptions(**TINY | options, compile=compile))["rows"]
+        for compile in (True, False)
+    )
+    rows, printed = {r["system"]: r for r in made}, capsys.readouterr().out
     assert rows.keys() == step_speed.SYSTEMS.keys()
     assert all(f"| {system}" in printed for system in rows) and "unknown" in printed
     for row in rows.values():
@@ -258,23 +185,20 @@ def test_figures_of_every_system_of_training_agree(capsys):
         assert row["mfu"] is None, "no CPU has a known peak"
         median, low, high = row["times_gpt"]
         assert median == pytest.approx(row["seconds"] / rows["gpt"]["seconds"]) and low <= high
-    for row in made[False]["rows"]:
+    for row in eager:
         assert row["losses"] == pytest.approx(rows[row["system"]]["losses"], abs=1e-4)
 
 
-# ---- bench gpu -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mfu, verdict", [(0.5, "ok"), (0.3, "FAILS"), (None, "")])
-def test_figures_of_a_gpu_are_held_against_their_targets(tmp_path, monkeypatch, mfu, verdict):
-    """Of benchmarks and a GPU that are not there."""
-    ours = {"tokens_per_second": 1e5, "times_gpt": [1.05], "mfu": mfu, "peak_bytes": 80}
-    rows = {"aogpt": ours, "gpt": {"tokens_per_second": 2e5}}
+def test_figures_of_a_gpu_are_held_against_their_targets(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *words: (rows, []))
-    found = {row[0]: row[3] for row in bench.training(tmp_path, "small", 32, 100)}
-    assert found["small, micro-batch 32: MFU"] == verdict
-    assert found["small, micro-batch 32: step x plain GPT's"] == "ok"
-    assert found["small, micro-batch 32: peak memory / plan"] == "ok"
+    for mfu, verdict in ((0.5, "ok"), (0.3, "FAILS"), (None, "")):
+        ours = {"tokens_per_second": 1e5, "times_gpt": [1.05], "mfu": mfu, "peak_bytes": 80}
+        rows = {"aogpt": ours, "gpt": {"tokens_per_second": 2e5}}
+        found = {row[0]: row[3] for row in bench.training(tmp_path, "small", 32, 100)}
+        expected = {"MFU": verdict, "step x plain GPT's": "ok", "peak memory / plan": "ok"}
+        assert {
+            f"small, micro-batch 32: {n}": v for n, v in expected.items()
+        }.items() <= found.items()
     rows = {"ours": {"ms_per_call": 2.0, "times_floor": 2.4}, "encoder": {"times_ours": 99.0}}
     for steps, far in ((1024, "FAILS"), (64, "")):
         found = {row[0]: row[3] for row in bench.decoding(tmp_path, "medium", steps)}

@@ -14,37 +14,17 @@ from orders import OrderConfig
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders
 
 
-# ---- by hand -------------------------------------------------------------------------------------
-
-
-def test_estimate_is_mean_and_standard_error():
-    values = [1.0, 2.5, 4.0, 3.0, 0.5]
-    mean = sum(values) / 5
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
-    got = estimate(torch.tensor(values))
-    assert got.sequences == 5
-    assert got.nll == pytest.approx(mean, abs=1e-14)
-    assert got.standard_error == pytest.approx(deviation / math.sqrt(5), abs=1e-14)
-    assert got.perplexity == pytest.approx(math.exp(mean), rel=1e-14)
-
-
-def test_the_draws_of_a_sequence_are_averaged_first():
-    """Rows whose means agree have no error, however much their draws differ; and copies of a draw
-    add nothing."""
-    got = estimate(torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]]))
-    assert (got.nll, got.standard_error, got.sequences) == (2.0, 0.0, 3)
-    values = torch.tensor([1.0, 2.0, 5.0])
-    copies = estimate(values[:, None].expand(3, 7))
-    assert copies.standard_error == pytest.approx(estimate(values).standard_error)
-
-
-def test_the_monte_carlo_error_is_the_spread_of_the_draws_of_each_sequence():
-    """Variances 2, 8 and 0 within three sequences of two draws; the mean of six draws, 10/3 / 6."""
-    draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
-    got = estimate(draws)
-    assert got.monte_carlo_error == pytest.approx(math.sqrt(10 / 3 / 6))
+def test_estimate_is_mean_standard_error_and_spread_of_the_draws_of_each_sequence():
+    """Means 2, 1, 3; variances 2, 2, 8 within three sequences of two draws: of all, 4 / 6."""
+    got = estimate(torch.tensor([[1.0, 3.0], [0.0, 2.0], [1.0, 5.0]]))
+    assert got.sequences == 3 and got.nll == pytest.approx(2, abs=1e-14)
+    assert got.perplexity == pytest.approx(math.exp(2), rel=1e-14)
+    assert got.standard_error == pytest.approx(1 / math.sqrt(3), abs=1e-14)
+    assert got.monte_carlo_error == pytest.approx(math.sqrt(4 / 6))
     # as one: the two means are 1 and 3, their mean varies by 2 / 2
+    draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
     assert estimate(draws, joint=True).monte_carlo_error == pytest.approx(1.0)
+    assert estimate(draws).standard_error == 0  # their means agree
 
 
 def test_what_one_sequence_or_one_draw_does_not_tell_is_nan():
@@ -58,8 +38,6 @@ def test_what_one_sequence_or_one_draw_does_not_tell_is_nan():
 
 
 def test_parts_add_up():
-    """The sequence means of both parts are added before their deviation is taken; Monte Carlo
-    variances are added."""
     first = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 5.0]])
     second = torch.tensor([[1.0, 2.0, 3.0]] * 3)
     both, one, two = estimate(first, second), estimate(first), estimate(second)
@@ -78,9 +56,6 @@ def test_intervals_are_students_t():
     assert Estimate(1.0, 0.1, 6, 0.02).interval() == pytest.approx(expected, rel=1e-5)
 
 
-# ---- repeated ------------------------------------------------------------------------------------
-
-
 REPEATS, TEXTS = 200, 12
 
 
@@ -92,8 +67,7 @@ def exact_losses(conditional):
 
 
 def coverage(estimates, exact, degrees=None):
-    """The share of 95% intervals that cover a value: over texts, or given these very texts, with
-    the Monte Carlo error and these degrees of freedom."""
+    """The share of 95% intervals that cover a value: over texts, or given degrees of freedom."""
     covered = 0
     for e in estimates:
         low, high = e.interval()
@@ -107,8 +81,7 @@ def coverage(estimates, exact, degrees=None):
 @pytest.mark.parametrize("given_data", [True, False])
 @pytest.mark.parametrize("draws", [2, 5])
 def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws, given_data):
-    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand. Given the
-    data, the texts are the same every time; else they are drawn anew, all being equally likely."""
+    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand."""
     model, conditional = enumerable_system("AO-GPT", seed=0)
     exact, generator = exact_losses(conditional), torch.Generator().manual_seed(0)
     index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator)
@@ -126,14 +99,11 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
     """Its masks are stratified over the texts, so that only whole draws are independent."""
     model, conditional = enumerable_system(system, seed=0)
     index = torch.randint(V**N, (TEXTS,), generator=torch.Generator().manual_seed(0))
-    tokens, random = all_sequences(V, N)[index], OrderConfig("random")
+    tokens, random, rows = all_sequences(V, N)[index], OrderConfig("random"), range(TEXTS)
     exact, estimates = float(exact_losses(conditional)[index].mean()), []
     for seed in range(REPEATS):
-        draws = (
-            token_nll(model, tokens, random, seed, draw, range(TEXTS), TEXTS).mean(1)
-            for draw in range(6)
-        )
-        estimates.append(estimate(torch.stack(list(draws), dim=1), joint=True))
+        nll = [token_nll(model, tokens, random, seed, d, rows, TEXTS).mean(1) for d in range(6)]
+        estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
     assert 0.90 <= coverage(estimates, exact, degrees=5) <= 0.99
     values = torch.tensor([e.nll for e in estimates], dtype=torch.float64)
     assert abs(values.mean() - exact) < 4 * values.std() / REPEATS**0.5

@@ -22,8 +22,7 @@ from runtime.processes import Processes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-# p(column | row) of the symbols a, b, c and end-of-text: powers of two, so that perplexities are
-# known
+# p(column | row) of the symbols a, b, c and end-of-text
 BIGRAM = [
     [1 / 2, 1 / 4, 1 / 8, 1 / 8],
     [1 / 4, 1 / 4, 1 / 4, 1 / 4],
@@ -35,8 +34,7 @@ TEXT, BITS = "abaacc", 10
 
 
 def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
-    """A byte-level tokenizer without merges; the id of a symbol is its place. start: it puts end-
-    of-text in front."""
+    """A byte-level tokenizer without merges. start: it puts end-of-text in front."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,21 +53,15 @@ def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def save_bigram(folder, bigram=None, context=64, start=False):
-    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's distribution from the
-    last one.
-
-    LayerNorm makes high on the hot unit and low elsewhere of a one-hot embedding; its bias takes
-    low off again.
-    """
+def save_bigram(folder, context=64, start=False):
+    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's distribution."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    log_probs = torch.tensor(bigram or BIGRAM, dtype=torch.float64).log()
+    log_probs = torch.tensor(BIGRAM, dtype=torch.float64).log()
     V = len(log_probs)
     sizes = {"vocab_size": V, "n_embd": V, "n_layer": 1, "n_head": 1, "n_positions": context}
-    model = GPT2LMHeadModel(
-        GPT2Config(**sizes, tie_word_embeddings=False, bos_token_id=V - 1, eos_token_id=V - 1)
-    )
+    ids = {"bos_token_id": V - 1, "eos_token_id": V - 1}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **ids, tie_word_embeddings=False))
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -140,66 +132,45 @@ def scores_of(result, row=0):
 def assert_same(a, b):
     """The same names and numbers; float32 sums in another order differ by about 1e-7."""
     for one, other in [(a, b), *zip(a.pop("per_sample"), b.pop("per_sample"), strict=True)]:
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            close = isinstance(value, float)
-            assert other[key] == (pytest.approx(value, rel=1e-6, abs=1e-9) if close else value)
-
-
-# ---- judges of transformers ----------------------------------------------------------------------
+        assert other == pytest.approx(one, rel=1e-6, abs=1e-9)
 
 
 def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report, write, bigram):
     """`cb` costs 3 bits; the first token of each text is not scored."""
     result = report("--samples", write({"text": TEXT}, {"text": "cb"}), "--judge", bigram)
     row, (first, second) = result["rows"][0], result["rows"][0]["per_sample"]
-    # float32 logits of up to 2.1 nats
     for got, bits, count in ((first, BITS, 5), (second, 3, 1), (row, BITS + 3, 6)):
         assert got["perplexity"] == pytest.approx(2 ** (bits / count), rel=1e-6)
         assert got["scored_tokens"] == count
     assert row["mean_sample_perplexity"] == pytest.approx((4 + 8) / 2, rel=1e-6)
-    # aaa, b, cc; and c, b
-    assert row["entropy"] == pytest.approx(
-        (-(3 * math.log(1 / 2) + math.log(1 / 6) + 2 * math.log(1 / 3)) / 6) / 2 + math.log(2) / 2
-    )
+    of_first = (3 * math.log(2) + math.log(6) + 2 * math.log(3)) / 6  # aaa, b, cc; and c, b
+    assert row["entropy"] == pytest.approx((of_first + math.log(2)) / 2)
     assert row["tokens_judged"] == "text" and row["tokenizer"] is None and row["nfe"] is None
     assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
     assert "transformers" in result["versions"]
 
 
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
-    """a after end-of-text costs 3 bits. It takes a place of the context: windows of 4 of abaa|cc, c
-    after it 2 bits."""
+    """a after end-of-text costs 3 bits, c 2 bits; windows of 4 of abaa|cc."""
     judge = load(save_bigram(tmp_path, context=5, start=True))
     assert judge.start and judge.context == 4
-    (short, long) = judge.score([judge.encode("ab"), judge.encode(TEXT)], 8)
-    assert short[1] == 2 and short[0] / math.log(2) == pytest.approx(3 + 2, rel=1e-6)
-    assert long[1] == 6 and long[0] / math.log(2) == pytest.approx(8 + 2 + 2, rel=1e-6)
+    for size in (1, 2, 3, 50):
+        scores = judge.score([judge.encode(text) for text in ("ab", TEXT, "a")], size)
+        assert [count for _, count in scores] == [2, 6, 1]
+        bits = [nll / math.log(2) for nll, _ in scores]
+        assert bits == pytest.approx([3 + 2, 8 + 2 + 2, 3], rel=1e-6)
 
 
-@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
-def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path, end):
+def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path):
     """Whatever the judge calls it: b after it costs 1 bit."""
-    save_tokenizer(save_bigram(tmp_path), "abc", end=end)
+    save_tokenizer(save_bigram(tmp_path), "abc", end="</s>")
     judge = load(tmp_path)
     assert judge.encode("a<|endoftext|>b") == [0, 3, 1]
     ((nll, _),) = judge.score([judge.encode("a<|endoftext|>b")], 1)
     assert nll / math.log(2) == pytest.approx(3 + 1, rel=1e-6)
 
 
-def test_scores_do_not_depend_on_the_batches(byte_judge):
-    judge, generator = load(byte_judge), np.random.default_rng(0)
-    samples = [
-        generator.integers(0, 256, size=size).tolist() for size in (5, 90, 2, 64, 17, 200, 33)
-    ]
-    alone = [judge.score([ids], 1)[0] for ids in samples]
-    for size in (1, 3, 50):
-        np.testing.assert_allclose(judge.score(samples, size), alone, rtol=1e-6)
-
-
-def test_the_same_ids_are_scored_directly_and_others_through_text(
-    report, write, byte_judge, bigram
-):
+def test_only_the_same_ids_are_scored_directly(report, write, byte_judge, bigram):
     assert load(byte_judge).has_ids_of("bytes") and not load(bigram).has_ids_of("bytes")
     rows = [{"text": text, "tokens": list(text.encode())} for text in (TEXT, "caf\u00e9 ab")]
     ids = report("--samples", write(*rows), "--judge", byte_judge)["rows"][0]
@@ -223,9 +194,6 @@ def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_score
     assert math.isnan(row["per_sample"][0]["perplexity"]) and row["distinct_1"] == (1 + 1 / 2) / 2
 
 
-# ---- judges of this project ----------------------------------------------------------------------
-
-
 def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, plain):
     """Against token_log_probs in float64; the run has a start token, so all tokens are scored."""
     tokens = [list(b"the order of any"), list(b"mask")]
@@ -237,7 +205,6 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
         for ids in tokens:
             order = torch.arange(len(ids))[None]
             expected.append(-float(model.token_log_probs(torch.tensor([ids]), order).sum()))
-        # float32 against float64: log-probabilities of about 3 nats, 16 of them
         np.testing.assert_allclose([s["nll"] for s in row["per_sample"]], expected, rtol=1e-5)
         assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
         assert row["perplexity"] == pytest.approx(math.exp(sum(expected) / 20), rel=1e-5)
@@ -256,9 +223,6 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     assert judge.encode("a<|endoftext|>\u00e9") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
-# ---- samples: made, and read ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     script, report, run, tmp_path, mode
@@ -273,10 +237,6 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     # a sample alone in its batch takes part in all calls
     calls = read_lines(path)[0]["model_calls"]
     assert sum(s["nfe"] for s in direct["rows"][0]["per_sample"]) == calls
-    theirs, ours = read_lines(path)[0]["settings"], direct["rows"][0]["sampler"]
-    # the length is known here where it was left out
-    for key in ours.keys() & theirs.keys() - {"length"}:
-        assert ours[key] == theirs[key], key
 
 
 @pytest.mark.slow
@@ -303,18 +263,14 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     assert "8 tokens were given, not generated" in out
 
 
-# ---- the sweep -----------------------------------------------------------------------------------
-
-
 def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder, tmp_path):
     options = ["--json", tmp_path / "gen.json"]
     options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.3,0.5".split()
     options += "--noise float32 --top-k 50".split()
     status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
-    result = json.loads((tmp_path / "gen.json").read_text())
-    text = (tmp_path / "gen.md").read_text()
-    rows, samplers = result["rows"], [row["sampler"] for row in result["rows"]]
+    rows = json.loads((tmp_path / "gen.json").read_text())["rows"]
+    text, samplers = (tmp_path / "gen.md").read_text(), [row["sampler"] for row in rows]
     keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
     settings = ((1, 1), (0.9, 0.95), (0.3, 0.5))
     assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]
@@ -325,11 +281,8 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder,
     for row in rows:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
-    assert max(row["entropy"] for row in rows[4:6]) < min(row["entropy"] for row in rows[:2]), (
-        "a low temperature repeats itself"
-    )
     table = [line for line in out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 12 and len({len(line) for line in table}) == 1
+    assert len(table) == 2 + 12
     assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]
     assert all(line in text for line in table) and "python eval_gen.py" in text
     assert "noise float32" in out and "noise float32" in text
@@ -346,25 +299,16 @@ def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run, mode, opti
     assert all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+@pytest.fixture
+def fails(script):
+    """The message of a user's mistake."""
 
+    def call(*arguments):
+        status, _, err = script(eval_gen, *arguments)
+        assert status == 2 and err.startswith("error: "), err
+        return " ".join(err.split())
 
-def fails(script, *arguments):
-    status, out, err = script(eval_gen, *arguments)
-    assert status == 2 and err.startswith("error: "), err
-    return " ".join(err.split())
-
-
-@pytest.mark.parametrize(
-    "lines, message",
-    [
-        ([], "there is no sample in it"),
-        ([{"text": TEXT}, '{"text": \n'], "line 2: this is not JSON"),
-        ([{"text": "ab", "tokens": [97, "b"]}], "line 1"),
-    ],
-)
-def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message):
-    assert message in fails(script, "--samples", write(*lines), "--judge", bigram)
+    return call
 
 
 @pytest.mark.parametrize(
@@ -372,63 +316,47 @@ def test_a_bad_file_of_samples_is_refused(script, write, bigram, lines, message)
     [
         ([], "name a run (out/NAME)"),
         (["RUN", "--settings", "0.9"], "give temperature,top-p as in 0.9,0.95"),
-        (["RUN", "--settings", "-1,1"], "--settings -1,1: --temperature is -1.0"),
         (["RUN", "--settings", "1,1", "--top-p", 0.9], "leave out the options"),
         (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
         (["RUN", "--length", LENGTH + 1], f"was built for up to {LENGTH} tokens"),
-        (["RUN", "--json", "nowhere/x.json"], "there is no folder nowhere"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (["PLAIN"], "--mode mdm needs a model that is conditioned on the target position"),
         (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),
+        (["--samples", ["{"]], "line 1: this is not JSON"),
+        (["--samples", [{"text": "ab", "tokens": [97, "b"]}]], "line 1"),
+        (["--samples", []], "there is no sample in it"),
     ],
 )
-def test_bad_arguments_are_refused_before_any_work(script, run, encoder, plain, arguments, message):
+def test_bad_arguments_are_refused(fails, write, run, encoder, plain, arguments, message):
     paths = {"RUN": run, "ENCODER": encoder, "PLAIN": plain}
-    arguments = [paths.get(part, part) for part in arguments]
-    assert message in fails(script, *arguments, "--judge", run)
+    arguments = [write(*a) if isinstance(a, list) else paths.get(a, a) for a in arguments]
+    assert message in fails(*arguments, "--judge", run)
 
 
-def test_a_model_without_a_start_token_is_sent_to_sample_py(script, run, monkeypatch):
-    loaded = dataclasses.replace(load_checkpoint(run), scored_from=1)
-    monkeypatch.setattr(eval_gen, "load", lambda *arguments, **options: loaded)
-    assert "make samples with sample.py --prompt" in fails(script, run, "--judge", run)
-
-
-@pytest.fixture
-def refused(script, write):
-    """The message of the error for a judge."""
-    path = write({"text": TEXT})
-    return lambda judge: fails(script, "--samples", path, "--judge", judge)
-
-
-def test_a_judge_that_is_missing_or_an_encoder_is_an_error(refused, encoder, tmp_path, monkeypatch):
-    """A name that is no path is looked for on Hugging Face."""
-    assert "is an encoder" in refused(encoder)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in (tmp_path / "nowhere", "nobody/nothing", "no-such-judge"):
-        found = refused(name)
-        assert f"--judge {name} could not be loaded" in found
-        assert "needs the network once" in found
-    (tmp_path / "empty").mkdir()
-    assert "supported are run folders" in refused(tmp_path / "empty")
-
-
-def test_a_judge_with_pickled_or_missing_weights_is_refused(refused, bigram, tmp_path):
+def test_what_is_no_judge_is_refused(fails, write, run, encoder, bigram, tmp_path, monkeypatch):
+    """A name that is no path is looked for on Hugging Face; pickled weights are not read."""
     from transformers import GPT2LMHeadModel
 
-    pickled, partial = tmp_path / "pickled", tmp_path / "partial"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = GPT2LMHeadModel.from_pretrained(bigram)
+    pickled, partial, empty = (tmp_path / name for name in ("pickled", "partial", "empty"))
+    empty.mkdir()
     for folder in (pickled, partial):
         shutil.copytree(bigram, folder)
         (folder / "model.safetensors").unlink()
-    model = GPT2LMHeadModel.from_pretrained(bigram)
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    assert "could not be loaded" in refused(pickled)
     state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(partial, state_dict=state)
-    assert "1 weights are missing, e.g. lm_head.weight" in refused(partial)
-
-
-def test_without_transformers_the_error_says_what_to_install(refused, bigram, run, monkeypatch):
+    options = "--samples", write({"text": TEXT}), "--judge"
+    for judge, message in (
+        (encoder, "is an encoder"),
+        ("no-such-judge", "--judge no-such-judge could not be loaded"),
+        ("nobody/nothing", "needs the network once"),
+        (empty, "supported are run folders"),
+        (pickled, "could not be loaded"),
+        (partial, "1 weights are missing, e.g. lm_head.weight"),
+    ):
+        assert message in fails(*options, judge)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install transformers" in refused(bigram)
+    assert "pip install transformers" in fails(*options, bigram)
     assert load(run).parameters > 0, "a judge of our own needs none"

@@ -1,4 +1,4 @@
-"""Is everything right on a GPU? `make gpu` runs this on one; elsewhere what a CPU can show runs.
+"""`make gpu` runs this on a GPU; elsewhere what a CPU can show runs.
 
 Models are small and have random weights: what is compared is arithmetic. float32 has 24 bits, so a
 loss of a few hundred products differs from float64 by some 1e-6 of itself; bfloat16 has 8 bits.
@@ -10,12 +10,11 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import ROOT, change, metrics, prepared, run_script, torchrun, write_config
-from reference import LEVEL, chi_square_p
+from helpers import ROOT, change, metrics, run_script, tiny_config, torchrun, write_config
 
 from runtime.devices import autocast
 from sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
-from sampling.token_choice import choose_tokens, probabilities
+from sampling.token_choice import choose_tokens
 from train import training_loss, update
 from training.batches import make_batch
 from training.config import load_toml
@@ -40,11 +39,8 @@ def small_configs():
         if config.model.mask_token is not None:
             sizes["mask_token"] = SIZES["vocab_size"] - 1
         batch = {"batch_size": BATCH, "micro_batch_size": BATCH}
-        small = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, **sizes),
-            train=dataclasses.replace(config.train, **batch),
-        )
+        model = dataclasses.replace(config.model, **sizes)
+        small = change(config, model=model, train=dataclasses.replace(config.train, **batch))
         kind = small.model, small.objective, small.order
         if kind not in [(c.model, c.objective, c.order) for c in known.values()]:
             known[file.stem] = small
@@ -56,8 +52,7 @@ CONFIGS = small_configs()
 
 @torch.no_grad()
 def random_model(config):
-    """In float64 on the CPU, with weights that float32 holds exactly. All of them matter: those
-    that begin as 0 (adaLN, biases) or 1 (norms) do not here."""
+    """In float64 on the CPU, with weights that float32 holds exactly and that all matter."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(config.model).eval()
     for p in model.parameters():
@@ -82,23 +77,17 @@ def loss_and_gradients(model, config, dtype):
 
 
 def relative_errors(got, expected):
-    """Of the loss, and of all gradients together."""
     return [float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
 
 
 @contextlib.contextmanager
 def no_waiting(device):
     """It is an error that the CPU waits for a GPU."""
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
-# ---- training ------------------------------------------------------------------------------------
+            torch.cuda.set_sync_debug_mode("error")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        yield
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -126,12 +115,8 @@ def test_compiled_training_is_eager_training_without_a_graph_break(device):
 def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     config = CONFIGS["aogpt_small_fast"]
     model = random_model(config).float().to(device).train()
-    optimizer, average, batch = (
-        make_optimizer(model, config),
-        EMA(model, 0.9),
-        batch_of(config, device),
-    )
-    state = State(model, [average], optimizer, Progress())
+    average, batch = EMA(model, 0.9), batch_of(config, device)
+    state = State(model, [average], make_optimizer(model, config), Progress())
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
             with autocast(torch.device(device), torch.bfloat16):
@@ -151,21 +136,9 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
 
 @pytest.mark.slow
 def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device, tmp_path):
-    config = change(
-        load_toml(ROOT / "configs" / "quickstart.toml"),
-        out=str(tmp_path),
-        data__folder=str(prepared("stories", tmp_path / "stories", tokenizer="english")),
-        model__block_size=64,
-        model__n_layer=2,
-        model__n_embd=64,
-        optim__warmup_steps=2,
-        eval__interval=3,
-        eval__sequences=8,
-        checkpoint__interval=3,
-    )
-    train = {"steps": 6, "dtype": "float32", "batch_size": 8, "micro_batch_size": 4}
-    train |= {"compile": False, "log_interval": 1, "device": device}
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+    sizes = {"model__n_embd": 64, "model__dropout": 0.0, "optim__warmup_steps": 2}
+    config = tiny_config(make_data(tmp_path), tmp_path, steps=6, **sizes)
+    config = change(config, train__device=device, train__dtype="float32", checkpoint__interval=3)
 
     def losses(name, run=run_script, **changes):
         of_run = change(config, name=name, **changes)
@@ -184,21 +157,12 @@ def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device,
     assert once == again
 
 
-# ---- decoding ------------------------------------------------------------------------------------
-
-
 def test_tokens_are_drawn_as_on_a_cpu(device):
-    """A draw within rounding of a boundary may fall on its other side: some 1e-6 of all."""
     choice, generator = TokenChoice(0.9, 0.95), torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(512, 50257, generator=generator)
     uniforms = torch.rand(512, generator=generator, dtype=torch.float64)
     drawn = choose_tokens(logits.to(device), uniforms.to(device), choice).cpu()
     assert int((drawn != choose_tokens(logits, uniforms, choice)).sum()) <= 1
-    logits = torch.tensor([[1.0, -0.5, 2.0, 2.0, -torch.inf, 0.3, 1.9, 2.0]]).repeat(20_000, 1)
-    uniforms = torch.rand(len(logits), generator=generator, dtype=torch.float64)
-    drawn = choose_tokens(logits.to(device), uniforms.to(device), choice).cpu()
-    expected = probabilities(logits[:1], choice)[0] * len(logits)
-    assert chi_square_p(drawn.bincount(minlength=8), expected) > LEVEL
 
 
 def engine_of(model, plan, **options):
@@ -207,8 +171,7 @@ def engine_of(model, plan, **options):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_decoding_is_the_uncached_model(device, name):
-    """One token at a time, in speculation, and in bfloat16, where the cached pass may be as far
-    from float64 as the uncached one; a third more is left for the order of sums."""
+    """In bfloat16, too, where it may be a third further from float64 than the uncached one."""
     config = CONFIGS[name]
     exact = random_model(config)
     B, T, generator = 5, config.model.block_size, torch.Generator().manual_seed(1)
@@ -226,10 +189,8 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     done = engine_of(model, plan).generate(plan, uniforms=uniforms)
     expected = exact.token_log_probs(done.tokens, plan.order)
     uncached = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
-    of_cached, of_uncached = (
-        (log_probs.double() - expected).square().mean().sqrt()
-        for log_probs in (done.log_probs.gather(1, plan.order), uncached)
-    )
+    cached = done.log_probs.gather(1, plan.order)
+    of_cached, of_uncached = ((x.double() - expected).norm() for x in (cached, uncached))
     assert of_cached < 4 / 3 * of_uncached
 
 

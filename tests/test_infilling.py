@@ -16,9 +16,6 @@ from studies.measures import of_infilling
 T, TOKENS = 9, 11
 
 
-# ---- passages ------------------------------------------------------------------------------------
-
-
 def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     text = 'It was. "No!" he said. The cat sat on it. Then they all went home. End'
     block = torch.tensor([list(text.encode())])
@@ -53,17 +50,12 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     assert len(find_last_words(row, tokenizer, 10, 1)) == 0  # no room for what stands before
 
 
-def some_passages():
-    tokens = random_tokens(TOKENS, 4, T, seed=1)
-    return Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
-
-
 @pytest.mark.parametrize("both", [True, False], ids=["both sides", "left"])
 @pytest.mark.parametrize("system", [*DECODERS, *ENCODERS])
 def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system, both):
-    """Each token given what is known and the tokens of the middle before it. 1e-5: SEDD's outputs
-    are float32."""
-    model, passages = make_system(system, 2), some_passages()
+    """Each token given what is known and the tokens of the middle before it (SEDD in float32)."""
+    model, tokens = make_system(system, 2), random_tokens(TOKENS, 4, T, seed=1)
+    passages = Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
     if system == "GPT-2" and both:
         with pytest.raises(ValueError, match="knows what is before only"):
             middle_nll(model, passages, both)
@@ -84,40 +76,24 @@ def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system,
         assert float(got[b]) == pytest.approx(total / (end - start), abs=1e-5)
 
 
-# ---- ROUGE ---------------------------------------------------------------------------------------
-
-
 def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
-    """By hand: 'the cat sat on the mat' and 'the cat lay on a mat' share the, cat, on, mat; the
-    pair 'the cat'; and the cat on mat in this order."""
-    pairs = [
-        ("The cat sat on the mat.", "the cat lay on a mat"),
-        ("One, two: three!", "one two three"),
-        ("a b", "c d"),
-        ("", "c"),
-        ("c b a", "a b c"),  # in another order: the same words, a shorter subsequence
-        ("a a a", "a b"),  # as often as both have it
-        ("na\u00efve _x", "naive _x"),  # letters are not only a to z
-    ]
-    scores = rouge(pairs)
-    assert scores["rouge_1"] == pytest.approx([4 / 6, 1, 0, 0, 1, 2 / 5, 1 / 2])
-    assert scores["rouge_2"] == pytest.approx([1 / 5, 1, 0, 0, 0, 0, 0])
-    assert scores["rouge_l"] == pytest.approx([4 / 6, 1, 0, 0, 1 / 3, 2 / 5, 1 / 2])
+    for one, other, *expected in (
+        ("The cat sat on the mat.", "the cat lay on a mat", 4 / 6, 1 / 5, 4 / 6),
+        ("One, two: three!", "one two three", 1, 1, 1),
+        ("", "c", 0, 0, 0),
+        ("c b a", "a b c", 1, 0, 1 / 3),  # in another order: the same words
+        ("a a a", "a b", 2 / 5, 0, 2 / 5),  # as often as both have it
+        ("na\u00efve _x", "naive _x", 1 / 2, 0, 1 / 2),  # letters are not only a to z
+    ):
+        scores = rouge([(one, other)])
+        found = [scores[key][0] for key in ("rouge_1", "rouge_2", "rouge_l")]
+        assert found == pytest.approx(expected)
 
 
-# ---- the script ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def said(tmp_path):
-    """Text of short sentences."""
-    words = tmp_path / "said.txt"
+def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, tmp_path):
+    words, report = tmp_path / "said.txt", tmp_path / "infill.json"
     words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
-    return prepared("text", tmp_path / "said", words, split="val")
-
-
-def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, script, tmp_path):
-    report = tmp_path / "infill.json"
+    said = prepared("text", tmp_path / "said", words, split="val")
     options = ("--data", said, "--shortest", 2, "--longest", 12, "--overwrite", "--json", report)
     status, out, err = script(eval_infill, run, plain, encoder, *options)
     assert status == 0, err
@@ -126,9 +102,8 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, sc
     expected = [(str(path), *way) for path in (run, encoder) for way in ways]
     expected.insert(4, (str(plain), "left", "l2r"))
     assert [(r["run"], r["given"], r["mode"]) for r in rows] == expected
-    count = len(rows[0]["nll"])
     for row in rows:
-        assert len(row["nll"]) == count == len(row["rouge_l"])
+        assert len(row["nll"]) == len(rows[0]["nll"]) == len(row["rouge_l"])
         assert all(0 < nll < 2 * math.log(320) for nll in row["nll"])
         assert all(0 <= score <= 1 for score in row["rouge_1"])
     assert rows[0]["nll"] != rows[1]["nll"] == rows[2]["nll"]
@@ -136,17 +111,11 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, said, sc
     assert (settings["temperature"], settings["mode"], settings["shortest"]) == (0, None, 2)
     assert f"{run}: the other side is worth" in out and f"{plain}: the other" not in out
     assert report.with_suffix(".md").read_text() == out
-    for words, message in (
-        (["--shortest", 15, "--longest", 15], "no sentence of 15 to 15 tokens"),
-        (["--steps", 3, "--mode", "l2r"], "--steps has no meaning with --mode l2r"),
-    ):
-        status, _, err = script(eval_infill, run, "--data", said, *words)
-        assert status == 2 and message in err
+    status, _, err = script(eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15)
+    assert status == 2 and "no sentence of 15 to 15 tokens" in err
 
 
-def test_last_words_are_predicted_from_all_that_stands_before_them(
-    run, plain, encoder, tmp_path, script
-):
+def test_last_words_are_predicted_from_what_precedes(run, plain, encoder, tmp_path, script):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"we saw {i} cats"}) + "\n" for i in range(60)))
     data, report = prepared("text", tmp_path / "rows", rows, split="val"), tmp_path / "words.json"
@@ -159,7 +128,3 @@ def test_last_words_are_predicted_from_all_that_stands_before_them(
     figures = of_infilling({"rows": found[:1]})
     assert figures["nll_passage"][0] == pytest.approx(sum(found[0]["nll"]) / 5)
     assert "rouge1_passage_l2r" in figures and "gain" not in figures
-    rows.write_text('{"text": "cats"}\n' * 60)
-    data = prepared("text", tmp_path / "short", rows, split="val")
-    status, _, err = script(eval_infill, run, "--data", data, "--last-word")
-    assert status == 2 and "no document of two words or more ends in" in err

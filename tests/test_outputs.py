@@ -1,5 +1,4 @@
-"""Results of scripts: nothing is overwritten unasked, nothing that is no plain file is replaced,
-nothing is lost."""
+"""Results of scripts: nothing is overwritten unasked, no device is replaced, nothing is lost."""
 
 import os
 import stat
@@ -45,11 +44,6 @@ def test_what_exists_is_replaced_only_when_asked_and_keeps_its_mode_and_its_link
     assert empty.read_text() == ANSWER
 
 
-def test_inputs_are_never_replaced(there):
-    with pytest.raises(ValueError, match="is a file that is read"):
-        write(there, there, overwrite=True)
-
-
 def test_two_results_cannot_have_one_name_unless_it_is_a_device(tmp_path):
     Outputs({"--json": Path(os.devnull), "--html": Path(os.devnull)})
     with pytest.raises(ValueError, match="--html .* another option names the same file"):
@@ -68,19 +62,20 @@ def test_a_device_and_a_fifo_are_written_to_and_stay(tmp_path):
     assert found == [ANSWER] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
-def test_what_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="is a folder; name a file"):
-        write(tmp_path)
-    with pytest.raises(ValueError, match="there is no folder"):
-        write(tmp_path / "no" / "x")
+def test_what_cannot_be_written_is_told_before_the_work(there, tmp_path, monkeypatch):
+    for path, message in (
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "no" / "x", "there is no folder"),
+        (there, "is a file that is read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(path, there, overwrite=True)
     monkeypatch.setattr("os.access", lambda *arguments: False)
     with pytest.raises(ValueError, match="no permission to write it"):
         write(tmp_path / "x")
 
 
-def test_a_result_that_still_cannot_be_written_is_printed_and_the_others_are_written(
-    tmp_path, capsys
-):
+def test_a_result_that_cannot_be_written_is_printed_and_others_are_written(tmp_path, capsys):
     files = {"--json": tmp_path / "x.json", "--plot": tmp_path / "x.png"}
     with pytest.raises(OSError, match="could not write .*x.json: .*File too large"):
         with Outputs(files) as outputs:
