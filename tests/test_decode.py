@@ -13,9 +13,6 @@ import pytest
 import reference
 import torch
 from helpers import NoHostReads
-from hypothesis import given as with_examples
-from hypothesis import settings
-from hypothesis import strategies as st
 from reference import (
     DECODERS,
     ENCODERS,
@@ -70,6 +67,8 @@ ADAPTIVE = modes("confidence 1, confidence 2, entropy 1, entropy 3, margin 2") +
 SPECULATIVE = modes("speculative 3, speculative-random 2, pairs-random 3")
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 
+RELATIVE = ["target rotary", "two_stream, rotary"]
+
 enumerated = functools.cache(enumerable_system)
 
 
@@ -90,31 +89,26 @@ AOGPT_MODES = modes(
     "cosine 2, cosine 4, even-cosine 2, even-cosine 3, confidence 1, confidence 2, entropy 1, "
     "entropy 2, entropy 3, speculative 2, speculative 3, speculative 4, speculative-random 2, "
     "speculative-random 3, margin 1, margin 3, pairs 2, pairs 4, pairs-random 3"
-) + list(PACES)
+)
 DECODER_MODES = modes(
     "random 1, cosine 3, even-cosine 3, confidence 2, entropy 1, speculative-random 4, pairs 2"
 )
-ENCODER_MODES = modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 2, entropy 2")
 ENUMERATED = [  # systems, seed, modes
-    (["AO-GPT"], 1, AOGPT_MODES),
+    (["AO-GPT"], 1, [*AOGPT_MODES, *PACES]),
     (["AO-GPT"], 0, AOGPT_MODES[::3]),
     (modes("two_stream, sigma-GPT, shared, per_block") + ["AO-GPT, rotary"], 3, DECODER_MODES),
     (["two_stream"], 4, modes("random 2, random 3, l2r 2, even 2, exact 2")),
     (modes("two_stream, encoder AO-GPT, sigma-GPT"), 4, PACED),
     ([ONE_BY_ONE], 3, modes("random 2, exact 3, confidence 2, blocks-sure")),
     # Before the first token all positions are alike to it; `PACES` are enumerated without equals.
-    (
-        ["target rotary"],
-        1,
-        [*DECODER_MODES, "exact 3", *(m for m in AOGPT_MODES if m not in PACES)],
-    ),
+    (["target rotary"], 1, [*DECODER_MODES, "exact 3", *AOGPT_MODES]),
     (["two_stream, rotary"], 3, [*DECODER_MODES, *modes("random 2, l2r 2, exact 2")]),
     (
         [f"{system}, rotary" for system in ("sigma-GPT", "shared", "per_block")],
         4,
         modes("exact 3, confidence 2, speculative-random 4"),
     ),
-    (ENCODERS, 2, ENCODER_MODES),
+    (ENCODERS, 2, modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 2, entropy 2")),
 ]
 
 
@@ -143,37 +137,19 @@ def test_samples_match_enumeration(system, seed, mode):
         assert reference.chi_square_p(counts, expected) < 1e-6, other
 
 
-def test_gpt2_samples_match_enumeration_left_to_right():
-    """Without a target position it has no conditionals but those of the identity order."""
-    model = make_system("GPT-2", 1, tokens=V, block_size=N, n_head=2, n_embd=8)
-    identity = torch.arange(N).expand(V**N, N)
-    expected = model.token_log_probs(all_sequences(V, N), identity).sum(dim=1).exp()
-    assert accept(sampled_counts(model, l2r_plan(SAMPLES, N), 21), expected)
-
-
 PROMPTED_MODES = modes("l2r, random 2, exact 3, cosine 2, even-cosine 2, confidence 1, entropy 2")
 PROMPTED_MODES += modes("sure, bound, blocks") + SPECULATIVE
+ENDS = ({0: 1, 3: 0},)
 INFILLED = [  # systems, seed, prompts, modes
     (["AO-GPT"], 3, ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1}), PROMPTED_MODES),
-    ([*ENCODERS, "two_stream"], 2, ({0: 1, 3: 0},), modes("exact 3, even 2, entropy 1")),
-    (
-        ["target rotary", "two_stream, rotary"],
-        1,
-        ({0: 1, 3: 0},),
-        modes("l2r, random 2, exact 3, confidence 1, speculative 3") + list(PACES),
-    ),
+    ([*ENCODERS, "two_stream"], 2, ENDS, modes("exact 3, even 2, entropy 1")),
+    (RELATIVE, 1, ENDS, [*modes("l2r, random 2, exact 3, confidence 1, speculative 3"), *PACES]),
 ]
 
 
 @pytest.mark.parametrize(
     "system, seed, prompt, mode",
-    [
-        (s, seed, p, m)
-        for ss, seed, prompts, ms in INFILLED
-        for s in ss
-        for p in prompts
-        for m in ms
-    ],
+    [(s, i, p, m) for ss, i, prompts, ms in INFILLED for s in ss for p in prompts for m in ms],
 )
 def test_infilling_matches_enumeration(system, seed, prompt, mode):
     """Over the sequences that hold the prompt."""
@@ -202,9 +178,7 @@ def test_truncated_sampling_matches_enumeration(mode, choice):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_two_stages_and_one_stage_are_the_same_distribution(steps):
-    """Lemma 4.1 of the paper, both sides enumerated: drawing token-or-mask at every masked position
-    in every step, and drawing the whole plan before the model runs, differ by float64 rounding
-    alone."""
+    """Lemma 4.1: token-or-mask drawn at every step, or the whole plan before; both enumerated."""
     conditional = enumerated("AO-GPT", 1)[1]
     one = reference.one_stage_distribution(conditional, N, steps)
     two = reference.plan_distribution(conditional, reference.exact_plans(range(N), (), steps))
@@ -215,10 +189,7 @@ def test_two_stages_and_one_stage_are_the_same_distribution(steps):
 RAGGED = [  # systems, modes
     (["AO-GPT", "two_stream"], ["l2r", "random 2", "entropy 2", *SPECULATIVE]),
     (["RADD", "SEDD"], modes("exact 2, even-cosine 2, confidence 1")),
-    (
-        ["target rotary", "two_stream, rotary"],
-        modes("random 2, confidence 1, speculative-random 2"),
-    ),
+    (RELATIVE, modes("random 2, confidence 1, speculative-random 2")),
 ]
 
 
@@ -250,9 +221,7 @@ RULES = modes("confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3"
     + [("target rotary", 2, mode) for mode in ("l2r 1", "random 3")],
 )
 def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(system, seed, mode):
-    """All 81, which sum to 1: log-probabilities are kept in float32, 1e-7 relative for each of four
-    tokens; SEDD's outputs are float32. Equals are taken in the order of the plan, here the same one
-    for all: an encoder without tables knows no position from another before the first token."""
+    """All 81. Equals are taken in the order of the plan, here the same one for all."""
     model, sequences = enumerated(system, seed)[0], all_sequences(V, N)
     plan = make_plan(mode, len(sequences), N, seed=3)
     plan = dataclasses.replace(plan, order=plan.order[:1].expand(len(sequences), -1))
@@ -272,8 +241,7 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(syste
     + [(1, Pace(entropy_bound=1.0, most=3), 2)],
 )
 def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group, pace, block):
-    """Also where rows are records of which a token is given: then for each value of it. Float32
-    log-probabilities, as above."""
+    """Also where a token of each record is given: then for each value of it."""
     model, sequences = enumerated(system, 5)[0], all_sequences(V, N)
     rule = Rule(rule, pace, block)
     nll = decoding_nll(model, sequences, rule, group)
@@ -288,7 +256,7 @@ def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group, pac
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(seed):
-    """Its mean over all K-tuples of the 6 orders of 3 positions, for all sequences: enumerated."""
+    """Over all K-tuples of the 6 orders of 3 positions, for all sequences."""
     model, sequences = enumerable_system("AO-GPT", seed, length=3)[0], all_sequences(V, 3)
     orders = torch.tensor(list(itertools.permutations(range(3))))
     log_p = [model.token_log_probs(sequences, order.expand_as(sequences)) for order in orders]
@@ -326,8 +294,7 @@ def uniforms_for(rows, length=LENGTH, seed=0):
 
 
 def fits(system, mode):
-    """Whether a system can decode in a mode: without a target position there is one prediction for
-    all positions."""
+    """Whether a system decodes in a mode: without targets all positions have one prediction."""
     conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
     return conditioned or mode not in SPECULATIVE and (system in ENCODERS or mode not in ADAPTIVE)
 
@@ -344,8 +311,7 @@ def every_mode_of(*systems):
 
 
 def logits_given(model, tokens, context, target, sizes=()):
-    """Logits (V,) of one position given the tokens of one row (T,) at `context`, without a cache;
-    of two_stream, a context in groups of these sizes."""
+    """(V,) of one position given the row's tokens at `context`, in groups of these sizes."""
     length = len(tokens)
     if model.config.is_encoder:
         masked = torch.tensor([[p not in context for p in range(length)]])
@@ -360,8 +326,7 @@ def logits_given(model, tokens, context, target, sizes=()):
 
 @torch.no_grad()
 def adaptive_reference(model, tokens, context, mode):
-    """Step and log-probability of every position of one row (T,) whose final tokens are known:
-    choose the positions of each step by the model's distributions, without a cache."""
+    """Step and log-probability of every position of one finished row (T,), without a cache."""
     by, limits = PACES.get(mode) or (mode.split()[0], {"group": int(mode[-1])})
     steps, log_probs, step = [-1] * len(tokens), torch.zeros(len(tokens)), 0
     sizes = [1] * len(context)
@@ -382,9 +347,8 @@ def adaptive_reference(model, tokens, context, mode):
 
 @every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE, ROTARY_GPT, "per_block, both")
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
-    """Rows of different lengths with different positions given; before temperature and truncation.
-    Float32: log-probabilities of size 1 to 10 round at about 1e-6. Adaptive modes: the positions of
-    every step are those that the uncached model prefers."""
+    """Before temperature and truncation. Adaptive modes: the positions of every step are those that
+    the uncached model prefers."""
     model, given = text_model(system), some_given(7, LENGTH, seed=7)
     given[2:4] = False
     # relative: without any token given, no position is preferred to another
@@ -436,44 +400,19 @@ def test_the_simple_sampler_is_the_engine(system, mode):
 # ---- generate ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
-@with_examples(st.data())
-def test_given_tokens_are_untouched_and_the_others_drawn(data):
-    """Any mode, any lengths, any given positions, any given tokens, those that may not be drawn
-    included."""
-    mode = data.draw(st.sampled_from(EVERY_MODE))
-    systems = [s for s in ("AO-GPT", "two_stream", "RADD") if fits(s, mode)]
-    model = text_model(data.draw(st.sampled_from(systems)))
-    some = st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any)
-    lengths = torch.tensor(data.draw(some))
-    B, T = len(lengths), int(lengths.max())
-    row = st.lists(st.tuples(st.booleans(), st.integers(0, TOKENS - 1)), min_size=T, max_size=T)
-    rows = torch.tensor(data.draw(st.lists(row, min_size=B, max_size=B)))
-    given, tokens = rows[..., 0].bool(), rows[..., 1]
-    before, plan = tokens.clone(), make_plan(mode, B, lengths, given)
-    choice = data.draw(st.sampled_from([TokenChoice(), TokenChoice(0.9, 0.95), TokenChoice(0)]))
-    settings = {"vocab_size": 5, "choice": choice}
-    got = generate(model, plan, tokens, generator=seeded(0), **settings)
-    exists = torch.arange(T) < lengths[:, None]
-    given_here = given & exists
-    assert torch.equal(tokens, before)
-    assert torch.equal(got.tokens[given_here], tokens[given_here])
-    assert (got.tokens[~given & exists] < 5).all() and (got.tokens[~exists] == 0).all()
-    assert torch.equal(got.step >= 0, ~given & exists)
-    other = tokens.where(given, (tokens + 1) % TOKENS)  # what stands at free positions is ignored
-    again = generate(model, plan, other, generator=seeded(0), **settings)
-    assert torch.equal(again.tokens, got.tokens)
-
-
 @every_mode_of("AO-GPT", "two_stream", "GPT-2", "SEDD", "encoder AO-GPT")
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
-    """Float64, so that no rounding difference between batch shapes can tip a token or a choice of
-    positions. Rows of different lengths; batches of 2 to all 7, the last one smaller; each row
-    alone, cut to its own length."""
+    """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone, cut. What
+    stands at free positions is ignored; tokens that may not be drawn may be given."""
     model, given = text_model(system, torch.float64), some_given(7, LENGTH, seed=3)
     given[2] = False
     tokens, plan = random_tokens(TOKENS, 7, LENGTH, seed=4), make_plan(mode, 7, LENGTHS, given)
     uniforms, choice = uniforms_for(7, seed=5), TokenChoice(0.9, 0.9)
+    few, copy_of = {"uniforms": uniforms, "choice": choice, "vocab_size": 5}, tokens.clone()
+    of_few = generate(model, plan, tokens, **few).tokens
+    assert torch.equal(tokens, copy_of) and (of_few[~given] < 5).all()
+    other = tokens.where(given, (tokens + 1) % TOKENS)
+    assert torch.equal(generate(model, plan, other, **few).tokens, of_few)
     whole = generate(model, plan, tokens, uniforms=uniforms, choice=choice)
     for size in (2, 3, 100):
         parts = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=size)
@@ -489,6 +428,9 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
         assert torch.equal(alone.tokens, whole.tokens[row, :length])
         assert torch.equal(alone.step, whole.step[row, :length])
         assert (alone.log_probs - whole.log_probs[row, :length]).abs().max() < 1e-5
+    before = torch.get_rng_state()
+    drawn, same = (generate(model, plan, tokens, generator=seeded(5)).tokens for _ in range(2))
+    assert torch.equal(drawn, same) and torch.equal(before, torch.get_rng_state())
     changed = uniforms.clone()
     changed[3] = (changed[3] + 0.5) % 1
     other = generate(model, plan, tokens, uniforms=changed, choice=choice)
@@ -497,9 +439,7 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
 
 @pytest.mark.parametrize("mode", ["l2r", "even 8", "exact 16"])
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
-    """At this width and vocabulary batches of 1 and 8 take other kernels and differ in the last
-    bits of every logit; a token in ten is drawn again from the nucleus. A bit tips one token in a
-    million, so 512 hold with probability 0.999."""
+    """Of this width batches of 1 and 8 take other kernels, and some tokens are drawn again."""
     sizes = {"vocab_size": 8192, "n_embd": 256, "n_head": 4, "block_size": 64}
     model, plan = make_system("AO-GPT", 1, torch.float32, **sizes), make_plan(mode, 8, 64)
     random = {"uniforms": uniforms_for(8, 64, seed=2), "choice": TokenChoice(top_p=0.9)}
@@ -507,25 +447,8 @@ def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     assert torch.equal(generate(model, plan, batch_size=1, **random).tokens, whole.tokens)
 
 
-def test_uniforms_belong_to_positions_and_a_generator_draws_them():
-    """Generation is reproducible and leaves the global generator alone. In one step no position
-    sees another: changing one position's number changes that position alone."""
-    model, plan, before = text_model(), mdm_plan(4, LENGTH, 5, seeded(0)), torch.get_rng_state()
-    a, b, c = (generate(model, plan, generator=seeded(seed)).tokens for seed in (6, 6, 7))
-    uniforms = uniforms_for(4, seed=6)
-    assert torch.equal(a, generate(model, plan, uniforms=uniforms).tokens)
-    assert torch.equal(a, b) and not torch.equal(a, c)
-    assert torch.equal(before, torch.get_rng_state())
-    plan = mdm_plan(1, LENGTH, 1, seeded(0))
-    low, high = uniforms[:1].clone(), uniforms[:1].clone()
-    low[0, 3], high[0, 3] = 0.0, 1 - 2.0**-53
-    a, b = (generate(model, plan, uniforms=u).tokens[0] for u in (low, high))
-    assert (a != b).nonzero().flatten().tolist() == [3]
-
-
 class OnDevice(torch.Tensor):
-    """A tensor of a device without float64 (named "meta", the only other one that a build for CPUs
-    has), whose values are those of a tensor of the CPU. Operations do not mix the two."""
+    """A tensor of a device without float64, named "meta", with the values of one of the CPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -588,8 +511,7 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, mon
 
 @pytest.fixture
 def work(monkeypatch):
-    """What the model is really asked for: inputs per cached pass, and rows that reach the output
-    head."""
+    """What the model is asked for: inputs per cached pass, and rows that reach the head."""
     seen, hidden, logits = {"inputs": [], "heads": 0}, cached.cached_hidden, cached.float32_logits
 
     def counted_hidden(model, ordered, order, step, *more):
@@ -607,52 +529,46 @@ def work(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("lengths", [LENGTH, LENGTHS], ids=["equal lengths", "ragged"])
-@pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
-@pytest.mark.parametrize("mode", [*FIXED, "exact 100"])
-def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, work):
-    """Calls: the non-empty steps of the longest row of each batch. Work: below 2n + steps inputs a
-    row, counted where the model is called. Only positions that are being unmasked reach the output
-    head."""
-    plan = make_plan(mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None)
-    tokens, progress = torch.zeros(7, LENGTH).long(), []
-    steps = (group_sizes(plan) > 0).sum(dim=1).tolist()
-    got = generate(text_model(), plan, tokens, generator=seeded(0), progress=progress.append)
-    assert got.model_calls == max(steps) == len(progress) == len(work["inputs"])
-    assert sum(progress) == int(plan.generated().sum()) == work["heads"]
-    assert got.token_forwards == sum(work["inputs"])
-    for b, n in enumerate(plan.length.tolist()):
-        work["inputs"].clear()
-        alone = generate(text_model(), plan[b : b + 1], tokens[b : b + 1], generator=seeded(0))
-        assert alone.token_forwards == sum(work["inputs"]) <= max(0, 2 * n + steps[b] - 1)
-    halves = generate(text_model(), plan, tokens, generator=seeded(0), batch_size=4)
-    assert halves.model_calls == max(steps[:4]) + max(steps[4:])
-    assert halves.token_forwards == got.token_forwards
-
-
 BY_HAND = {"l2r": 12, "exact 1": 12, "random 1": 12, "even 4": 12 + 3 * 2}
 
 
-@pytest.mark.parametrize("mode", [*EVERY_MODE, "speculative-random 4", "exact 1", "even 4"])
-def test_work_is_counted_where_the_model_is_called(mode, work):
-    """And of each row, whose calls are those that it takes alone. By hand: groups of one, and a
-    single group, compute every step once. 4 groups of 3: 12 copies of a last known token, and after
-    every group but the last the 2 of its tokens that no copy has left in the cache."""
-    plan, uniforms = make_plan(mode, 7, LENGTHS), uniforms_for(7)
-    got = generate(text_model(), plan, uniforms=uniforms)
+@pytest.mark.parametrize("lengths", [LENGTH, LENGTHS], ids=["equal lengths", "ragged"])
+@pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
+@pytest.mark.parametrize("mode", [*EVERY_MODE, "exact 100", "even 4"])
+def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, work):
+    """Counted where the model is called; of fixed plans, calls are the steps of the longest row and
+    work is below 2n + steps inputs a row. By hand: groups of one, and a single group, compute every
+    step once; 4 groups of 3 have 12 copies of a last known token, and after every group but the
+    last the 2 of its tokens that no copy has left in the cache."""
+    plan = make_plan(mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None)
+    tokens, uniforms, progress = torch.zeros(7, LENGTH).long(), uniforms_for(7), []
+    got = generate(text_model(), plan, tokens, uniforms=uniforms, progress=progress.append)
     assert (got.model_calls, got.token_forwards) == (len(work["inputs"]), sum(work["inputs"]))
-    rows = [slice(b, b + 1) for b in range(7)]
-    alone = [generate(text_model(), plan[row], uniforms=uniforms[row]) for row in rows]
-    calls = [row.model_calls for row in alone]
-    assert got.nfe.tolist() == calls and got.nfe[2] == 0 and got.model_calls >= max(calls)
-    assert alone[0].token_forwards == BY_HAND.get(mode, alone[0].token_forwards)
+    assert sum(progress) == int(plan.generated().sum())
+    fixed, steps = mode in (*FIXED, "exact 100", "even 4"), group_sizes(plan).bool().sum(1).tolist()
+    if fixed:
+        assert got.model_calls == max(steps) == len(progress) and sum(progress) == work["heads"]
+    calls = []
+    for b, n in enumerate(plan.length.tolist()):
+        row = slice(b, b + 1)
+        work["inputs"].clear()
+        alone = generate(text_model(), plan[row], tokens[row], uniforms=uniforms[row])
+        calls.append(alone.model_calls)
+        assert alone.token_forwards == sum(work["inputs"])
+        assert not fixed or alone.token_forwards <= max(0, 2 * n + steps[b] - 1)
+        if b == 0 and not prompted:
+            assert alone.token_forwards == BY_HAND.get(mode, alone.token_forwards)
+    assert got.nfe.tolist() == calls and got.model_calls >= max(calls)
+    if fixed:
+        halves = generate(text_model(), plan, tokens, uniforms=uniforms, batch_size=4)
+        assert halves.model_calls == max(steps[:4]) + max(steps[4:])
+        assert halves.token_forwards == got.token_forwards
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("draft", [2, 3, 5, 100])
 def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed):
-    """Whatever the drafts are worth, two calls settle two positions: the first draft, and one that
-    the verification accepts or replaces. Rounds are counted from 0 in every row."""
+    """Two calls settle at least two positions: the first draft, and one that is verified."""
     plan = speculative_plan(7, LENGTHS, draft, seeded(seed))
     got = generate(text_model(), plan, generator=seeded(seed + 5))
     assert got.model_calls <= LENGTH
@@ -663,8 +579,7 @@ def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed
 
 @pytest.mark.parametrize("draft", [2, 3, 5])
 def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
-    """A model that does not look at its inputs: a round settles all drafts and one more. In float64
-    a draft's two probabilities are equal to 1e-15, so that one in 1e15 could be refused."""
+    """A model that does not look at its inputs: a round settles all drafts and one more."""
     model = make_system("AO-GPT", 0, tokens=TOKENS, block_size=LENGTH)
     with torch.no_grad():
         for p in (model.wte.weight, model.wpe.weight, model.start):
@@ -677,6 +592,15 @@ def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
     assert (got.step.max(dim=1).values == rounds - 1).all()
 
 
+def test_a_plan_may_be_made_by_hand_with_a_context_in_any_order_and_empty_steps():
+    step = [[-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7], [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5]]
+    plan = Plan(reference.random_orders(2, LENGTH, seed=5), torch.tensor(step))
+    model, tokens = text_model(), random_tokens(17, 2, LENGTH, seed=6)
+    got = generate(model, plan, tokens, generator=seeded(1))
+    expected = reference.uncached_log_probs(model, got.tokens, plan)
+    assert (got.log_probs - expected).abs().max() < 1e-5
+
+
 def test_where_there_is_nothing_to_generate_no_call_is_made():
     tokens, all_given = random_tokens(17, 2, LENGTH, seed=0), torch.ones(2, LENGTH).bool()
     for plan, given in ((l2r_plan(2, 0), None), (l2r_plan(2, LENGTH, all_given), tokens)):
@@ -686,29 +610,12 @@ def test_where_there_is_nothing_to_generate_no_call_is_made():
         assert (got.step == -1).all() and (got.log_probs == 0).all()
 
 
-def test_any_order_can_be_a_plan():
-    """A hand-made plan, whose context is not in ascending order; a single position; the whole
-    block."""
-    step = [[-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7], [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5]]
-    for plan in (
-        Plan(reference.random_orders(2, LENGTH, seed=5), torch.tensor(step)),
-        mdm_plan(3, 1, 4, seeded(0)),
-        mdm_plan(3, 16, 4, seeded(0)),
-    ):
-        model, tokens = text_model(), random_tokens(17, *plan.order.shape, seed=6)
-        got = generate(model, plan, tokens, generator=seeded(1))
-        assert (
-            got.log_probs - reference.uncached_log_probs(model, got.tokens, plan)
-        ).abs().max() < 1e-5
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Memory runs out in the second step of every batch of more samples than given; returns the
-    sizes tried."""
+    """Memory runs out in the second step of batches of more samples; returns the sizes tried."""
 
     def set_most(most):
         sizes, step = [], Engine.take_step
@@ -726,26 +633,8 @@ def narrow(monkeypatch):
     return set_most
 
 
-def test_tables_of_adaln_are_kept_where_they_are_smaller_than_the_cache():
-    """The same samples one by one, where they would be larger. In float64 the two may differ by
-    1e-13, which moves no draw of this seed."""
-    model = text_model(dtype=torch.float64)
-    alone, together = (Engine(model, size, LENGTH) for size in (1, 8))
-    assert alone.tables is None
-    tables = sum(table.nbytes for table in together.tables)
-    one, all_ = (
-        sum(t.nbytes for t in made.cache.keys + made.cache.values) for made in (alone, together)
-    )
-    assert one < tables <= all_
-    plan, uniforms = make_plan("even 3", 8, LENGTH), uniforms_for(8)
-    one, all_ = (generate(model, plan, uniforms=uniforms, batch_size=size) for size in (1, 8))
-    assert torch.equal(one.tokens, all_.tokens)
-    assert (one.log_probs - all_.log_probs).abs().max() < 1e-6  # kept in float32
-
-
 def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(narrow, monkeypatch):
-    """Float64, so that batches of other sizes round no token differently. Progress ends at what is
-    generated. With the user's batch size the error says which to try."""
+    """Progress ends at what is generated. An error says which batch size to try."""
     model, plan, progress = text_model(dtype=torch.float64), make_plan("exact 5", 8, LENGTH), []
     whole = generate(model, plan, generator=seeded(0))
     sizes = narrow(2)
@@ -769,8 +658,7 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(narrow, 
 
 @pytest.fixture
 def counted_graphs(monkeypatch):
-    """torch.compile without its code generator, which takes many seconds a graph; counts what that
-    would be handed."""
+    """torch.compile without its slow code generator; counts what that would be handed."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -785,9 +673,8 @@ def counted_graphs(monkeypatch):
 
 
 def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache():
-    """One graph, a single step, through the code generator; float64 and another order of summation.
-    Writing into a part of a tensor, compiled code would copy the whole: no buffer that it allocates
-    may be as large as the cache of a layer, or as what a step reads of it."""
+    """Writing into a part of a tensor, compiled code would copy the whole: no buffer that it
+    allocates may be as large as the cache of a layer, or as what a step reads of it."""
     torch._dynamo.reset()
     model = make_system("AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29)
     plan = mdm_plan(5, 29, 1, seeded(0), given=torch.arange(29).expand(5, -1) > 1)
@@ -807,9 +694,7 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
 
 
 def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
-    """The recorder with a stand-in for a CUDA graph, which runs the step again on the buffer that
-    it was recorded with: the first step of a shape runs as it is, the second is recorded, and all
-    give what they give without. It is there with `kernels` alone."""
+    """With a stand-in for a CUDA graph, which runs the step again on its buffer."""
     model, recorded = text_model(), []
 
     def record(self, function, step):
@@ -839,8 +724,7 @@ def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
 def test_compiled_generation_is_eager_generation_and_compiles_once(
     system, mode, top_p, counted_graphs
 ):
-    """Rows of different lengths and a last batch that is filled up with empty rows. No graph is
-    broken (no more graphs than calls), and the same plan again compiles nothing."""
+    """No graph is broken (no more graphs than calls); the same plan again compiles nothing."""
     model = text_model(system, torch.float64)
     plan = make_plan(mode, 7, LENGTHS, some_given(7, LENGTH, seed=1))
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=2)
@@ -859,14 +743,6 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
     assert counted_graphs.frame_count == graphs and torch.equal(again.tokens, eager.tokens)
 
 
-def test_steps_of_many_shapes_keep_away_from_attention_that_plans_each_of_them():
-    """cuDNN's; afterwards, as in training, it may be taken again."""
-    plan, seen, allowed = make_plan("exact 3", 2, LENGTH), [], torch.backends.cuda.cudnn_sdp_enabled
-    before = allowed()
-    generate(text_model(), plan, generator=seeded(1), progress=lambda _: seen.append(allowed()))
-    assert before and allowed() and seen and not any(seen)
-
-
 def steps_of(plan):
     made, found = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024), []
     made.call = lambda function, step: found.append(step)
@@ -877,7 +753,6 @@ def steps_of(plan):
 @pytest.mark.parametrize("mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"])
 @pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
 def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode, prompted):
-    """Blocks are compiled for each of (inputs, width, end)."""
     given, shapes, names = None, set(), ("inputs", "width", "end")
     if prompted:
         given = torch.arange(1024).expand(8, -1) < 300
@@ -895,7 +770,6 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(m
 @pytest.mark.parametrize("mode", ["l2r", "exact 4", "cosine 4", "entropy 2"])
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "SEDD", "target rotary"])
 def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
-    """Without a device to wait for: all operations of a step are looked at, on the paths of one."""
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
     made = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
     step, plan, uniforms = made.take_step, make_plan(mode, 7, LENGTHS), uniforms_for(7)
@@ -924,12 +798,9 @@ DOUBLE = {"dtype": torch.float64}
         (l2r_plan(0, 4), {}, "no samples"),
         (PROMPTED, {}, "given positions: pass their tokens"),
         (PROMPTED, {"tokens": torch.tensor([[17, 0, 0, 0]])}, "vocabulary of 17"),
-        (PROMPTED, {"tokens": torch.tensor([[-1, 0, 0, 0]])}, "vocabulary of 17"),
         (l2r_plan(1, 4), {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
-        (l2r_plan(1, 4), {"tokens": torch.zeros(4).long()}, r"\(4,\).*\(1, 4\)"),
         (l2r_plan(2, 4), {"uniforms": torch.zeros(2, 3, **DOUBLE)}, r"uniforms.*\(2, 3\)"),
         (l2r_plan(2, 4), {"uniforms": torch.ones(2, 4, **DOUBLE)}, r"uniforms.*\[0, 1\)"),
-        (l2r_plan(2, 4), {"uniforms": torch.full((2, 4), torch.nan, **DOUBLE)}, "uniforms"),
         (l2r_plan(2, 4), {"batch_size": 0}, "batch_size is 0"),
         (l2r_plan(2, 4), {"vocab_size": 0}, "vocab_size is 0"),
         (l2r_plan(1, 4), {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
@@ -961,17 +832,17 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(mode, 
         generate(model, make_plan(mode, 2, 4), generator=seeded(0), choice=choice)
 
 
-@pytest.mark.parametrize("temperature", [1e-5, 1e-9, 1e-30, 1e-300])
+@pytest.mark.parametrize("temperature", [1e-5, 1e-300])
 def test_the_lowest_temperatures_are_greedy(temperature):
-    made = [
-        generate(text_model(), l2r_plan(4, LENGTH), uniforms=uniforms_for(4), choice=TokenChoice(t))
-        for t in (temperature, 0.0)
-    ]
-    assert torch.equal(made[0].tokens, made[1].tokens)
+    inputs, choices = (
+        (text_model(), l2r_plan(4, LENGTH)),
+        (TokenChoice(temperature), TokenChoice(0)),
+    )
+    low, none = (generate(*inputs, uniforms=uniforms_for(4), choice=c).tokens for c in choices)
+    assert torch.equal(low, none)
 
 
 def test_generation_under_autocast_runs_with_packed_layers():
-    """Packed layers stay float32 there: they have no other precision."""
     model, plan = make_system("AO-GPT", 0, torch.float32), mdm_plan(3, 8, 4, seeded(0))
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))

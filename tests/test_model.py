@@ -11,7 +11,6 @@ from reference import (
     ROTATED,
     TINY,
     TOKENS,
-    all_sequences,
     log_probs,
     make_system,
     order_through,
@@ -66,8 +65,7 @@ def parameters(model):
 @pytest.mark.parametrize("length", [LENGTH, 6, 2, 1])
 @every_variant
 def test_a_decoder_computes_its_formulas(variant, length):
-    """Along random orders, and from left to right in the first row. 1e-9 is far above float64
-    rounding and far below any difference of formula."""
+    """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_variant(variant, seed=length)
     tokens, order = random_tokens(TOKENS, 3, length, seed=1), random_orders(3, length, seed=2)
     order[0] = torch.arange(length)
@@ -81,7 +79,6 @@ def test_a_decoder_computes_its_formulas(variant, length):
 
 @pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary"])
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
-    """Autograd of the reference; gradients are of size 1, so 1e-9 is relative too."""
     model = make_variant(variant, 3)
     tokens, order = random_tokens(TOKENS, 3, 7, seed=4), random_orders(3, 7, seed=5)
     weights = torch.randn(3, 7, dtype=torch.float64, generator=seeded(6))
@@ -94,24 +91,6 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(va
         assert b.abs().max() > 1e-3, f"{name} has no gradient: the comparison would prove nothing"
 
 
-def test_two_backward_passes_are_bitwise_equal():
-    model = make_system("AO-GPT", dtype=torch.float32)
-    tokens, order = random_tokens(TOKENS, 32, 9, seed=0), random_orders(32, 9, seed=1)
-    runs = [
-        torch.autograd.grad(model(tokens, order).sum(), list(model.parameters())) for _ in range(2)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@every_variant
-def test_the_probabilities_of_all_sequences_sum_to_one_under_every_order(variant):
-    """A leak of the token to be predicted, or of a later one, would break the normalisation."""
-    model, sequences = make_variant(variant, 5, vocab_size=3), all_sequences(3, 4)
-    for order in random_orders(6, 4, seed=3):
-        logs = model.token_log_probs(sequences, order.expand(len(sequences), 4))
-        assert abs(logs.sum(dim=1).exp().sum() - 1) < 1e-12  # 81 terms in float64
-
-
 def test_dropout_acts_in_training_only():
     model = make_system("AO-GPT", dropout=0.5)
     tokens, order = random_tokens(TOKENS, 2, 9, seed=0), random_orders(2, 9, seed=0)
@@ -122,7 +101,7 @@ def test_dropout_acts_in_training_only():
 
 
 def test_permutation_gather_sums_bfloat16_gradients_in_float32():
-    """bfloat16 alone (8 bits) could not count past 256."""
+    """bfloat16 alone could not count past 256."""
     table = torch.randn(2, 1, generator=seeded(0)).bfloat16().requires_grad_()
     order = random_orders(4096, 2, 0)
     PermutationGather.apply(table, order, order.argsort(dim=1)).sum().backward()
@@ -133,9 +112,7 @@ def test_permutation_gather_sums_bfloat16_gradients_in_float32():
 @pytest.mark.parametrize("length", [8, 1])
 @every_variant
 def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
-    """Each under the order (unmasked positions ascending, it, the rest). Rows: random masks of
-    several rates, all masked, none masked, one masked, one known. 1e-12: the same float64 sums in
-    another order."""
+    """Each under the order (unmasked positions ascending, it, the rest)."""
     model = make_variant(variant, 1)
     tokens = random_tokens(TOKENS, 10, length, seed=2)
     rates = torch.tensor([0.2, 0.5, 0.8, 0.5, 0.5, 0.5, 1.0, 0.0])[:, None]
@@ -179,8 +156,7 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, el
 @pytest.mark.parametrize("target", ["adaln", "input"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
-    """Cut at 3 s, its deviation is 0.98658 s. Sample deviations and means within five of their own
-    standard deviations, 1 / sqrt(2 N) (relative) and s / sqrt(N). A function of its generator."""
+    """Deviations (0.98658 s) and means within five of their own standard deviations."""
     shape = {"vocab_size": 300, "block_size": 128, "n_layer": 3, "n_head": 2, "n_embd": 64}
     config = ModelConfig(**shape, target=target, norm="layernorm")
     model, same = build_model(config), build_model(config)
@@ -221,13 +197,11 @@ def test_parameters_of_ao_gpt_have_their_names_and_order():
 @pytest.mark.parametrize("target", ["input", "two_stream"])
 @pytest.mark.parametrize("length", [16, 64])
 def test_flops_per_token_is_what_pytorch_counts(length, target):
-    """Times three for forward and backward. PyTorch counts adaLN's tables; the model has none."""
+    """Times three for forward and backward."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = ModelConfig(
-        vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
-    )
+    config = ModelConfig(96, 64, 3, 4, 32, target=target)
     model = build_model(config).eval()
     tokens, order = random_tokens(96, 2, length, 0), random_orders(2, length, 0)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -237,21 +211,19 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
 
 ENCODER = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
 SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim")
-REFUSED = [({name: n}, rf"model\.{name} is {n}.*at least 1") for name in SIZES for n in (0, -3)]
-REFUSED += [({"dropout": p}, "model.dropout") for p in (-0.1, 1.0, 1.5, float("nan"))]
+REFUSED = [({name: 0}, rf"model\.{name} is 0.*at least 1") for name in SIZES]
 REFUSED += [
+    *(({"dropout": p}, "model.dropout") for p in (-0.1, 1.0, float("nan"))),
     ({"n_embd": 10, "n_head": 4}, r"n_embd \(10\) must be a multiple of model\.n_head \(4\)"),
     ({"norm": "batch"}, "model.norm is 'batch'; it must be one of 'rmsnorm', 'layernorm'"),
     (ENCODER | {"mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
     (ENCODER | {"mask_token": 320}, r"mask_token is 320.*below model\.vocab_size \(320\)"),
     (ENCODER | {"mask_token": 0}, "mask_token is 0"),
-    (ENCODER | {"mask_token": -1}, "mask_token is -1"),
     ({"mask_token": 257}, "mask_token = 257 is for encoders"),
     ({"noise": True}, "noise = True is for encoders"),
     ({"target": "rotary"}, "target = 'rotary'.*set model.position to 'rotary'"),
     (ENCODER | {"target": "adaln"}, "target is 'adaln', but an encoder"),
     (ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
-    ({"position": "both", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
 ]
 
 
@@ -265,29 +237,24 @@ UNFIT = [
     (torch.zeros(2, 5).long(), (2, 4), r"\(2, 5\).*\(2, 4\)"),
     (torch.zeros(5).long(), (5,), r"batch, length"),
     (torch.zeros(1, 10).long(), (1, 10), r"10 tokens.*1 to 9"),
-    (torch.zeros(1, 0).long(), (1, 0), r"0 tokens.*1 to 9"),
     (torch.tensor([[0, 12]]), (1, 2), r"12.*0 to 11"),
-    (torch.tensor([[0, -1]]), (1, 2), r"-1.*0 to 11"),
 ]
 
 
 @pytest.mark.parametrize("tokens, shape, words", UNFIT)
 def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
-    for system in ("AO-GPT", "RADD"):
+    for model in (make_system("AO-GPT"), make_system("RADD")):
         with pytest.raises(ValueError, match=words):
-            make_system(system).masked_log_probs(tokens, torch.ones(shape).bool())
+            model.masked_log_probs(tokens, torch.ones(shape).bool())
+        with pytest.raises(ValueError, match="every row of order must be a permutation of 0..4"):
+            model.token_log_probs(torch.zeros(1, 5).long(), torch.tensor([[0, 3, 1, 3, 2]]))
     with pytest.raises(ValueError, match=words):
         make_system("AO-GPT").token_log_probs(tokens, torch.arange(shape[-1]).expand(shape))
 
 
-@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
-def test_scoring_along_an_order_needs_a_permutation(system):
-    tokens, order = random_tokens(TOKENS, 1, 5, 0), random_orders(1, 5, 0)
-    with pytest.raises(ValueError, match="every row of order must be a permutation of 0..4"):
-        make_system(system).token_log_probs(tokens, order.clamp(max=3))
-
-
 def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_short_ones():
+    with pytest.raises(ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"):
+        set_block_size(make_variant("AO-GPT, rotary"), LENGTH + 1)
     model = make_system("target rotary", 4)
     tokens, order = random_tokens(TOKENS, 3, LENGTH, seed=1), random_orders(3, LENGTH, seed=2)
     expected = model.token_log_probs(tokens, order)
@@ -296,11 +263,3 @@ def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_sho
     longer, order = random_tokens(TOKENS, 2, 2 * LENGTH, 3), random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
     assert (model.token_log_probs(longer, order) - reference).abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("variant", ["AO-GPT, rotary", "AO-GPT", "two_stream", "per_block"])
-def test_tables_of_positions_end_where_they_end(variant):
-    model = make_variant(variant)
-    set_block_size(model, LENGTH)
-    with pytest.raises(ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"):
-        set_block_size(model, LENGTH + 1)

@@ -15,20 +15,6 @@ from runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
 NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding")
 KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
-RANDOM = OrderConfig("random")
-
-
-def is_uniform(orders):
-    """Whether orders pass for draws from the uniform distribution over all permutations. KeyError
-    unless every row is a permutation."""
-    counts = codes_of(orders).bincount(minlength=math.factorial(orders.shape[1]))
-    return chi_square_p(counts, torch.full_like(counts, len(orders)) / len(counts)) > LEVEL
-
-
-def codes_of(orders):
-    """The number of each permutation in lexicographic order."""
-    index = {perm: i for i, perm in enumerate(itertools.permutations(range(orders.shape[1])))}
-    return torch.tensor([index[tuple(row)] for row in orders.tolist()])
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
@@ -69,13 +55,6 @@ def test_seed_step_and_row_all_matter(kind):
     assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_neighbouring_rows_are_independent(seed):
-    code = codes_of(orders_at(RANDOM, seed, 0, range(20_000), 3))
-    pairs = (code[0::2] * 6 + code[1::2]).bincount(minlength=36)
-    assert chi_square_p(pairs, torch.full((36,), 10_000 / 36, dtype=torch.float64)) > LEVEL
-
-
 @pytest.mark.parametrize("kind, block", [("fixed_random", 32), ("fixed_blockwise", 16)])
 def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(kind, block):
     first = {tuple(range(48))}
@@ -85,11 +64,6 @@ def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(ki
         assert all((order == run[0][0]).all() for order in run)
         first.add(tuple(run[0][0].tolist()))
     assert len(first) == 4
-
-
-def test_fixed_random_is_uniform_over_its_seeds():
-    configs = [OrderConfig("fixed_random", seed=seed) for seed in range(4000)]
-    assert is_uniform(torch.cat([orders_at(config, 0, 0, range(1), 4) for config in configs]))
 
 
 @pytest.mark.parametrize("length, block", [(12, 4), (14, 4), (13, 4), (3, 5)])
@@ -126,7 +100,7 @@ def chances(kind, length, block=2, share=0.3, window=2):
         case "random_blockwise":
             for inside in itertools.product(*map(itertools.permutations, blocks)):
                 found[tuple(itertools.chain(*inside))] += 1
-        case "random" | "mixture":
+        case "random" | "fixed_random" | "mixture":
             uniform = list(itertools.permutations(positions))
             found.update(dict.fromkeys(uniform, 1 - share * (kind == "mixture")))
             found[tuple(positions)] += share * len(uniform) * (kind == "mixture")
@@ -152,41 +126,27 @@ def chances(kind, length, block=2, share=0.3, window=2):
     return {perm: p / total for perm, p in found.items() if p}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed, size, share", [(0, 2, 0.3), (1, 2, 0.3), (2, 1, 0.0), (3, 9, 1.0)])
 @pytest.mark.parametrize("length", [3, 4, 5])
-@pytest.mark.parametrize("kind", ["random", "mixture", *NEW])
-def test_orders_have_the_probabilities_of_their_definition(kind, length, seed):
-    """Over rows, and over steps."""
-    config = OrderConfig(kind, block=2, share=0.3, l2r_prob=0.3, window=2)
-    expected = chances(kind, length)
-    over_steps = [orders_at(config, seed, step, range(2), length) for step in range(1500)]
-    for drawn in (orders_at(config, seed, 0, range(6000), length), torch.cat(over_steps)):
+@pytest.mark.parametrize("kind", ["random", "mixture", "fixed_random", *NEW])
+def test_orders_have_the_probabilities_of_their_definition(kind, length, seed, size, share):
+    """Over rows, and over steps; of a fixed order, over its seeds."""
+    block = 2 if kind == "random_blockwise" and size == 1 else size
+    expected = chances(kind, length, block, share, size)
+    settings = {"block": block, "window": size, "share": share, "l2r_prob": share}
+    seeds = range(6000 if kind == "fixed_random" else 1)
+    configs = [OrderConfig(kind, seed=6000 * seed + s, **settings) for s in seeds]
+    rows = range(6000 // len(configs))
+    tables = [torch.cat([orders_at(config, seed, 0, rows, length) for config in configs])]
+    if len(configs) == 1:
+        steps = [orders_at(configs[0], seed, step, range(2), length) for step in range(1500)]
+        tables.append(torch.cat(steps))
+    for drawn in tables:
         counts = collections.Counter(map(tuple, drawn.tolist()))
         assert counts.keys() <= expected.keys()
         both = [(counts[perm], p * len(drawn)) for perm, p in expected.items()]
         observed, wanted = torch.tensor(both).double().T
-        assert chi_square_p(observed, wanted) > LEVEL
-
-
-ENDS = [  # kind, settings, whether left to right, else uniform
-    ("sliding", {"window": 1}, True),
-    ("slots", {"block": 5}, True),
-    ("context_l2r", {"share": 0.0}, True),
-    ("context_l2r", {"share": 1.0}, True),
-    ("random_l2r", {"share": 0.0}, True),
-    ("mixture", {"l2r_prob": 1.0}, True),
-    ("sliding", {"window": 9}, False),
-    ("slots", {"block": 1}, False),
-    ("random_blockwise", {"block": 9}, False),
-    ("random_l2r", {"share": 1.0}, False),
-    ("mixture", {"l2r_prob": 0.0}, False),
-]
-
-
-@pytest.mark.parametrize("kind, settings, l2r", ENDS)
-def test_windows_and_shares_at_their_ends_are_left_to_right_and_random(kind, settings, l2r):
-    orders = orders_at(OrderConfig(kind, **settings), 1, 0, range(6000), 4)
-    assert torch.equal(orders, torch.arange(4).expand(6000, 4)) if l2r else is_uniform(orders)
+        assert len(both) == 1 or chi_square_p(observed, wanted) > LEVEL
 
 
 def test_orders_of_a_file_are_all_as_frequent(tmp_path):
@@ -206,10 +166,7 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
         (None, "cannot be read"),
         (b"no numpy", "cannot be read"),
         (np.array([[{}]]), "cannot be read"),  # a pickle, which could run code
-        (b"", "cannot be read"),
-        (b"\x93NUMPY\x01\x00\x0a\x00{[[[[[[[[[", "cannot be read"),
         (np.zeros((2, 3)), "does not hold integers"),
-        (np.zeros((0, 3), int), "does not hold integers"),
         (np.array([[0, 1]]), "orders of 2 positions, but sequences have 3"),
         (np.array([[0, 1, 2], [0, 1, 1]]), "no permutation of 0..2"),
     ],
@@ -248,10 +205,7 @@ def test_philox_rows_are_windows_of_one_table(width):
     [
         (lambda: OrderConfig("rnd"), "order.kind is 'rnd'"),
         (lambda: OrderConfig(l2r_prob=-0.1), "order.l2r_prob is -0.1"),
-        (lambda: OrderConfig(l2r_prob=1.1), "order.l2r_prob"),
-        (lambda: OrderConfig(l2r_prob=float("nan")), "order.l2r_prob"),
         (lambda: OrderConfig(block=0), "order.block is 0"),
-        (lambda: OrderConfig(seed=-1), "order.seed is -1"),
         (lambda: orders_at(OrderConfig(), 0, 0, range(1), 0), "length"),
         (lambda: parse_order("slots:size=2", "--order"), "'size' is no setting of slots; it has"),
         (lambda: parse_order("slots:block=x", "--order"), "block is 'x', not of type int"),
@@ -265,6 +219,5 @@ def test_impossible_settings_are_value_errors_that_name_the_setting(make, word):
 
 def test_an_order_is_named_on_the_command_line_with_its_settings():
     assert parse_order("random", "--order") == OrderConfig("random")
-    assert parse_order("slots:block=8", "--order") == OrderConfig("slots", block=8)
     expected = OrderConfig("fixed_blockwise", block=4, seed=1)
     assert parse_order("fixed_blockwise:block=4,seed=1", "--order") == expected

@@ -2,11 +2,10 @@
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
-from reference import accept, chi_square_p, even_sizes, exact_plans, make_plan, seeded, some_given
+from reference import accept, even_sizes, exact_plans, make_plan, seeded, some_given
 
 from sampling import (
     Plan,
@@ -33,8 +32,13 @@ def rows_of(plan):
 
 
 def sizes_of(step):
-    """Sizes of the steps 0, 1, ... of one row, empty ones included."""
+    """Of the steps 0, 1, ... of one row, empty ones included."""
     return [step.count(s) for s in range(max(step, default=-1) + 1)]
+
+
+RANDOM = [m for m in MODES if not m.startswith(("l2r", "speculative "))]
+UNMASK_BY = {"confidence 2": "confidence", "entropy 1": "entropy"}
+DRAFTS = {"speculative 3": 3, "speculative-random 2": 2}
 
 
 @pytest.mark.parametrize("lengths", [9, LENGTHS], ids=["equal lengths", "ragged"])
@@ -59,11 +63,14 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     assert len(plan) == 10 and len(part) == 2
     for name in ("order", "step", "length"):
         assert torch.equal(getattr(part, name), getattr(plan, name)[1:3])
-    assert (part.unmask_by, part.draft) == (plan.unmask_by, plan.draft)
+    rule = UNMASK_BY.get(mode, "order"), DRAFTS.get(mode, 0)
+    assert (part.unmask_by, part.draft) == (plan.unmask_by, plan.draft) == rule
+    a, b, c = (make_plan(mode, 4, 16, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(a.order, b.order) and torch.equal(a.step, b.step)
+    assert torch.equal(a.order, c.order) == (mode not in RANDOM)
 
 
 def test_group_sizes_leave_out_steps_that_unmask_nothing():
-    """And what stands past the end of a row, which may be anything but below -1."""
     steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 0, -1]]
     plan = Plan(torch.arange(5).expand(4, 5), torch.tensor(steps), torch.tensor([5, 5, 5, 3]))
     assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
@@ -72,15 +79,7 @@ def test_group_sizes_leave_out_steps_that_unmask_nothing():
     assert group_sizes(nothing).shape == (2, 0) and group_sizes(l2r_plan(0, 5)).shape == (0, 0)
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if not m.startswith(("l2r", "speculative "))])
-def test_plans_follow_their_generator(mode):
-    a, b, c = (make_plan(mode, 4, 16, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(a.order, b.order) and torch.equal(a.step, b.step)
-    assert not torch.equal(a.order, c.order)
-
-
 def test_rows_planned_one_by_one_are_stacked_to_a_plan():
-    """Of different lengths; what is past a row's end is no part of it."""
     lengths = [4, 0, 6, 1]
     apart = [make_plan("entropy 2", 1, n, seed=i) for i, n in enumerate(lengths)]
     plan = stack_plans(apart)
@@ -94,36 +93,12 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
 # ---- left to right, random, adaptive, speculative ------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 20])
-def test_plans_in_groups_have_groups_of_the_size_asked_for(group):
-    given = some_given(10, 9, seed=2)
-    l2r, random = l2r_plan(10, LENGTHS, given, group), make_plan(f"random {group}", 10, LENGTHS)
-    for plan in (l2r, random, make_plan(f"entropy {group}", 10, LENGTHS, given)):
-        for order, step in rows_of(plan):
-            free = [s for s in step if s >= 0]
-            assert free == [i // group for i in range(len(free))]
-            after = order[len(step) - len(free) :]
-            assert plan is not l2r or after == sorted(after)
-
-
-@pytest.mark.parametrize(
-    "mode, unmask_by, draft",
-    [("confidence 1", "confidence", 0), ("entropy 1", "entropy", 0), ("any 1", "order", 0)]
-    + [("speculative 3", "order", 3), ("speculative-random 3", "order", 3)],
-)
-def test_a_plan_says_what_chooses_its_positions_and_how_many_are_drafted(mode, unmask_by, draft):
-    plan = make_plan(mode, 3, 7)
-    assert (plan.unmask_by, plan.draft) == (unmask_by, draft)
-    assert torch.equal(plan.order, torch.arange(7).expand(3, 7)) == (mode == "speculative 3")
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     "mode", ["random 2", "even 2", "even-cosine 2", "any 3", "speculative-random 2"]
 )
 def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
-    """Half of the rows are 4 long: 24 orders. The others are 5 long with two given: 6 orders of the
-    rest."""
+    """Half of the rows are 4 long: 24 orders. The others are 5 long with two given: 6 orders."""
     length = torch.tensor([4, 5]).repeat(6000)
     given = torch.zeros(12_000, 5, dtype=torch.bool)
     given[1::2, 1] = given[1::2, 4] = True
@@ -144,8 +119,7 @@ def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("steps", [1, 2, 4, 7, 16, 64])
 def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
-    """After k steps n k / steps positions are unmasked, or n (1 - cos(pi k / (2 steps))). Left out:
-    odd multiples of 3 in as many steps, where this lies exactly between two integers."""
+    """Left out: odd multiples of 3, where a cosine lies exactly between two integers."""
     lengths = torch.tensor([*LENGTHS.tolist(), 16, 64, 97])
     given = some_given(13, 97, seed=3)
     given[10:] = False
@@ -159,44 +133,19 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
             assert schedule == "linear" or free < 2 * steps or steps < 2 or sizes[0] < sizes[-1]
 
 
-def steps_of(counts):
-    """The step of each entry of an order that is cut into groups of these sizes: (2, 0, 1) -> (0,
-    0, 2)."""
-    return tuple(step for step, count in enumerate(counts) for _ in range(count))
-
-
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, seed):
     """The joint distribution of order and steps for 3 positions, all 6 * compositions outcomes."""
-    plan = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
+    made = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
     plans = list(exact_plans(range(3), (), steps, schedule))
-    cell = {(order, steps_of(counts)): i for i, (_, order, counts) in enumerate(plans)}
-    drawn = zip(map(tuple, plan.order.tolist()), map(tuple, plan.step.tolist()), strict=True)
+    groups = [tuple(s for s, n in enumerate(counts) for _ in range(n)) for *_, counts in plans]
+    cell = {(plan[1], step): i for i, (plan, step) in enumerate(zip(plans, groups, strict=True))}
+    drawn = zip(map(tuple, made.order.tolist()), map(tuple, made.step.tolist()), strict=True)
     observed = torch.tensor([cell[outcome] for outcome in drawn]).bincount(minlength=len(plans))
     expected = [float(probability) for probability, _, _ in plans]
     assert accept(observed, torch.tensor(expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("steps", [7, 50])
-def test_steps_of_the_cosine_schedule_have_their_distribution(steps, seed):
-    """A position unmasks between the times t > s with probability sin(pi t / 2) - sin(pi s / 2),
-    whatever its row's length; the linear schedule is told apart beyond doubt."""
-    plan = mdm_plan(
-        3000, torch.tensor([9, 4, 7]).repeat(1000), steps, seeded(seed), schedule="cosine"
-    )
-    observed = plan.step[plan.valid()].bincount(minlength=steps)
-    edges = (torch.arange(steps, -1, -1, dtype=torch.float64) / steps * math.pi / 2).sin()
-    assert accept(observed, -edges.diff())
-    assert chi_square_p(observed, torch.full((steps,), float(observed.sum()) / steps)) < 1e-20
-
-
-def test_exact_plans_of_very_many_steps_stay_in_range():
-    for schedule in ("linear", "cosine"):
-        plan = mdm_plan(100, 20, 2**31, seeded(0), schedule=schedule)
-        assert 0 <= int(plan.step.min()) and int(plan.step.max()) < 2**31
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -228,27 +177,18 @@ RULES = "'order', 'confidence', 'entropy'"
         (listed([[0, 1, 2]], [[0, 1]]), r"\(1, 3\).*\(1, 2\)"),
         (listed([0, 1], [0, 1]), r"\(B, T\)"),
         (listed([[0, 0, 2]], [[0, 1, 2]]), r"permutation of 0\.\.2"),
-        (listed([[1, 2, 3]], [[0, 1, 2]]), r"permutation of 0\.\.2"),
-        (listed([[0, 1, 2], [0, 1, -1]], [[0, 1, 2]] * 2), r"permutation of 0\.\.2"),
         (listed([[0, 1, 2]], [[0, 2, 1]]), "not fall"),
-        (listed([[0, 1, 2]], [[0, -1, 1]]), "not fall"),
         (listed([[0, 1, 2]], [[-2, 0, 1]]), "-1"),
         (changed(length=torch.tensor([3])), "2 numbers from 0 to 3"),
-        (changed(length=torch.tensor([3, 4])), "2 numbers from 0 to 3"),
-        (changed(length=torch.tensor([-1, 3])), "2 numbers from 0 to 3"),
         (changed(**PREFIX), "before those it does not"),
         (changed(unmask_by="random"), f"'random'.*{RULES}"),
         (changed(draft=1), "draft of 1 .*at least 2"),
-        (changed(draft=-2), "draft of -2 .*at least 2"),
         (changed(draft=2, unmask_by="entropy"), "draft of 2 .*in order"),
         (masked(0), "steps is 0.*at least 1"),
-        (masked(-1), "steps is -1.*at least 1"),
         (masked(2**31 + 1), r"at most 2\*\*31"),
         (masked(2, schedule="sine"), "'sine'.*('linear', 'cosine'|'cosine', 'linear')"),
         (lambda: l2r_plan(1, 4, group=0), "group of 0"),
         (lambda: random_plan(1, 4, seeded(0), group=-1), "group of -1"),
-        (lambda: speculative_plan(1, 4, 1), "draft of 1 .*at least 2"),
-        (adaptive("entropy", group=0), "group of 0"),
         (adaptive("surprise"), f"'surprise'.*{RULES}, 'margin'"),
         (adaptive("random", block=2), "score to choose by"),
         (adaptive("entropy", threshold=-1.0), "threshold is -1.0; give a number of at least 0"),
@@ -260,22 +200,10 @@ def test_what_is_not_a_plan_is_refused_by_name(make, words):
         make()
 
 
-LENGTH_WORDS = "length must be a number >= 0, or 2 of them"
-
-
-@pytest.mark.parametrize(
-    "length, given, words",
-    [
-        (-1, None, LENGTH_WORDS),
-        (torch.tensor([3, 4, 5]), None, LENGTH_WORDS),
-        (torch.tensor([3, -4]), None, LENGTH_WORDS),
-        (4, torch.zeros(2, 5).bool(), r"given is \(2, 5\), but the samples are \(2, 4\)"),
-        (torch.tensor([3, 4]), torch.zeros(4).bool(), r"given is \(4,\)"),
-    ],
-)
 @pytest.mark.parametrize("mode", ["l2r", "random 1", "speculative 3"])
-def test_lengths_and_given_positions_that_do_not_fit_are_refused_by_name(
-    mode, length, given, words
-):
-    with pytest.raises(ValueError, match=words):
-        make_plan(mode, 2, length, given)
+def test_lengths_and_given_positions_that_do_not_fit_are_refused_by_name(mode):
+    for length in (-1, torch.tensor([3, 4, 5]), torch.tensor([3, -4])):
+        with pytest.raises(ValueError, match="length must be a number >= 0, or 2 of them"):
+            make_plan(mode, 2, length)
+    with pytest.raises(ValueError, match=r"given is \(2, 5\), but the samples are \(2, 4\)"):
+        make_plan(mode, 2, 4, torch.zeros(2, 5).bool())
