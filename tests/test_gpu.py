@@ -10,7 +10,16 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import ROOT, change, metrics, run_script, tiny_config, torchrun, write_config
+from helpers import (
+    ROOT,
+    change,
+    make_data,
+    metrics,
+    run_script,
+    tiny_config,
+    torchrun,
+    write_config,
+)
 
 from runtime.devices import autocast
 from sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
