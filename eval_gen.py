@@ -34,7 +34,7 @@ from sampling import modes
 from sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler, and
-# how numbers are written. evaluation/scoring.py makes the rows.
+# how numbers are written. evaluation/scoring.py makes the rows, and says how to add a measure.
 COLUMNS = (
     ("T", "temperature", "g"),
     ("top-p", "top_p", "g"),

@@ -42,7 +42,7 @@ class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), exported folder, released weights or Hugging Face repo id."""
     datasets: tuple[str, ...]
-    """Prepared data sets: names under data/, or folders that data/prepare.py wrote."""
+    """Data sets that data/prepare.py wrote: their names (data/catalogue.py), or folders."""
     split: str | None = None
     """By default the evaluation set's own, the only one, or val."""
     orders: tuple[str, ...] | None = None

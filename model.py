@@ -1,20 +1,20 @@
 """AO-GPT: a Transformer that predicts the tokens of a sequence in any order.
 
 For tokens x and an order s, a permutation of the positions, step i sees x[s[0]] .. x[s[i-1]] and
-predicts x[s[i]]:
+predicts x[s[i]]. For the order 2 0 3 1:
 
-    step i            0        1          ...  T-1
-    input token       [None]   x[s[0]]         x[s[T-2]]     [None] is a learned start vector
-    input position    0        s[0] + 1        s[T-2] + 1    rows of `wpe`
-    target position   s[0]     s[1]            s[T-1]        rows of `wtpe`
-    predicts          x[s[0]]  x[s[1]]         x[s[T-1]]
+    step i            0        1    2    3
+    input token       [None]   x2   x0   x3     x[s[i-1]]; [None] is a learned start vector
+    input position    0        3    1    4      s[i-1] + 1: row of the table `wpe`, 0 is [None]'s
+    target position   2        0    3    1      s[i]: row of the table `wtpe`
+    predicts          x2       x0   x3   x1     x[s[i]]
 
 Attention is causal along the order. A causal decoder cannot know which position comes next, so
 every step is conditioned on its target position: `ModelConfig.target` says how. The paper's answer
 is adaLN: the target position modulates every norm (Xue et al., arXiv 2506.19935, section 3).
 
-Shapes: B batch, T steps, D width, H heads, V vocabulary. Elsewhere: variants/ (`build_model`, two
-streams, the encoder, scoring), sampling/ (decoding with a KV cache).
+Shapes: B batch, T steps, D width, H heads, V vocabulary. Build one with `variants.build_model`,
+which adds initial values and scoring; the KV cache is in sampling/.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class ModelConfig:
     Values of target: none: a plain GPT; input: an embedding of the target position is added to the
     input (sigma-GPT); adaln: it modulates every norm (AO-GPT); shared: it is added before every
     block; per_block: the same, a table per block; two_stream: a query stream that starts from it
-    reads a content stream (XLNet, A3); rotary: queries are rotated to it."""
+    reads a content stream (XLNet, A3); rotary: nothing but queries that are rotated to it."""
 
     __pydantic_config__ = {"extra": "forbid"}  # unknown keys of a config file are refused
 
@@ -95,12 +95,12 @@ class Pass:
     def __init__(self, config: ModelConfig, targets: Tensor | None, condition=None):
         self.targets = targets  # (B, T) the position that each step predicts
         self.inverse = None if targets is None else inverse_permutation(targets)
-        self.condition = condition  # (block_size, cond_dim) what adaLN reads, or None
+        self.condition = condition  # (block_size, cond_dim) silu(wtpe), all that adaLN reads
         self.hide_start, self.dropout = config.start == "hidden", 0.0
         self.query_angles = self.key_angles = None  # (cos, sin) of rotary positions, see `rotate`
 
     def enter(self, layer: int) -> None:
-        """Called before each block and the final norm: a KV cache looks up the layer's part."""
+        """Called before block `layer`; n_layer is the final norm. A KV cache looks up its part."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, T, H, D/H) each -> (B, T, D): step i sees inputs 0..i."""
@@ -321,7 +321,7 @@ class AOGPT(nn.Module):
         target, p.dropout = self.config.target, self.config.dropout if self.training else 0.0
         if self.config.rotates:
             p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
-            if target not in ("none", "two_stream"):  # scores see key's token minus target
+            if target not in ("none", "two_stream"):  # scores see key position - target
                 p.query_angles = self.angles_at(p.targets + 1, x.dtype)
         added = p.lookup(self.wtpe.weight) if target in ("input", "shared") else None
         x, first_values = self.drop(x + added if target == "input" else x), None

@@ -1,11 +1,13 @@
-"""Prediction orders: which position is predicted at which step.
+"""Prediction orders of training, scoring and `sample.py --mode order`: which position is predicted
+at which step. For other modes see sampling/plans.py; in adaptive ones the model chooses.
 
 An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that sequence b
 predicts at step i. The distribution over orders is the *formulation*: left to right gives an
 autoregressive model, uniform over all T! orders a masked diffusion model (the paper, section 3).
 
-Randomness is counter-based: the order of a sequence is a function of (seed, step, index in the
-global batch) and of nothing else, so neither resuming nor the number of processes can change it.
+Randomness is counter-based: the order of a sequence is a function of (seed, optimizer step, row
+of the global batch) and of nothing else, so neither resuming nor the number of processes changes
+it.
 """
 
 import functools

@@ -73,7 +73,9 @@ class Dataset:
 
 
 def evaluation_set(*numbers: int, lines=(), split="test", **options) -> Dataset:
-    """A test set of the published tables. lines: suffixes of text files with a row a line."""
+    """A test set of the published tables, such as
+    evaluation_set(2_000, splits=("test",), hub=("owner/repo", None)). numbers: published rows of
+    each of `splits`, in order; lines: suffixes of text files with a row a line."""
     readers = ROW_FILES | dict.fromkeys(lines, read_lines)
     options |= {"source": "optional", "protocol": "sedd", "split": split}
     return Dataset(numbers, readers=readers, **options)

@@ -85,7 +85,10 @@ def load_meta(folder) -> Meta:
     """The contents of `folder`/meta.json. Raises FileNotFoundError or UserError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no data set (no meta.json); see data/prepare.py")
+        raise FileNotFoundError(
+            f"{folder} is no data set (no meta.json); make one with: python data/prepare.py NAME "
+            f"--out {folder}"
+        )
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")

@@ -129,8 +129,7 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
 def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float | None:
     """The mean of the task's limit over the rows of a plan; None where there is none, or where the
     model chooses the sizes of groups or not every token is drawn from its distribution."""
-    exact = options.temperature == options.top_p == 1 and options.top_k is None
-    if task is None or task.limit is None or plan.pace or not exact:
+    if task is None or task.limit is None or plan.pace or not options.choice.is_exact:
         return None
     sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
     if plan.draft:  # as one position a step

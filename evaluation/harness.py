@@ -125,8 +125,8 @@ class HarnessModel(TemplateLM):
             raise UserError("an encoder has no left-to-right likelihood; take order random")
         if self.model.config.l2r_only and (self.order, self.decoding.mode) != ("l2r", "l2r"):
             raise UserError("this model is a plain GPT; take order l2r and mode l2r")
-        if self.decoding.choice != TokenChoice():
-            raise UserError("temperature, top-p and top-k are those of tasks; give --gen-kwargs")
+        if not self.decoding.choice.is_exact:
+            raise UserError("how tokens are drawn is for the tasks to say; give --gen-kwargs")
 
     # ---- what the harness asks of a model --------------------------------------------------------
 
@@ -297,7 +297,7 @@ class HarnessModel(TemplateLM):
                 f"--gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
             )
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
-        choice = TokenChoice(temperature, 1.0 if top_p is None else top_p, top_k)
+        choice = TokenChoice(temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k)
         return choice, max_tokens, until
 
     def complete(self, contexts, repeats, settings: tuple, progress) -> list[str]:

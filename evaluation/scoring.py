@@ -1,8 +1,8 @@
 """Generated samples: the files that they are read from, what a judge and the measures say of each,
 and of a whole set.
 
-To add a measure: compute it in `text_measures`, name it in `measures`, and give it a column in the
-table of eval_gen.py.
+To add a measure of a sample's token ids: a function in `text_measures`, a name in `MEASURES`, a row
+in `COLUMNS` of eval_gen.py. One that needs the text: `score_samples`; of a whole set: `summary`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from data.tokenizers import TOKENIZERS, get_tokenizer
-from evaluation import text_measures as text
+from evaluation import text_measures
 from evaluation.judges import Judge
 from runtime.errors import UserError
 from runtime.files import read_lines
@@ -91,10 +91,11 @@ def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Proc
     for sample, ids, (nll, count) in zip(own, judged, scores, strict=True):
         # Measures are of the sample's own tokens, or else of the judge's.
         tokens = ids if how == "text" else sample["tokens"]
-        perplexity = text.exp(nll / count) if count else math.nan
+        perplexity = text_measures.exp(nll / count) if count else math.nan
         result = {"nll": nll, "scored_tokens": count, "perplexity": perplexity}
         result |= {"tokens": len(tokens), "given_tokens": sample.get("step", []).count(-1)}
-        results.append(result | measures(tokens) | {"nfe": sample.get("nfe", math.nan)})
+        measured = {name: measure(tokens) for name, measure in MEASURES.items()}
+        results.append(result | measured | {"nfe": sample.get("nfe", math.nan)})
     results = sum(procs.gather(results), [])
 
     row = {"run": samples.name, "tokens_judged": how} | summary(results)
@@ -102,13 +103,14 @@ def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Proc
     return row | {"per_sample": results}
 
 
-def measures(tokens: list[int]) -> dict[str, float]:
-    """Numbers of one sample, without a judge, whose means over samples `summary` takes."""
-    return {
-        "entropy": text.unigram_entropy(tokens),
-        **{f"distinct_{n}": text.distinct(tokens, n) for n in (1, 2, 3)},
-        "repetition_4": 1 - text.distinct(tokens, 4),
-    }
+# Numbers of one sample's tokens, without a judge, whose means over samples `summary` takes.
+MEASURES = {
+    "entropy": text_measures.unigram_entropy,
+    "distinct_1": lambda tokens: text_measures.distinct(tokens, 1),
+    "distinct_2": lambda tokens: text_measures.distinct(tokens, 2),
+    "distinct_3": lambda tokens: text_measures.distinct(tokens, 3),
+    "repetition_4": lambda tokens: 1 - text_measures.distinct(tokens, 4),
+}
 
 
 def summary(results: list[dict]) -> dict:
@@ -121,9 +123,9 @@ def summary(results: list[dict]) -> dict:
         "given_tokens": sum(columns["given_tokens"]),
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
-        **text.corpus_perplexity(columns["nll"], scored),
-        "mean_sample_perplexity": text.mean_and_error(columns["perplexity"])[0],
+        **text_measures.corpus_perplexity(columns["nll"], scored),
+        "mean_sample_perplexity": text_measures.mean_and_error(columns["perplexity"])[0],
     }
-    for name in (*measures([]), "nfe"):
-        row[name], row[f"{name}_standard_error"] = text.mean_and_error(columns[name])
+    for name in (*MEASURES, "nfe"):
+        row[name], row[f"{name}_standard_error"] = text_measures.mean_and_error(columns[name])
     return row

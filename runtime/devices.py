@@ -3,9 +3,7 @@
 import contextlib
 import gc
 import os
-import re
 import shutil
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,23 +91,6 @@ def tf32(device: torch.device, enabled: bool):
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that new tensors can have on the device; None where that is unknown."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type != "cpu" or not Path("/proc/meminfo").exists():
-        return None
-    free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # a container's limit; "max" where it has none
-        limit, used, stat = (
-            Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat")
-        )
-        cached = int(re.search(r"inactive_file (\d+)", stat)[1])
-        free = min(free, int(limit) - int(used) + cached)
-    return free
 
 
 def release_memory(device: torch.device) -> None:

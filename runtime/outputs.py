@@ -49,8 +49,9 @@ class Outputs:
             if path is None:
                 continue
             device = path.exists() and not path.is_file()
-            if options.setdefault(os.path.realpath(path), option) != option and not device:
-                raise UserError(f"{option} {path}: another option names the same file")
+            other = options.setdefault(os.path.realpath(path), option)
+            if other != option and not device:
+                raise UserError(f"{other} and {option} name the same file; name different ones")
             if path.is_dir():
                 raise UserError(f"{option} {path} is a folder; name a file")
             if not path.parent.is_dir():

@@ -188,6 +188,9 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
     if context.keys() & BOUNDS:
         return f"{message}; give a number {_bounds(keys_of(shape).get(key, shape))}"
     wanted = KINDS.get(kind.split("_")[0])
+    if any(name.startswith(f"{key}.") for name in keys_of(shape)):
+        if wanted == "a list" or isinstance(error["loc"][-1], int):
+            wanted = f"a list of tables: write [[{key}]]"
     end = f"must be {wanted}" if wanted else error["msg"].removeprefix("Input ")
     return f"{message}, but it {end}"
 

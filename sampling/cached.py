@@ -20,6 +20,9 @@ the last target (cached = 4, known = 5, count = 2):
     4            x0            1             2          0 1 2 3 4
     5            x2            3             3          0 1 2 3 4 5
 
+Words: place i is an index in the order, step i of model.py; slot i is where the key of input i is
+cached; a sampling step (`Step`) is one pass, which may unmask many places.
+
 Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row.
 """
 
@@ -37,10 +40,15 @@ from variants.scoring import without_start
 
 @dataclass
 class Step:
-    """What one pass computes, and what is drawn from it. Of every row, (B,) on the device, cached:
-    inputs in the cache; known: tokens known, >= cached; count: inputs computed, from `cached` on, 0
-    for a finished row; candidates: places that could be unmasked; size: places that are. The
-    numbers are on the host and fix all shapes; they may be larger than needed."""
+    """What one pass computes, and what is drawn from it. Tensors (B,) on the device, by row:
+
+    cached: inputs in the cache
+    known: tokens known, >= cached
+    count: inputs that this pass computes, from `cached` on; 0 for a finished row
+    candidates: places that it predicts
+    size: places that it unmasks, fewer than the candidates only where the model chooses
+
+    The integers are on the host and fix all shapes; they may be larger than needed."""
 
     rows: Tensor  # (5, B): cached, known, count, candidates, size
     inputs: int  # N >= count.sum()
@@ -94,7 +102,7 @@ class CachedPass(Pass):
         # (B, W) where each row's inputs are, for attention; what is past a row's end is not read.
         self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
         self.mask, self.query_mask = self._masks(model.config, columns)
-        self.per_input = step.inputs < model.config.block_size  # adaLN of inputs, or of positions
+        self.per_input = step.inputs < model.config.block_size
         if tables is None and (condition := model.condition()) is not None:
             self.condition = condition[self.targets] if self.per_input else condition
 
@@ -133,6 +141,7 @@ class CachedPass(Pass):
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
+        """From a table made once; or of these inputs' targets; or of all positions, if fewer."""
         if self.table is not None:
             return self.table[self.targets].chunk(parts, dim=-1)
         outputs = linear(self.condition)

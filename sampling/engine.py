@@ -307,9 +307,9 @@ class Engine:
         return (candidates > 0) * (length if self.cache is None else known + candidates - cached)
 
     def cached_after(self, known: Tensor, chosen: bool) -> Tensor:
-        """Inputs in the cache after a pass with `known` tokens. Its first copy is the true input of
-        its slot, and stays; where the model has yet to choose the target, only of two streams,
-        whose inputs do not depend on their targets."""
+        """Inputs in the cache after a pass with `known` tokens. The key of the last known token
+        depends on its target, so it stays only if that target was fixed in the pass: not where the
+        model has yet to choose it. Inputs of two streams do not depend on targets."""
         if self.cache is None:
             return torch.zeros_like(known)
         return known + (not chosen or self.model.config.target == "two_stream")

@@ -8,6 +8,8 @@ temperature)), whose sums are exact in any order. All tokens of weight 0, V <= 2
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -26,10 +28,13 @@ _FIRST, _SECOND = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 
 
 def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
-    """Whether `choose` draws what the reference would; not with fields that it does not know."""
+    """Whether `choose` draws what the reference would; not if a field that it does not know is
+    used."""
+    others = {field.name: field.default for field in dataclasses.fields(choice)}
+    new = vars(choice).keys() - KNOWN_FIELDS
     exact = choice.noise == "float64" and choice.top_k is None and choice.crossing == "keep"
     fits = logits.dtype != torch.float64 and logits.shape[1] <= LARGEST_VOCABULARY
-    return exact and fits and vars(choice).keys() == KNOWN_FIELDS
+    return exact and fits and all(getattr(choice, name) == others[name] for name in new)
 
 
 def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,11 @@ from model import AOGPT, ModelConfig
 from orders import parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
-from runtime.validation import LARGEST, Count, Probability, check_value, check_values, flag
+from runtime.validation import LARGEST, Count, check_value, check_values, flag
 from sampling import plans
 from sampling.engine import Generation, generate
 from sampling.plans import Plan, Schedule, Score
-from sampling.token_choice import Crossing, Noise, Temperature, TokenChoice
+from sampling.token_choice import TokenChoice
 
 Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
 UnmaskFirst = Literal[Score, "random"]
@@ -46,16 +46,18 @@ MODE_OPTIONS = {
     "draft_by": ("model", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
+TOKEN_CHOICE = [field.name for field in dataclasses.fields(TokenChoice)]
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
+class DecodingOptions(TokenChoice):
     """How positions are filled in. Scripts nest it without a prefix:
     `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
 
     mode: Mode | None = None
-    """mdm (default): masked diffusion, exact: every position unmasks at its own random time.
+    """mdm (default): masked diffusion, exact: every position unmasks at its own random time, drawn
+    from --seed.
     even: a random order in groups of equal size.
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
@@ -93,16 +95,6 @@ class DecodingOptions:
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
     In float32 it does not change the samples, in bfloat16 rounding depends on it."""
-    temperature: Temperature = 1.0  # 0 takes the most probable token.
-    top_p: Probability = 1.0
-    """Draw from the most probable tokens that together have this probability."""
-    top_k: Count | None = None  # Draw from this number of most probable tokens.
-    crossing: Crossing = "keep"
-    """drop: of the tokens of --top-p without the last, which takes them above it, as some published
-    samplers do."""
-    noise: Noise = "float64"
-    """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
-    temperature."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
     kernels: bool = False
@@ -113,7 +105,7 @@ class DecodingOptions:
 
     @property
     def choice(self) -> TokenChoice:
-        return TokenChoice(self.temperature, self.top_p, self.top_k, self.noise, self.crossing)
+        return TokenChoice(**{name: getattr(self, name) for name in TOKEN_CHOICE})
 
 
 @dataclass(frozen=True, kw_only=True)

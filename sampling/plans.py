@@ -240,7 +240,7 @@ def adaptive_plan(
     # The order within a block is random, as above: it decides between equals.
     number = samples.position // (block or max(samples.T, 1))
     order, index = samples.order_by(number + samples.uniforms(generator))
-    plan, pace = samples.plan(order, index, torch.zeros_like(order)), None
+    plan = samples.plan(order, index, torch.zeros_like(order))
     pace = Pace(threshold, entropy_bound, group)
     return dataclasses.replace(plan, unmask_by=by, pace=pace, block=block)
 

@@ -1,6 +1,7 @@
 """The sampler to read first: one sequence of a decoder, in any order, with a KV cache.
 
-`engine` does the same for batches of any plan, on any device, without waiting for it.
+Orders come from plans.py. `engine` does the same for batches of any plan, and does not make the
+host wait for the device.
 """
 
 import torch
@@ -26,9 +27,10 @@ def simple_generate(
     log_probs = torch.zeros(T)
     cached, known = 0, T - sum(sizes)
     for size in sizes:
-        # 1. One pass over the inputs that are not cached yet: known tokens, each with the next of
-        #    the order as its target, and copies of the last one for the other targets.
-        numbers = cached, known, known + size - cached, size, size
+        # 1. One pass over inputs `cached` to `known + size - 1`. Those up to `known` hold their own
+        #    true token; later ones repeat the last known token, each with another target.
+        count = known + size - cached
+        numbers = cached, known, count, size, size  # of `Step`, the last two: predicted, unmasked
         (step,) = make_steps(*(torch.tensor([[n]]) for n in numbers), order.device)
         hidden = cached_hidden(model, x[None], order[None], step, cache)  # (inputs, D)
         # 2. Draw the next tokens, each from its own distribution given the known ones.
@@ -37,7 +39,8 @@ def simple_generate(
         point = uniforms[order[new], None]
         x[new] = (log_p.exp().cumsum(dim=-1) <= point).sum(dim=-1).clamp(max=log_p.shape[1] - 1)
         log_probs[new] = log_p.gather(1, x[new, None]).squeeze(1).float()
-        # 3. The input of the first target is the true one of its place, so it stays in the cache.
+        # 3. Input `known`, that of the first target, was a true one, so inputs 0 to `known` are
+        #    cached now. The copies will be overwritten.
         cached, known = known + 1, known + size
     place = order.argsort()
     return x[place], log_probs[place]

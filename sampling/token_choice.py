@@ -8,6 +8,7 @@ summed in float64 (inverse CDF). Shapes: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -36,16 +37,20 @@ SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How a token is drawn from the model's distribution: temperature, then top-k, then top-p."""
+    """How a token is drawn from the model's distribution: temperature, then top-k, then top-p.
+    The fields are options of every script that decodes. Another truncation, such as min-p, is a
+    field here, the last one, and lines in `_truncated`."""
 
-    temperature: Temperature = 1.0  # 0 (or less than 1e-10): the most probable token
-    top_p: Probability = 1.0  # keep the fewest most probable tokens whose mass reaches it, the
-    # lower id first among equals (the nucleus); 0 keeps the most probable one
-    top_k: Count | None = None  # keep this number of most probable tokens
-    noise: Noise = "float64"  # the exact draw; else Gumbel noise of that precision
-    crossing: Crossing = (
-        "keep"  # drop: the nucleus without its last token, unless it is the only one
-    )
+    temperature: Temperature = 1.0  # 0 takes the most probable token.
+    top_p: Probability = 1.0
+    """Draw from the most probable tokens that together have this probability."""
+    top_k: Count | None = None  # Draw from this number of most probable tokens.
+    noise: Noise = "float64"
+    """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
+    temperature."""
+    crossing: Crossing = "keep"
+    """drop: of the tokens of --top-p without the last, which takes them above it, as some published
+    samplers do."""
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -53,6 +58,11 @@ class TokenChoice:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_p == 0 or self.top_k == 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens follow the model's own distribution."""
+        return all(getattr(self, f.name) == f.default for f in dataclasses.fields(TokenChoice))
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
@@ -65,7 +75,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     """
     if choice.greedy:
         return logits.argmax(dim=-1)
-    probs = _tempered(logits, choice)
+    probs = _truncated(logits, choice)
     if choice.noise != "float64":
         kept = _top_p(probs, choice)
         return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
@@ -89,7 +99,7 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
     if choice.greedy:
         certain = torch.zeros_like(logits, dtype=torch.float64)
         return certain.scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    probs = _top_p(_tempered(logits, choice), choice).double()
+    probs = _top_p(_truncated(logits, choice), choice).double()
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
@@ -117,17 +127,18 @@ def _may_branch(x: Tensor) -> bool:
     return x.device.type == "cpu"  # a GPU would wait for the values
 
 
-def _tempered(logits: Tensor, choice: TokenChoice) -> Tensor:
-    """Probabilities (N, V), float32 or float64, 0 outside the top k; not normalised again."""
+def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
+    """Probabilities (N, V) at the temperature, float32 or float64, 0 outside the top k; not
+    normalised again. Everything but top-p, for which `choose_tokens` has a faster way."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if choice.temperature != 1:
         logits = logits / choice.temperature
     probs = logits.softmax(dim=-1)
-    if choice.top_k is None or choice.top_k >= probs.shape[-1]:
-        return probs
-    least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
-    ties = choice.top_k - (probs > least).sum(dim=-1, keepdim=True)
-    return _from(probs, least, ties)
+    if choice.top_k is not None and choice.top_k < probs.shape[-1]:
+        least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
+        ties = choice.top_k - (probs > least).sum(dim=-1, keepdim=True)
+        probs = _from(probs, least, ties)
+    return probs
 
 
 def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
@@ -138,7 +149,8 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 
 
 # The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it, the lower id
-# first among equals", in three forms; change all: `_nucleus`, `_outside_nucleus`, `_draw_again`.
+# first among equals", in three forms here; change all: `_nucleus`, `_outside_nucleus`,
+# `_draw_again`. kernels.py has it in integers; it declines fields of `TokenChoice` that are new.
 
 
 def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:

@@ -1,20 +1,18 @@
-"""make fuzz: malformed files and options, and signals, and what became of them.
+"""make fuzz: malformed files and options, and what became of them.
 
     PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seeds 0 1 2]
 
-Every case starts with a fresh copy of the same small folder. Something in it is changed, or
-something happens while a script runs. The script may refuse with one line (status 2) or do its
-work, but not
+Every case starts with a fresh copy of the same small folder, in which something is changed. The
+script may refuse with one line (status 2) or do its work, but not
 
     traceback  show one
     crash      die of a signal that nobody sent
     silent     use damaged weights or tokens without a word
     foreign    change a file that is not its result
-    lost       disturbed and started again, end elsewhere than an undisturbed run
     slow       take more than 30 seconds, or memory: more than 2 GB
 
-A script runs in a child of this process, which has imported everything already. Full disks and
-kills before each file operation are in the tests of training and of checkpoints.
+A script runs in a child of this process, which has imported everything already. Full disks,
+signals and kills are in the tests of training.
 """
 
 import contextlib
@@ -36,7 +34,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed.checkpoint
 import tyro
-from helpers import ALONE, assert_same, make_data, metrics, newest, tiny_config, write_config
+from helpers import ALONE, make_data, tiny_config, write_config
 
 import convert
 import eval_gen
@@ -123,29 +121,26 @@ OUTPUTS = ("jsonl", "html", "json", "out")
 FILES = ["notes.md", "prompts.jsonl", "data", "link", "out.new"]  # that outputs are to replace
 BYTEWISE = ("flip", "cut", "zeros", "insert", "empty", "folder", "noise")
 TREEWISE = ("value", "drop", "rename", "deep", "crafted value", "crafted drop")
-SIGNALS = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 
 
 class Case(NamedTuple):
-    kind: str  # file, option or disturbed
+    kind: str  # file or option
     file: str  # that is changed
     command: str
-    how: str  # the kind of change, or the option, or what happens
+    how: str  # the kind of change, or the option
     seed: str  # of what else is random
 
 
 def random_case(seed):
     """Mostly changed files."""
     rng = random.Random(seed)
-    kind = rng.choice(["file"] * 5 + ["option"] * 3 + ["disturbed"])
+    kind = rng.choice(["file"] * 5 + ["option"] * 3)
     if kind == "file":
         file = rng.choice(sorted(READERS))
         how = rng.choice(BYTEWISE + TREEWISE * file.endswith(("json", "jsonl", "toml")))
         return Case(kind, file, rng.choice(READERS[file]), how, seed)
-    if kind == "option":
-        command = rng.choice(sorted(OPTIONS))
-        return Case(kind, "", command, rng.choice(OPTIONS[command].split()), seed)
-    return Case(kind, "", "resume", rng.choice([*SIGNALS]), seed)
+    command = rng.choice(sorted(OPTIONS))
+    return Case(kind, "", command, rng.choice(OPTIONS[command].split()), seed)
 
 
 def change_file(path, how, rng):
@@ -215,9 +210,8 @@ class Ended(NamedTuple):
     memory: int
 
 
-def run(main, arguments, folder, disturb=None):
-    """Run a script's main in a child of this process. disturb: (seconds, signal) that it is
-    sent."""
+def run(main, arguments, folder):
+    """Run a script's main in a child of this process."""
     said, started = folder.with_suffix(".said"), time.monotonic()
     said.touch()
     child = os.fork()
@@ -241,9 +235,6 @@ def run(main, arguments, folder, disturb=None):
         seconds = time.monotonic() - started
         if ended:
             break
-        if disturb and seconds > disturb[0]:
-            os.kill(child, disturb[1])
-            disturb = None
         if seconds > SECONDS + 1:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.005)
@@ -262,23 +253,18 @@ class Campaign:
 
     def __init__(self, folder, show):
         self.base, self.show, self.seen, self.failures = folder / "base", show, Counter(), []
-        self.config = tiny_config("data", "", steps=STEPS, checkpoint__interval=3)
+        config = tiny_config("data", "", steps=STEPS, checkpoint__interval=3)
         self.base.mkdir()
         make_data(self.base)
         with contextlib.chdir(self.base):
-            train.train(self.config, ALONE)
-            write_config(self.config)
+            train.train(config, ALONE)
+            write_config(config)
             convert.convert("run", Path("export"))
             write_release()
-            self.expected = newest(self.config), metrics(self.config)
             Path("link").symlink_to("notes.md")
         for name, text in TEXTS.items():
             (self.base / name).write_text(text)
-        with self.copy() as work:
-            shutil.rmtree(work / "run")
-            alone = run(train.main, ["run.toml"], work)
-            assert alone.status == 0, alone.said
-        self.seconds, self.results = alone.seconds, {}
+        self.results = {}
         for name, (main, arguments, _) in COMMANDS.items():
             with self.copy() as work:
                 ended = run(main, arguments.split(), work)
@@ -297,8 +283,7 @@ class Campaign:
     def case(self, case):
         """Run a case and count what became of it."""
         with self.copy() as folder:
-            happens = self.disturbed if case.kind == "disturbed" else self.changed
-            verdict, ended = happens(case, folder, random.Random(case.seed))
+            verdict, ended = self.changed(case, folder, random.Random(case.seed))
         if not verdict:
             bad = {"traceback": "Traceback" in ended.said, "crash": ended.status not in (0, 2)}
             bad |= {"slow": ended.seconds > SECONDS, "memory": ended.memory > BYTES}
@@ -334,23 +319,6 @@ class Campaign:
             if result(folder, case.command) != self.results[case.command]:
                 return "silent", ended
         return None, ended
-
-    def disturbed(self, case, folder, rng):
-        """Start the run again from nothing, disturb it, and let it resume."""
-        shutil.rmtree(folder / "run")
-        disturb = rng.uniform(0, self.seconds), SIGNALS[case.how]
-        first = run(train.main, ["run.toml"], folder, disturb)
-        if "Traceback" in first.said or first.status not in (0, 2, 130, -9, -15):
-            return "traceback", first
-        again = run(train.main, ["run.toml"], folder)
-        if again.status:
-            return "lost", again
-        with contextlib.chdir(folder):
-            try:
-                assert_same((newest(self.config), metrics(self.config)), self.expected)
-            except AssertionError:
-                return "lost", again
-        return None, again
 
 
 TEXTS = {

@@ -3,11 +3,9 @@ alike."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from reference import accept, seeded, tempered, truncated
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sampling import token_choice
 from sampling.token_choice import (
@@ -57,8 +55,7 @@ def defined(logits, choice):
 
 @pytest.fixture(params=["CPU", "device"])
 def path(request, monkeypatch):
-    """Both ways to draw from a nucleus: row by row where nothing waits for a device, and all rows
-    by bisection, which GPUs and torch.compile take."""
+    """Both ways to draw from a nucleus: row by row, and all rows by bisection (GPUs)."""
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: request.param == "CPU")
     return request.param
 
@@ -69,13 +66,8 @@ def path(request, monkeypatch):
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
-    """A grid of uniforms gives each token its probability, within what the grid can show.
-
-    The uniforms that fall on a token are an interval, whose share is right to 1 / GRID. Those that
-    fall on a token outside the nucleus, a share `outside` of them, are replaced by a hash of their
-    bits: as independent draws, allowed 4.5 standard deviations (1 in 100,000). And a little for
-    rounding at the edges. `probabilities` is that distribution: 1e-6, since they are float32, and
-    temperature 0.5 doubles logits up to 30."""
+    """Uniforms of a grid that fall on a token are an interval; those outside the nucleus are
+    replaced by a hash, as independent draws: allowed 4.5 standard deviations."""
     logits = torch.tensor(SHAPES[shape])
     expected = defined(SHAPES[shape], choice)
     before = defined(SHAPES[shape], TokenChoice(choice.temperature, top_k=choice.top_k))
@@ -103,17 +95,6 @@ def test_drawn_tokens_pass_chi_square(choice, seed, path):
     assert accept(drawn.bincount(minlength=12), defined(logits.double().tolist(), choice))
 
 
-def test_each_row_is_drawn_from_its_own_logits(path):
-    logits = torch.randn(40, 9, generator=seeded(0))
-    uniforms = random_uniforms(40, 1)
-    noisy = (TokenChoice(noise="float32"), TokenChoice(noise="bfloat16", top_p=0.7))
-    exact = (TokenChoice(), TokenChoice(0.7, 0.8), TokenChoice(top_k=4), TokenChoice(0))
-    for choice in (*exact, *noisy):
-        together = choose_tokens(logits, uniforms, choice)
-        apart = [choose_tokens(logits[i : i + 1], uniforms[i : i + 1], choice) for i in range(40)]
-        assert together.dtype == torch.int64 and torch.equal(together, torch.cat(apart))
-
-
 @pytest.mark.parametrize(
     "choice", [TokenChoice(0), TokenChoice(top_p=0), TokenChoice(0.5, 0, 3), TokenChoice(top_k=1)]
 )
@@ -131,8 +112,6 @@ def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform
 )
 @pytest.mark.parametrize("vocab", [6, 50_304])
 def test_a_token_of_probability_zero_is_never_drawn(vocab, choice, path):
-    """Impossible tokens at both ends and between, at both ends of the uniforms: rounding may not
-    reach them."""
     logits = torch.randn(16, vocab, generator=seeded(0))
     impossible = torch.rand(16, vocab, generator=seeded(1)) < 0.5
     impossible[:, 0], impossible[:, -1], impossible[:, 1] = True, True, False
@@ -144,8 +123,7 @@ def test_a_token_of_probability_zero_is_never_drawn(vocab, choice, path):
 
 
 def test_no_probability_mass_is_lost_below_float32():
-    """A token of probability 1e-9, which noise of 24 bits could never draw, has its own interval of
-    uniforms."""
+    """Noise of 24 bits could never draw a token of probability 1e-9."""
     p = 1e-9
     logits = torch.tensor([math.log(p), math.log1p(-p)], dtype=torch.float64)
     uniforms = torch.tensor([0.5 * p, 0.99 * p, 1.01 * p, 2 * p], dtype=torch.float64)
@@ -156,8 +134,7 @@ def test_no_probability_mass_is_lost_below_float32():
 
 
 def nucleus_by_sorting(probs, top_p):
-    """BoolTensor (N, V) by the definition: ranked by falling probability, lower id first among
-    equals, the tokens before which less than top_p of the mass is reached; at least one."""
+    """BoolTensor (N, V): the tokens before which less than top_p of the mass is reached."""
     ranked, place = probs.double().sort(dim=1, descending=True, stable=True)
     before = ranked.cumsum(dim=1) - ranked
     kept = (before < top_p * probs.double().cumsum(dim=1)[:, -1:]) & (ranked > 0)
@@ -180,8 +157,7 @@ DISTRIBUTIONS = {
     "flat": lambda vocab, seed: torch.full((vocab,), 0.3 * seed),
     "one-hot": lambda vocab, seed: (torch.arange(vocab) == seed).log() + 2,
 }
-# No multiple of 1/10, 1/257 or 1/50304, where the boundary of a flat nucleus would hang on the last
-# bit.
+# No multiple of 1/10, 1/257 or 1/50304, where a flat nucleus would hang on the last bit.
 TOP_P = [1e-12, 0.0123, 0.31, 0.505, 0.777, 0.9137, 0.995, 1 - 1e-9]
 
 
@@ -204,8 +180,7 @@ def test_the_nucleus_found_by_bisection_is_the_sorted_one(name, vocab, dtype):
 
 @pytest.mark.parametrize("vocab", [2, 8, 256, 65_536])
 def test_a_flat_nucleus_of_exact_size_holds_the_lowest_ids(vocab, path):
-    """Powers of two: every sum and quotient is exact, so the boundary lies exactly between two
-    tokens."""
+    """Powers of two: every sum and quotient is exact."""
     logits = torch.zeros(4, vocab)
     for size in sorted({1, 2, vocab // 2, 3 * vocab // 4, vocab - 1}):
         choice = TokenChoice(top_p=size / vocab)
@@ -238,59 +213,12 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dty
             assert ((drawn > 0) | (expected[:9] < 1 / 400)).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_top_k_and_nucleus_of_random_settings_are_the_definition(seed):
-    """Float64 logits of few or many distinct values; a definition in plain Python. 1e-12: rounding
-    of float64."""
-    generator = np.random.default_rng(seed)
-    vocab = int(generator.integers(2, 40))
-    logits = generator.normal(size=vocab) * generator.choice([0.5, 2, 8])
-    # rounded to 0 to 5 decimals: with many ties or none
-    logits = np.round(logits, int(generator.integers(0, 6)))
-    choice = TokenChoice(
-        generator.uniform(0.3, 2),
-        generator.uniform(0.01, 0.99),
-        int(generator.integers(1, vocab + 3)),
-    )
-    (got,) = probabilities(torch.tensor(logits)[None], choice)
-    assert (got - defined(logits.tolist(), choice)).abs().max() < 1e-12
-
-
-class SortedElements(TorchDispatchMode):
-    """Counts the elements that are sorted or ranked."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if function.__name__.startswith(("sort", "topk", "msort")):
-            self.count += arguments[0].numel()
-        return function(*arguments, **(keywords or {}))
-
-
-def test_peaked_logits_of_a_full_vocabulary_are_drawn_without_sorting_it():
-    """Logits such as a language model's: of 50304 tokens a few hundred hold nearly all mass. About
-    5% of the rows draw outside the nucleus and sort what is at least as probable as the token they
-    drew; the counter sees a full sort."""
-    logits = 6 * torch.randn(100, 50_304, generator=seeded(0))
-    uniforms = random_uniforms(100, 1)
-    with SortedElements() as sorting:
-        logits[:1].sort(dim=1)
-    assert sorting.count == 50_304
-    with SortedElements() as sorting:
-        drawn = choose_tokens(logits, uniforms, TokenChoice(top_p=0.95))
-    assert 0 < sorting.count < 50_304  # of 5 million elements
-    assert len(drawn.unique()) > 50
-
-
 # ---- noise ---------------------------------------------------------------------------------------
 
 
 def test_bfloat16_noise_lowers_the_entropy():
-    """Zheng et al. 2024: coarse noise reaches only what is probable, as a lower temperature would.
-    5 tokens of probability 0.13 and 1000 of 0.0003, a third of the mass in all: noise of 8 bits is
-    at most 5.5, the best of 5 seldom below 0, so at 6 below them the thousand tokens are out of
-    reach. The mean surprisal of draws is the entropy if they are exact, to 5 standard errors;
-    without the thousand it falls by half."""
+    """As a lower temperature would (Zheng et al. 2024): noise of 8 bits never reaches the thousand
+    tokens that are 6 below. Exact draws have the entropy as their mean surprisal."""
     logits = torch.cat([torch.zeros(5), torch.full((1000,), -6.0)])
     probs = torch.tensor(tempered(logits.tolist(), 1.0), dtype=torch.float64)
     entropy, n = float(torch.special.entr(probs).sum()), 4000
@@ -306,8 +234,7 @@ def test_bfloat16_noise_lowers_the_entropy():
 
 @pytest.mark.parametrize("noise", ["float32", "bfloat16"])
 def test_noise_never_draws_a_token_that_is_cut_off(noise):
-    """In bfloat16 one uniform of 256 is 0 and its noise minus infinity: the only token left must be
-    drawn even so."""
+    """In bfloat16 one uniform of 256 is 0 and its noise minus infinity."""
     logits = torch.zeros(5000, 6)
     logits[:, 4] = 30.0
     uniforms = random_uniforms(5000, 0)
@@ -325,8 +252,7 @@ UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells
 @pytest.mark.parametrize("salt", [1, 2, 50_303])
 @pytest.mark.parametrize("kind", ["random", "grid", "small"])
 def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
-    """100 cells of the new number; 10 x 10 cells of both, and of the new one with the last digits
-    of the old one."""
+    """10 x 10 cells of both, of the new with the last digits of the old, and of two salts."""
     n = 50_000
     old = even_uniforms(n) if kind == "grid" else random_uniforms(n, salt)
     old *= 2.0**-30 if kind == "small" else 1
@@ -340,17 +266,10 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
         shares = row.bincount(minlength=10).double() / n, column.bincount(minlength=10) / n
         assert accept(observed, torch.outer(shares[0], shares[1].double()).flatten())
     assert abs(float(torch.corrcoef(torch.stack([old, new]))[0, 1])) < 4 / math.sqrt(n)
-
-
-def test_fresh_uniforms_of_different_salts_are_independent():
-    n = 50_000
-    old = random_uniforms(n, 0)
-    several = fresh_uniforms(old[:, None], torch.tensor([1, 2, 3, 1000]))
-    assert torch.equal(several[:, 1], fresh_uniforms(old, 2))  # a pure function that broadcasts
-    for i, j in ((0, 1), (1, 2), (0, 3)):
-        cell = (several[:, i] * 10).long() * 10 + (several[:, j] * 10).long()
-        assert accept(cell.bincount(minlength=100), UNIFORM)
-    assert len(several.unique()) == 4 * n
+    several = fresh_uniforms(old[:, None], torch.tensor([salt, salt + 1]))
+    assert torch.equal(several[:, 0], new)  # a pure function that broadcasts
+    cells = (several * 10).long() @ torch.tensor([10, 1])
+    assert accept(cells.bincount(minlength=100), UNIFORM)
 
 
 def test_draw_is_proportional_to_weights_that_need_not_sum_to_one():
@@ -366,9 +285,7 @@ def test_draw_is_proportional_to_weights_that_need_not_sum_to_one():
     "settings, word",
     [
         ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"noise": "float16"}, "'float16'.*'float64', 'float32', 'bfloat16'"),

@@ -73,7 +73,6 @@ def test_configs_of_the_paper_have_its_values(system, size):
 
 def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random():
     config = configuration.load_toml(ROOT / "configs" / "a3_small.toml")
-    assert (config.model.target, config.objective.kind) == ("two_stream", "groupwise")
     stages = [(stage.kind, stage.group) for stage in config.schedule]
     assert stages == [("l2r", 1), ("l2r", 2), ("l2r", 3), ("l2r", 4), ("random", 4)]
     shares = [stage.step / config.train.steps for stage in config.schedule]
@@ -99,26 +98,18 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     # a key that does not exist: the nearest one is named
     ("[optim]\nwarmup_step = 1", UNKNOWN.format("optim.warmup_step", "optim.warmup_steps")),
     ("[train]\nstep = 2", UNKNOWN.format("train.step", "train.steps")),  # not schedule.step
-    ("[modle]\nn_layer = 2", UNKNOWN.format("modle", "model")),
-    ("[[schedule]]\nstp = 2", UNKNOWN.format("schedule.stp", "schedule.step")),
     ("lr = 1.0", UNKNOWN.format("lr", "optim.lr")),  # the right name in the wrong place
     # a value that is none, or out of its range
     ("model = 3", "model is 3, but it must be a table"),
     ("schedule = 3", "schedule is 3, but it must be a list"),
-    ('[optim]\nlr = "1"', "optim.lr is '1'"),
     ('[optim]\nkind = "adam"', "optim.kind is 'adam'", "'adamw', 'muon'; did you mean 'adamw'?"),
-    ("[model]\nvocab_size = 0", "model.vocab_size"),
     ('[order]\nkind = "randm"', "order.kind is 'randm'", "'mixture'"),
     ("[optim]\nlr = nan", "optim.lr is nan"),
     ("[data]\nrandom_length_prob = 1.5", "data.random_length_prob is 1.5", "at most 1"),
-    ("[train]\nsteps = 0", "train.steps is 0; give a number at least 1"),
-    ("[[schedule]]\ngroup = 0", "schedule.group"),
-    ("[optim]\nmore_ema_decays = [1.5]", "optim.more_ema_decays is"),
     *((f'name = "{name}"', "name is '") for name in ("", "a/b", ".", "..")),
     # values that do not go together
     ("[model]\nn_embd = 100\nn_head = 3", "model.n_embd (100)", "model.n_head (3)"),
     ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", "_steps (11)", "train.steps (10)"),
-    ("[optim]\nwarmup_steps = 11\ndecay_steps = 10", "decay_steps (10)", "warmup_steps (11)"),
     ("[optim]\nema_decay = 0.9\nmore_ema_decays = [0.8, 0.9]", "a decay twice"),
     ("[train]\nbatch_size = 8\nmicro_batch_size = 3", "batch_size (8)", "micro_batch_size (3)"),
     ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "(2048)", "model.block_size (1024)"),
@@ -165,7 +156,6 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     [
         (["--optim.lrr", "1"], ["--optim.lrr", "--optim.lr"]),
         (["--order.kind", "randm"], ["--order.kind", "'random'"]),
-        (["--train.micro-batch-size", "3"], ["train.batch_size", "train.micro_batch_size"]),
         (["--model.target", "none"], ["model.target", "order.kind"]),
     ],
 )

@@ -41,7 +41,8 @@ def test_gpt2_has_gpt2s_ids():
     tokenizer = get_tokenizer("gpt2")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50256)
     assert tokenizer.encode("hello world\n") == [31373, 995, 198]
-    assert tokenizer.decode([15496, 50256, 995]) == "Hello<|endoftext|> world"
+    with pytest.raises(UserError, match="did you mean 'gpt2'"):
+        get_tokenizer("gtp2")
 
 
 @every_tokenizer
@@ -90,14 +91,6 @@ def test_pieces_hold_whole_characters_and_end_with_their_document(tokenizer):
     part = tokenizer.encode("🤖")[:-1]
     half = [""] * (len(part) - 1) + ["\ufffd"]
     assert tokenizer.pieces([*part, tokenizer.eot, *part]) == [*half, "<|endoftext|>", *half]
-
-
-def test_the_small_vocabulary():
-    tokenizer = get_tokenizer("english")
-    assert (tokenizer.vocab_size, tokenizer.eot) == (2048, 2047)
-    assert len(tokenizer.encode(" the horse")) == 2
-    with pytest.raises(UserError, match="did you mean 'gpt2'"):
-        get_tokenizer("gtp2")
 
 
 # ---- which document goes where -------------------------------------------------------------------
@@ -160,16 +153,12 @@ def numbered(tmp_path_factory) -> TokenDataset:
 
 
 def test_blocks(numbered):
-    assert numbered.num_blocks == 23 and isinstance(numbered.tokens, np.memmap)
-    blocks = numbered.blocks(np.array([22, 0]))
-    assert blocks.dtype == torch.int64 and blocks.tolist() == [[88, 89, 90, 91], [0, 1, 2, 3]]
+    assert isinstance(numbered.tokens, np.memmap) and numbered.tail().tolist() == [[92, 93, 94]]
+    assert numbered.blocks(np.array([22, 0])).tolist() == [[88, 89, 90, 91], [0, 1, 2, 3]]
     assert numbered.blocks(np.array([], dtype=np.int64)).shape == (0, 4)
-    assert numbered.tail().tolist() == [[92, 93, 94]]
     for wrong in (-1, 23):
         with pytest.raises(AssertionError):
             numbered.blocks(np.array([wrong]))
-    with pytest.raises(AssertionError):
-        numbered.batch(0, 0, range(3, 6), 5)
 
 
 @given(seed=st.integers(0, 2**64 - 1), global_batch=st.integers(1, 60), start=st.integers(0, 4))
@@ -242,10 +231,8 @@ ENTRY = {"file": "train.bin", "tokens": 50, "sha256": ""}
         (50, "val", 4, {}, "no split 'val'; it has train"),
         (50, "train", 51, {}, "50 tokens.*lower block_size to at most 50"),
         (50, "train", 1, {"format": 3}, "format 3.*update the code"),
-        (50, "train", 1, {"dtype": "float8"}, "dtype is 'float8'"),
         (50, "train", 1, {"splits": {"train": {}}}, "lacks splits.train.file"),
         (50, "train", 1, {"splits": {"train": ENTRY | {"file": "../secret"}}}, "train.file is"),
-        (50, "train", 1, {"splits": {"train": ENTRY | {"tokens": -1}}}, "splits.train.tokens is"),
         (50, "train", 1, {"splits": {"train": ENTRY | {"tokens": True}}}, "train.tokens is"),
         (300, "train", 1, {}, "holds the id 299"),  # even where the checksum is right
         (64, "train", 16, {"block_size": 32, "protocol": "sedd"}, "not of 16: .* --block-size 16"),

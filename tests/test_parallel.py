@@ -44,14 +44,11 @@ def result(name, config):
 
 PLACES = list(itertools.product(("ddp", "fsdp"), (1, 2, 4)))
 MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and to more
-    (("ddp", 2), ("fsdp", 1)),
     (("ddp", 2), ("fsdp", 4)),
-    (("fsdp", 1), ("ddp", 2)),
     (("fsdp", 1), ("ddp", 4)),
     (("fsdp", 2), ("ddp", 1)),
     (("fsdp", 2), ("fsdp", 4)),
     (("fsdp", 4), ("ddp", 1)),
-    (("fsdp", 4), ("fsdp", 1)),
 ]
 STEPS, MOVED = 12, 8
 
@@ -82,7 +79,6 @@ def everywhere(data, tmp_path_factory, pairs):
     for world in (1, 2, 4):
         own = [("run", config) for (_, processes), config in runs.items() if processes == world]
         more = [("steps", shards) for _, shards in pairs.values()] if world == 2 else []
-        more += [("orthogonal", change(c, name=f"orthogonal_{c.name}")) for _, c in own]
         do(world, *own, *jobs(world, range(world + 1)), *more)
     do(1, *jobs(1, (2, 4)))
     return runs, moves
@@ -168,21 +164,6 @@ def test_every_system_takes_the_same_steps_on_two_processes_as_alone(pairs, ever
     torch.testing.assert_close(ours[:, 1], expected[:, 1], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
-    short, everywhere, kind, world
-):
-    """Of shapes that leave some processes without rows. 1e-4: float32 through five iterations of
-    products of numbers up to 5."""
-    runs, _ = everywhere
-    ours = result("orthogonal", change(runs[kind, world], name=f"orthogonal_{kind}_{world}"))
-    expected = parallel_jobs.orthogonal(change(short, train__parallel="ddp"), ALONE)
-    for several, alone in zip(ours, expected, strict=True):
-        for a, b in zip(several, alone, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind, groups", [("ddp", 1), ("fsdp", 3)])
 def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(
     pairs, everywhere, kind, groups
@@ -213,10 +194,9 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 4
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["adaln", "two streams", "per block", "encoder"])
-def test_activation_checkpointing_changes_no_gradient(short, name, dropout):
-    config = system(short, name, model__dropout=dropout)
+def test_activation_checkpointing_changes_no_gradient(short, name):
+    config = system(short, name, model__dropout=0.3)
     dataset = TokenDataset(config.data.folder, "train", 16)
     batch = next(micro_batches(dataset, config, ALONE, 0))
     found = []

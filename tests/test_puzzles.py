@@ -40,18 +40,9 @@ def test_examples_fill_their_block_and_their_answer_is_right_and_hardly_any_othe
             assert not task.is_right(other, text)
 
 
-# What tells the key of an example: its first or its last characters.
-KEY_OF = {
-    "sudoku6": slice(36, None),
-    "star": slice(0, 22),
-    "addition": slice(0, 12),
-    "mirror": slice(0, 12),
-    "parity": slice(0, 20),
-    "colouring": slice(0, 25),
-    "copy": slice(0, 8),
-    "replace": slice(0, 8),
-    "shuffle": slice(0, 8),
-}
+# What tells the key of an example: its first characters, of a sudoku those after the 36th.
+KEY_OF = {"star": 22, "addition": 12, "mirror": 12, "parity": 20, "colouring": 25}
+KEY_OF = {"sudoku6": 0} | KEY_OF | dict.fromkeys(("copy", "replace", "shuffle"), 8)
 
 
 @pytest.mark.parametrize("name", KEY_OF)
@@ -64,7 +55,7 @@ def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
         data = TokenDataset(folder, split, task.length, verify=True)
         assert data.num_blocks == (300 if split == "train" else 1000)
         rows = [bytes(row.tolist()).decode() for row in data.blocks(range(300))]
-        keys[split] = {row[KEY_OF[name]] for row in rows}
+        keys[split] = {row[: KEY_OF[name]] or row[36:] for row in rows}
         assert {task.split_of(key) for key in keys[split]} == {split}
     assert not keys["train"] & keys["test"] and not keys["train"] & keys["val"]
     if name == "mirror":
@@ -87,15 +78,10 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
     assert any(example[0] == ":" for example in told)
 
 
-def other_edges(key):
-    pairs = [key[i : i + 2] for i in range(0, len(key) // 2 * 2, 2)]
-    return "".join(pair[::-1] for pair in reversed(pairs)) + "="
-
-
 VARIANTS = {
     "sudoku6": lambda key: key.translate(str.maketrans("123456", "351642")),
     "addition": lambda key: "+".join(reversed(key[:-1].split("+"))) + "=",
-    "colouring": other_edges,
+    "colouring": lambda key: key[-2::-1] + "=",  # the other edges, each the other way round
 }
 
 
@@ -195,7 +181,7 @@ def exact_limit(name, groups):
 
 
 @pytest.mark.parametrize("name", ["copy", "replace", "shuffle"])
-@pytest.mark.parametrize("groups", [[4], [1, 3], [3, 1], [2, 2], [1, 1, 1, 1], [2, 1, 1], [5]])
+@pytest.mark.parametrize("groups", [[4], [1, 3], [3, 1], [1, 1, 1, 1], [2, 1, 1]])
 def test_limits_are_those_of_independent_draws_from_exact_conditionals(name, groups):
     assert TASKS[name].limit(groups) == pytest.approx(exact_limit(name, groups), abs=1e-12)
     if set(groups) == {1}:

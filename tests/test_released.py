@@ -287,39 +287,27 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     assert expected.std() > 0.5
 
 
-def started_from_gpt2(folder, target):
-    """A model of GPT-2's sizes that starts from its weights, and GPT-2."""
+@torch.no_grad()
+@pytest.mark.parametrize("target", ["adaln", "two_stream"])
+def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
+    """Of two streams the content stream has them: what the queries read."""
+    reference, folder = gpt2
     source = load_model(folder).double()
     model = build_model(dataclasses.replace(source.config, target=target)).double()
     warm_start(model, source)
-    return model, source
-
-
-@torch.no_grad()
-def test_gpt2_starts_an_ao_gpt_with_equal_logits_left_to_right(gpt2):
-    reference, folder = gpt2
-    model, source = started_from_gpt2(folder, "adaln")
-    tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
-    logits = [m.logits(tokens, order) for m in (model, source)]
-    assert (logits[0] - logits[1]).abs().max() < 1e-12
-    assert (logits[0][:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
-    assert torch.equal(model.token_log_probs(tokens, order), -model(tokens, order))
-    # only the modulation has to move for the model to tell its targets apart
-    assert model.wtpe.weight.std() > 0 and model.blocks[0].adaln.weight.abs().max() == 0
-
-
-@torch.no_grad()
-def test_gpt2_starts_a_two_stream_decoder_whose_content_stream_it_is(gpt2):
-    """The queries have to learn to ask; what they read is GPT-2's already. 1e-9: as above."""
-    reference, folder = gpt2
-    model, source = started_from_gpt2(folder, "two_stream")
     tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
     contents = []
     model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
     nll = model(tokens, order)
-    logits = model.head_logits(model.norm_f(contents[0]))
+    if target == "adaln":  # only the modulation has to move for the model to tell its targets apart
+        logits = model.logits(tokens, order)
+        assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
+        assert torch.equal(model.token_log_probs(tokens, order), -nll)
+        assert model.wtpe.weight.std() > 0 and model.blocks[0].adaln.weight.abs().max() == 0
+    else:
+        logits = model.head_logits(model.norm_f(contents[0]))
+        assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
     assert (logits[:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
-    assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -377,16 +365,15 @@ def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_n
     assert noticed == 40 if kind == "export" else noticed > 20
 
 
-@pytest.mark.parametrize("size", [5, 60, 0.5, -1])
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "released.pt"])
-def test_truncated_files_are_an_error_that_names_them(tmp_path, file, size):
+def test_truncated_files_are_an_error_that_names_them(tmp_path, file, share):
     path = tmp_path / file
     if file == "released.pt":
         torch.save(container()[0], path)
     else:
         write_folder(tmp_path, *diffusion("RADD")[:2], name=file)
-    full = path.stat().st_size
-    os.truncate(path, full - 1 if size < 0 else size if size > 1 else int(full * size))
+    os.truncate(path, int(path.stat().st_size * share))
     refused(path, "cannot be read", "supported are")
 
 
@@ -413,18 +400,9 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
         ["the model has no place for transformer.h.0.attn.gate"],
     ),
     "a wrong shape": (head_bias(torch.zeros(VOCAB + 1)), ["head.bias is (38,) in the file, (37,)"]),
-    "another width than model_args": (
-        lambda c: c["model_args"].update(n_embd=2 * WIDTH),
-        [f"start is ({WIDTH},) in the file, ({2 * WIDTH},) in the model"],
-    ),
     "heads that do not divide": (lambda c: c["model_args"].update(n_head=5), ["n_head"]),
     "no model_args": (lambda c: c.pop("model_args"), ["it lacks vocab_size"]),
-    "model_args that are text": (
-        lambda c: c["model_args"].update(n_layer="two"),
-        ["n_layer is 'two', but it must be an integer"],
-    ),
     "integers": (head_bias(torch.zeros(VOCAB, dtype=torch.long)), ["head.bias holds torch.int64"]),
-    "a sparse tensor": (head_bias(torch.zeros(VOCAB).to_sparse()), ["(torch.sparse_coo)"]),
     "a view of one number": (
         head_bias(torch.zeros(1).expand(VOCAB)),
         ["head.bias is", "more than the file holds"],
@@ -433,7 +411,6 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
     "no tensor": (head_bias([0.0]), ["lm_head.bias is list"]),
     "layers without end": (lambda c: c["model_args"].update(n_layer=10**7), ["n_layer"]),
     "no number of steps": (lambda c: c.update(iter_num=-5), ["iter_num is not a number"]),
-    "many lists": (lambda c: c.update(iter_num=many_lists(60)), ["iter_num is not a number"]),
     "many lists as a size": (
         lambda c: c["model_args"].update(vocab_size=many_lists(60)),
         ["vocab_size is [[[", "must be an integer"],
@@ -442,31 +419,23 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
         lambda c: c["ema_model"]["shadow_params"].pop(),
         ["ema_model holds 36 tensors for 37 parameters"],
     ),
-    "an average in another order": (
-        lambda c: c["ema_model"]["shadow_params"].reverse(),
-        ["start is (48, 128) in the file, (24,)"],
+    "a head of its own": (
+        lambda c: c["model"].update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}),
+        ["lm_head.weight and transformer.wte.weight differ"],
     ),
+    "no start": (lambda c: c["model"].pop("transformer.wnonee.weight"), ["it lacks start"]),
     "an average of another kind": (lambda c: c.update(ema_model={}), ["lacks shadow_params"]),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_contents_are_named(released, what):
-    contents, (change, words) = container()[0], WRONG[what]
+    contents = container("sigma-GPT" if what == "a head of its own" else "AO-GPT")[0]
+    change, words = WRONG[what]
     change(contents)
     torch.save(contents, released)
     weights = "ema" if "average" in what else "raw"
     refused(released, *words, "supported are", weights=weights)
-
-
-def test_a_sigma_gpt_without_a_start_vector_or_with_a_head_of_its_own_is_named(released):
-    contents, _, _ = container("sigma-GPT", ema_model=None)
-    contents["model"]["lm_head.weight"] = contents["model"]["lm_head.weight"] + 1
-    torch.save(contents, released)
-    refused(released, "lm_head.weight and transformer.wte.weight differ")
-    del contents["model"]["lm_head.weight"], contents["model"]["transformer.wnonee.weight"]
-    torch.save(contents, released)
-    refused(released, "it lacks start")
 
 
 def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
@@ -590,12 +559,10 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
         text = json.dumps(settings | {"sha256": store.digest(settings)})
         (raw / "config.json").write_text(text)
 
-    for key in ("model", "tokenizer", "files"):
-        write({name: value for name, value in settings.items() if name != key})
-        refused(raw, "lacks", key)
+    write({name: value for name, value in settings.items() if name != "tokenizer"})
+    refused(raw, "lacks", "tokenizer")
     for changes, words in (
         ({"files": {"model.safetensors": "0" * 64}}, "model.safetensors is damaged (checksum)"),
-        ({"model": settings["model"] | {"n_layer": 2}}, "it lacks blocks.1."),
         ({"step": "3"}, "config.json: step is '3', but it must be an integer"),
         ({"model": settings["model"] | {"x": 1}}, "unknown key 'model.x'"),
         ({"format": "aogpt-export-9"}, "of format aogpt-export-9"),

@@ -53,8 +53,7 @@ def prompts(tmp_path):
 
 
 def check_given(line, *expected):
-    """The sample is what `expected` says: text that is given, and numbers of tokens that are
-    not."""
+    """A sample of these: text that is given, and numbers of tokens that are not."""
     parts = [part.encode() if isinstance(part, str) else [None] * part for part in expected]
     given = list(itertools.chain(*parts))
     assert line["length"] == len(given)
@@ -99,7 +98,7 @@ def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_see
     """Prompts and infills of several lengths share their batches."""
     common = [*MODES[mode], "--num-samples", 2, "--prompts", prompts(ROWS)]
     samples = draw(*common, "--seed", 3)
-    for size in (1, 2, 3, 5):
+    for size in (1, 5):
         again = draw(*common, "--seed", 3, "--batch-size", size)
         assert column(again, "tokens") == column(samples, "tokens")
         assert column(again, "step") == column(samples, "step")
@@ -137,25 +136,19 @@ def test_the_modes_unmask_positions_as_they_say(draw):
     assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
     assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3] and l2r["model_calls"] == 4
-    for found in counts("even", "--steps", 5):
-        assert sorted(found) == [3, 3, 3, 3, 4]
     (found,) = counts("even", "--steps", 4, "--schedule", "cosine", n=1)
     assert found == sorted(found) and found[-1] > 4  # few at first, many at the end
-    by = [["adaptive", "--unmask-by", score] for score in ("confidence", "entropy", "random")]
-    for mode in (["random"], *by):
+    for mode in (["random"], ["adaptive", "--unmask-by", "entropy"]):
         assert counts(*mode, "--group-size", 6) == [[6, 6, 4]] * 3
     samples = draw("--mode", "random", "--group-size", 6, "--num-samples", 3)
     assert len(set(map(tuple, column(samples, "step")))) == 3
-    assert counts("mdm", "--steps", 1) == [[LENGTH]] * 3
-    # exact masked diffusion draws the number of tokens of a step: of 20 samples hardly two agree in
-    # all four
+    # exact masked diffusion draws the number of tokens of a step
     assert len(set(map(tuple, counts("mdm", "--steps", 4, n=20)))) > 5
 
 
 def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(
     draw,
 ):
-    """Greedy, what is verified is the most probable token at every step."""
     common = ["--num-samples", 1, "--temperature", 0, "--prompt", "the mo"]
     (plain_l2r,) = draw("--mode", "l2r", *common)
     (speculative,) = draw("--mode", "speculative", "--order", "l2r", *common)
@@ -179,8 +172,10 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
     np.testing.assert_allclose(line["log_probs"], expected, atol=1e-5)
 
 
-def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
+def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     exact, compiled = column(draw("--mode", "l2r"), "tokens"), []
+    assert column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact  # averaged else
+    assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
     for noise in ("float32", "bfloat16"):
         noisy = draw("--mode", "l2r", "--noise", noise)
         assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != exact
@@ -195,18 +190,11 @@ def test_noise_and_compile_reach_the_engine(draw, monkeypatch):
     assert compiled == [False, True]
 
 
-def test_averaged_weights_are_the_default_and_a_checkpoint_file_is_as_good_as_its_folder(draw, run):
-    samples = column(draw("--seed", 1), "tokens")
-    assert column(draw("--seed", 1, "--weights", "ema"), "tokens") == samples
-    assert column(draw("--seed", 1, "--weights", "raw"), "tokens") != samples
-    assert column(draw("--seed", 1, path=store.find(run)[-1]), "tokens") == samples
-
-
 # ---- what is given -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompt", ["the", "é🎉", "<|endoftext|>", "[MASKED] 2"])
+@pytest.mark.parametrize("prompt", ["é🎉", "<|endoftext|>", "[MASKED] 2"])
 def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
     for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
         check_given(line, prompt, LENGTH - len(prompt.encode()))
@@ -220,20 +208,20 @@ def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
         ("It was [MASK:4] a.", ["It was ", 4, " a."]),
         ("[MASK:2]é[MASK:03] 🎉[MASK:1]", [2, "é", 3, " 🎉", 1]),
         ("[MASK:2][MASK:3]\n", [5, "\n"]),
-        ("[MASK:16]", [16]),
         ("[MASKED][MASK:1][mask]", ["[MASKED]", 1, "[mask]"]),
     ],
 )
 def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
     draw, mode, infill, expected
 ):
-    samples = draw(*MODES[mode], "--infill", infill, "--num-samples", 2)
-    for line in samples:
+    for line in draw(*MODES[mode], "--infill", infill, "--num-samples", 2):
         check_given(line, *expected)
         assert line["infill"] == infill and "prompt" not in line
 
 
 def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
+    alone, same = draw("--prompt", "any"), draw("--prompts", prompts("\ufeffany\n"))
+    assert column(same, "tokens") == column(alone, "tokens")
     path = prompts("the\r\n\n  \nany \n\u2028é\x0c\n")
     samples = draw("--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12)
     texts = ["the", "any ", "\u2028é\x0c"]
@@ -255,12 +243,6 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run
     assert status == 0 and "6 samples of 7 to 16 tokens" in err
     assert all(line["text"] in out for line in samples)
     assert "=== sample 3 of prompt 2 ===" in out
-
-
-def test_the_answer_to_a_prompt_of_a_file_with_one_is_that_to_the_prompt(draw, prompts):
-    alone = draw("--prompt", "any")
-    for content in ("any", "any\n", "\ufeffany", [{"prompt": "any"}]):
-        assert column(draw("--prompts", prompts(content)), "tokens") == column(alone, "tokens")
 
 
 def test_a_sample_may_end_where_its_text_does(draw):
@@ -327,49 +309,32 @@ def words(text):
     return text.split(" | ")
 
 
-ONE_KIND = "one of --prompt, --infill and --prompts"
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | block size"),
         ("--length | 17", "--length is 17 | block size, 16"),
-        ("--length | 0", "--length is 0"),
         ("--steps | 0", "--steps is 0"),
         ("--mode | l2r | --steps | 4", "--steps has no meaning with --mode l2r | mdm or even"),
-        ("--mode | random | --schedule | cosine", "--schedule | random | mdm or even"),
         ("--group-size | 1", "--group-size | mdm | l2r or random or order or adaptive"),
-        ("--mode | random | --unmask-by | entropy", "--unmask-by | random | --mode adaptive"),
-        ("--mode | even | --draft | 4", "--draft | even | --mode speculative"),
-        ("--mode | l2r | --order | l2r", "--order | l2r | --mode order or speculative"),
-        ("--mode | l2r | --group-size | 0", "--group-size is 0"),
         ("--mode | l2r | --group-size | 9999999999", "--group-size is 9999999999 | 2**31"),
         ("--mode | speculative | --draft | 1", "--draft is 1 | at least 2"),
         ("--mode | speculative | --noise | float32", "--noise float32 | speculative"),
-        ("--mode | adaptive | --unmask-by | length", "--unmask-by | confidence"),
         ("--temperature | -1", "--temperature is -1"),
-        ("--top-p | 2", "--top-p is 2"),
-        ("--top-k | 0", "--top-k is 0"),
         ("--noise | float16", "--noise | float64"),
-        ("--num-samples | 0", "--num-samples is 0"),
-        ("--batch-size | 0", "--batch-size is 0"),
         ("--jsonl | no/such/x.jsonl", "--jsonl no/such/x.jsonl | there is no folder"),
         ("--html | tests", "--html tests is a folder"),
         ("--html | /tmp/no.file | --jsonl | /tmp/../tmp/no.file", "the same file | different"),
         ("--device | banana", "device 'banana'"),
         ("--seed | 9999999999999999999999", "seed"),
         ("--stepz | 3", "--stepz | --steps"),
-        ("--prompt | a | --infill | [MASK:1]", ONE_KIND),
-        ("--prompt | a | --prompts | a.txt", ONE_KIND),
+        ("--prompt | a | --infill | [MASK:1]", "one of --prompt, --infill and --prompts"),
         ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
         ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
         ("--infill | no mask", "--infill: there is no mask | [MASK:n]"),
         ("--infill | a [MASK]", "'[MASK]' is no mask | [MASK:n]"),
         ("--infill | [MASK:1] [MASK:0]", "'[MASK:0]' is no mask | at least 1"),
-        ("--infill | [MASK:٣]", "is no mask"),
         (f"--infill | [MASK:{'9' * 5000}]", "is no mask"),
-        ("--infill | a[MASK:999999999]", "exceed the model's block size, 16 tokens"),
         ("--infill | xxxxxxxxxxxxxxxx[MASK:1]", "--infill | block size, 16 tokens; shorten"),
         ("--infill | a[MASK:1] | --length | 8", "--infill | leave out --length"),
     ],
@@ -384,19 +349,13 @@ BAD_FILES = [
     ("txt", b"", "there is no prompt in it"),
     ("txt", b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
     ("txt", b"ok\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
-    ("jsonl", b"\xef\xbb\xbf", "there is no prompt in it"),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
-    ("jsonl", b"[" * 100_000, "line 1 | not JSON"),
     ("jsonl", b'\n"text"', "line 2 | this is a str, not an object"),
     ("jsonl", b"{}", "line 1 | found keys (none)"),
-    ("jsonl", b'{"length": 3}', "line 1 | \"prompt\": TEXT | 'length'"),
-    ("jsonl", b'{"prompt": "a", "infill": "[MASK:1]"}', "line 1 | 'prompt', 'infill'"),
     ("jsonl", b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
     ("jsonl", b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
     ("jsonl", b'{"prompt": "a", "length": true}', "line 1 | must be a whole number, not true"),
-    ("jsonl", b'{"prompt": "a", "length": 4.0}', "line 1 | not 4.0"),
     ("jsonl", b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
-    ("jsonl", b'{"prompt": "a", "length": 17}', "line 1 | length is 17 | block size, 16"),
     ("jsonl", b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
     ("jsonl", b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
 ]
@@ -412,46 +371,28 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
     assert all(word in said for word in (str(path), *words(message))), said
 
 
-def test_a_file_of_prompts_takes_no_length_for_infills(refused, prompts):
-    said = refused("--prompts", prompts(ROWS), "--length", 12)
-    assert "prompts.jsonl line 2: an infill is as long as its text and its masks" in said
+NO_TARGET = "needs a model that is conditioned on the target position"
 
 
-@pytest.mark.parametrize("mode", ["mdm", "even", "random", "adaptive", "speculative"])
-def test_a_mode_that_the_model_cannot_do_is_an_error_that_names_the_one_it_can(
-    refused, plain, mode
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--mode | adaptive", f"--mode adaptive (by confidence) {NO_TARGET} | --mode l2r"),
+        *((f"--mode | {mode}", f"--mode {mode} {NO_TARGET}") for mode in ("mdm", "speculative")),
+        ("--mode | l2r | --group-size | 2", f"--group-size 2 {NO_TARGET}"),
+        ("--mode | l2r | --infill | [MASK:1]a", "--infill: this model | can only continue"),
+    ],
+)
+def test_a_model_without_target_positions_goes_left_to_right_only(
+    refused, plain, arguments, message
 ):
-    said = refused("--mode", mode, path=plain)
-    told = f"{mode} (by confidence)" if mode == "adaptive" else mode
-    assert f"--mode {told} needs a model that is conditioned on the target position" in said
-    assert "--mode l2r" in said
+    said = refused(*words(arguments), path=plain)
+    assert all(word in said for word in words(message)), said
 
 
-def test_a_model_without_target_positions_takes_no_groups_and_no_text_after_a_mask(
-    refused, plain, prompts
-):
-    said = refused("--mode", "l2r", "--group-size", 2, path=plain)
-    assert "--group-size 2 needs a model that is conditioned on the target position" in said
-    said = refused("--mode", "l2r", "--infill", "[MASK:1]a", path=plain)
-    assert (
-        "--infill: this model is not conditioned on the target position and can only continue"
-        in said
-    )
-    rows = prompts([{"prompt": "a"}, {"infill": "a[MASK:1]b[MASK:1]"}])
-    said = refused("--mode", "l2r", "--prompts", rows, path=plain)
-    assert "line 2" in said and "write one mask, at the end" in said
-
-
-def test_a_model_without_a_start_token_needs_text_to_begin_with(
-    refused, prompts, monkeypatch, draw
-):
+def test_a_model_without_a_start_token_needs_text_to_begin_with(refused, monkeypatch, draw):
     load = checkpoint.load
     monkeypatch.setattr(sample, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
-    rows = prompts([{"prompt": "a"}, {"prompt": ""}])
-    for arguments, place in (
-        ([], "--prompt"),
-        (["--infill", "[MASK:1]a"], "--infill"),
-        (["--prompts", rows], "line 2"),
-    ):
+    for arguments, place in (([], "--prompt"), (["--infill", "[MASK:1]a"], "--infill")):
         assert f"{place}: this model has no start token (GPT-2)" in refused(*arguments)
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)

@@ -1,6 +1,5 @@
 """Checkpoints that several processes write together in the background: whole or not there."""
 
-import json
 import math
 import os
 import shutil
@@ -98,29 +97,6 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     found = read_checkpoint(path)
     assert_same(found["tensors"], {name: before[name] for name in found["tensors"]})
     assert found["step"] == 3 and found["tensors"].keys() == before.keys()
-
-
-def test_the_newest_and_the_best_are_kept_and_best_names_it(state, procs):
-    state, config = state
-    saver, run = states.Saver(config, procs, META, pytest.fail), config.run_folder
-    losses, kept = {1: 3.0, 2: 1.0, 6: 0.5}, {}
-    for step in range(1, 9):
-        state.progress.step, best = step, state.progress.best
-        if step in losses:
-            best = {"step": step, "loss": losses[step]}
-        saver.save(state, best)
-        assert saver.wait() and state.progress.best == best
-        kept[step] = [store.step_of(path) for path in store.find(run)]
-        assert store.best_of(run) == store.path_of(run, best["step"])
-    assert kept[5] == [2, 4, 5] and kept[8] == [6, 7, 8]
-
-
-def test_every_process_writes_its_part_and_all_of_them_are_verified(pair):
-    for path in store.find(pair[0].run_folder):
-        *parts, state = names(path)
-        assert state == "state.json" and len(parts) == 2
-        assert json.loads((path / state).read_text())["parts"].keys() == set(parts)
-        assert all(load_file(path / part) for part in parts)
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(pair):
@@ -229,17 +205,6 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
         assert f"warning: {last} is damaged" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=f"{last}"):
         load(last)
-
-
-def test_a_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(copy, pair, procs, capsys):
-    config, older, last = copy
-    store.parts(last)[0].unlink()
-    train.train(config, procs)
-    assert f"resumed from {older}" in capsys.readouterr().out
-    ours, expected = metrics(config, "loss"), metrics(pair[0], "loss")
-    # two processes sum in another order
-    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-5
-    assert store.read_newest(config.run_folder)[0] == last
 
 
 def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path):

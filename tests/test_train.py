@@ -146,9 +146,8 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     exact = [next(e for e in eighths if e >= n) for n in range(1, size + 1)]
     shares = {e: 0.25 * exact.count(e) / size for e in exact}
     shares[size] += 0.75
-    for steps in (range(511, 513), range(1000, 2600), range(5, 5)):  # of seed and step alone
-        found = batch_lengths(3, steps, size, 0.25)
-        np.testing.assert_array_equal(found, lengths[steps.start : steps.stop])
+    found = batch_lengths(3, range(1000, 2600), size, 0.25)  # of seed and step alone
+    np.testing.assert_array_equal(found, lengths[1000:2600])
     values, counts = np.unique(lengths, return_counts=True)
     assert set(values.tolist()) == shares.keys() and len(values) <= 8
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
@@ -258,9 +257,8 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
 # ---- killed anywhere, resumed, the same bit for bit ----------------------------------------------
 
 DRIVER = """
-# Imports everything once, then forks a run of train.py whenever it is asked to, so that a run can
-# be killed and started again dozens of times. A run can be told to die before its n-th file
-# operation, or when a file grows past a size.
+# Forks a run of train.py whenever it is asked to, which may die before its n-th file operation, or
+# when a file grows past a size.
 import json, os, resource, signal, sys
 import torch, torch._dynamo, tyro
 import train
@@ -309,44 +307,36 @@ def has_reached(config, step):
 
 
 class Driver:
-    """Starts runs of train.py, one at a time, as children of a process that has imported everything
-    already."""
+    """Starts runs of train.py, one at a time, as children of a process with all imports done."""
 
-    def __init__(self, log):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with open(log, "w") as errors:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER], cwd=ROOT, env=env, text=True, **pipes
-            )
+    def __init__(self, process):
+        self.process = process
+
+    def ask(self, *order):
+        print(*order, file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
 
     def start(self, path, operation=None, file_size=None):
-        """Start a run and return its process id; it is to die before that file operation or past
-        that file size."""
+        """The process id of a run that is to die before that operation or past that file size."""
         order = {"arguments": [str(path)], "operation": operation, "file_size": file_size}
-        print(json.dumps(order), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        return self.ask(json.dumps(order))
 
     def status(self):
         """Wait for the run; its exit status, or minus the number of the signal that ended it."""
-        print(file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        return self.ask()
 
     def run(self, path, **death):
         self.start(path, **death)
         return self.status()
 
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(60)
-        self.process.stdout.close()
-
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    driver = Driver(tmp_path_factory.mktemp("driver") / "stderr.txt")
-    yield driver
-    driver.close()
+    env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-c", DRIVER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with open(tmp_path_factory.mktemp("driver") / "stderr.txt", "w") as errors:
+        with subprocess.Popen(command, cwd=ROOT, env=env, stderr=errors, **pipes) as process:
+            yield Driver(process)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -354,36 +344,22 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
     reference, tmp_path, driver, seed
 ):
     config, rng = change(reference, out=str(tmp_path)), random.Random(seed)
-    path = write_config(config)
+    path, weights = write_config(config), store.find(reference.run_folder)[-1] / "model.safetensors"
+    for share in (0.1, 0.999):  # killed in the middle of writing a checkpoint
+        size = int(weights.stat().st_size * share)
+        assert driver.run(path, file_size=size) == -signal.SIGXFSZ
+        (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
+        assert not (left / "state.json").exists(), "the run did not die in the middle"
     for step in sorted(rng.sample(range(1, 30), 3)):
-        child = driver.start(path)  # killed while it starts, resumes or makes its first steps
+        child = driver.start(path)  # ended while it starts, resumes or makes its first steps
         time.sleep(rng.uniform(0, 0.2))
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, rng.choice([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
         driver.status()
         child = driver.start(path)  # killed soon after it has got as far as `step`
         wait_for(lambda: has_reached(config, step))  # noqa: B023
         time.sleep(rng.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         assert driver.status() == -signal.SIGKILL
-    assert driver.run(path) == 0
-    assert_same_run(config, reference)
-
-
-def test_killed_in_the_middle_of_writing_a_checkpoint_a_run_ends_the_same_bit_for_bit(
-    reference, tmp_path, driver
-):
-    config = change(reference, out=str(tmp_path))
-    path, newest_of = write_config(config), store.find(reference.run_folder)[-1]
-    size = (newest_of / "model.safetensors").stat().st_size
-    assert driver.run(path, operation=20) == -signal.SIGKILL
-    for share in (0.1, 0.999):
-        before = store.find(config.run_folder)
-        assert driver.run(path, file_size=int(size * share)) == -signal.SIGXFSZ
-        (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
-        assert not (left / "state.json").exists(), "the run did not die in the middle"
-        assert store.find(config.run_folder)[-1] == before[-1], (
-            "an earlier checkpoint must not suffer"
-        )
     assert driver.run(path) == 0
     assert_same_run(config, reference)
 
@@ -416,8 +392,7 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(data, 
 def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     data, tmp_path, number
 ):
-    # No checkpoint is due before the end, and the run would take minutes: what is saved, the signal
-    # saved. The learning rate is constant, so that a run of fewer steps is the beginning of it.
+    # Only the signal saves; at a constant rate a run of fewer steps is the beginning of a long one.
     config = tiny_config(data, tmp_path, steps=100_000, eval__interval=0, optim__min_lr_ratio=1.0)
     config = change(config, checkpoint__interval=100_000)
     command, env = [sys.executable, "train.py", write_config(config)], {"OMP_NUM_THREADS": "1"}
@@ -556,9 +531,7 @@ WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
     "another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
     "missing": (lambda t: t.pop(MOMENT), f"lacks {MOMENT}"),
     "of no weight": (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "no place"),
-    "another average": (lambda t: t.update({"ema0.5.start": torch.zeros(32)}), "no place"),
     "NaN in a moment": (lambda t: t[MOMENT].fill_(math.nan), f"{MOMENT} is not finite"),
-    "inf in a weight": (lambda t: t["model.start"].fill_(math.inf), "start is not finite"),
 }
 
 
@@ -627,15 +600,6 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
         train.train(config, ALONE)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
-
-
-def test_what_a_run_left_before_its_first_checkpoint_is_begun_again(data, tmp_path):
-    config = tiny_config(data, tmp_path, steps=5)
-    train.train(config, ALONE)
-    shutil.rmtree(config.run_folder / "checkpoints")
-    train.train(change(config, optim__lr=1e-4), ALONE)
-    assert configuration.load_toml(config.run_folder / "config.toml").optim.lr == 1e-4
-    assert list(metrics(config, "loss")) == [1, 2, 3, 4, 5]
 
 
 # ---- Weights & Biases ----------------------------------------------------------------------------

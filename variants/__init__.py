@@ -47,7 +47,8 @@ def build_model(config: ModelConfig) -> Decoder | TwoStream | Encoder:
         model = Encoder(config)
     else:
         model = (TwoStream if config.target == "two_stream" else Decoder)(config)
-    init_weights(model)
+    if not model.wte.weight.is_meta:  # without memory, for weights that are read from a file
+        init_weights(model)
     return model
 
 
