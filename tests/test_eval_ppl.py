@@ -328,7 +328,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data):
         ("--orders confidence:threshold=0.9 --group 2", "leave out --group, or write most=2"),
         ("--orders fixed_blockwise:block=17", "block size is 16; give a smaller block"),
         ("--ensemble 8 --group 2", "leave out --ensemble"),
-        ("--json table.md", "the same file"),
+        ("--json table.md", "name the same file"),
     ):
         datasets = [] if "--datasets" in options else ["--datasets", data]
         status, _, err = script(eval_ppl, run, *datasets, *options.split())
