@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 
+import helpers
 import pytest
 import torch
 from helpers import ROOT, change, metrics, run_script, tiny_config, torchrun, write_config
@@ -137,7 +138,7 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
 @pytest.mark.slow
 def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device, tmp_path):
     sizes = {"model__n_embd": 64, "model__dropout": 0.0, "optim__warmup_steps": 2}
-    config = tiny_config(make_data(tmp_path), tmp_path, steps=6, **sizes)
+    config = tiny_config(helpers.make_data(tmp_path), tmp_path, steps=6, **sizes)
     config = change(config, train__device=device, train__dtype="float32", checkpoint__interval=3)
 
     def losses(name, run=run_script, **changes):
