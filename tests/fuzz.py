@@ -61,9 +61,6 @@ class Arguments:
     """Print every case, and the last line that the script printed."""
 
 
-# ---- the scripts, the files they read, and cases -------------------------------------------------
-
-
 def converts():
     return tyro.cli(convert.convert)
 
@@ -200,9 +197,6 @@ def changed_tree(path, text, how, rng):
     return "\n".join(lines)
 
 
-# ---- running a script ----------------------------------------------------------------------------
-
-
 class Ended(NamedTuple):
     status: int
     said: str
@@ -242,8 +236,6 @@ def run(main, arguments, folder):
     said.unlink()
     return Ended(os.waitstatus_to_exitcode(status), text, seconds, usage.ru_maxrss * 1024)
 
-
-# ---- the campaign --------------------------------------------------------------------------------
 
 WHAT = ("done", "warned", "refused", "bad")  # becomes of a case; warned: damage was named
 

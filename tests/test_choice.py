@@ -60,9 +60,6 @@ def path(request, monkeypatch):
     return request.param
 
 
-# ---- the distribution of the tokens --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
@@ -128,9 +125,6 @@ def test_no_probability_mass_is_lost_below_float32():
     logits = torch.tensor([math.log(p), math.log1p(-p)], dtype=torch.float64)
     uniforms = torch.tensor([0.5 * p, 0.99 * p, 1.01 * p, 2 * p], dtype=torch.float64)
     assert choose_tokens(logits.expand(4, 2), uniforms, TokenChoice()).tolist() == [0, 0, 1, 1]
-
-
-# ---- the nucleus ---------------------------------------------------------------------------------
 
 
 def nucleus_by_sorting(probs, top_p):
@@ -213,9 +207,6 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dty
             assert ((drawn > 0) | (expected[:9] < 1 / 400)).all()
 
 
-# ---- noise ---------------------------------------------------------------------------------------
-
-
 def test_bfloat16_noise_lowers_the_entropy():
     """As a lower temperature would (Zheng et al. 2024): noise of 8 bits never reaches the thousand
     tokens that are 6 below. Exact draws have the entropy as their mean surprisal."""
@@ -241,9 +232,6 @@ def test_noise_never_draws_a_token_that_is_cut_off(noise):
     assert (choose_tokens(logits, uniforms, TokenChoice(top_p=0.9, noise=noise)) == 4).all()
     possible = torch.full((5000, 6), -math.inf).index_fill(1, torch.tensor([2, 5]), 0.0)
     assert set(choose_tokens(possible, uniforms, TokenChoice(noise=noise)).tolist()) == {2, 5}
-
-
-# ---- fresh uniforms ------------------------------------------------------------------------------
 
 
 UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells
@@ -276,9 +264,6 @@ def test_draw_is_proportional_to_weights_that_need_not_sum_to_one():
     weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
     drawn = draw(weights.expand(GRID, 6), even_uniforms(GRID))
     assert drawn.bincount(minlength=6).tolist() == [0, GRID * 3 // 8, 0, GRID // 8, GRID // 2, 0]
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

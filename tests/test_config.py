@@ -26,9 +26,6 @@ def load(tmp_path):
     return write_and_load
 
 
-# ---- what is shipped, and round trips ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(path, load):
     config = configuration.load_toml(path)
@@ -86,8 +83,6 @@ def test_names_of_any_text_marks_of_byte_order_and_integers_for_numbers_are_read
     assert lr == 1 and type(lr) is float
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
 NOT_TOML = "run.toml is not a TOML file"
 UNKNOWN = "run.toml: unknown key '{}'; did you mean '{}'?"
 ENCODER_FILE = '[model]\nattention = "full"\ntarget = "none"\nmask_token = 50257\n'
@@ -136,9 +131,6 @@ def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(lo
 def test_a_model_without_target_positions_may_train_on_any_order_that_never_changes(load):
     for kind in ('"l2r"', '"fixed_random"', '"mixture"\nl2r_prob = 1.0'):
         load(f'[model]\ntarget = "none"\n[order]\nkind = {kind}')
-
-
-# ---- the command line ----------------------------------------------------------------------------
 
 
 def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():

@@ -25,9 +25,6 @@ every_tokenizer = pytest.mark.parametrize(
 )
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------
-
-
 @every_tokenizer
 @given(text=st.text())
 def test_round_trip(tokenizer, text):
@@ -93,9 +90,6 @@ def test_pieces_hold_whole_characters_and_end_with_their_document(tokenizer):
     assert tokenizer.pieces([*part, tokenizer.eot, *part]) == [*half, "<|endoftext|>", *half]
 
 
-# ---- which document goes where -------------------------------------------------------------------
-
-
 def routed(texts, fraction, limit=None):
     return list(packing.route({"train": sources.Corpus(iter(texts), [])}, fraction, limit))
 
@@ -128,9 +122,6 @@ def test_the_draw_is_uniform_within_groups():
 def test_a_single_document_is_split_once(text, fraction):
     (one, train), (other, val) = routed([text + "the end"], fraction)
     assert (one, other) == ("train", "val") and train + val == text + "the end" and train and val
-
-
-# ---- the loader ----------------------------------------------------------------------------------
 
 
 def write_dataset(folder: Path, tokens, **changes) -> Path:

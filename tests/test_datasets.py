@@ -60,8 +60,6 @@ def big_text(tmp_path_factory) -> Path:
     return write_jsonl(path, ["a file in want of a test must be large" * 4] * 350_000)
 
 
-# ---- detokenisers: what each rule does, written by hand from the rules ---------------------------
-
 CASES = {
     "wikitext": [
         (
@@ -116,9 +114,6 @@ CASES = {
 def test_detokenisers(name):
     for text, expected in CASES[name]:
         assert detokenise(name, text) == expected
-
-
-# ---- packing -------------------------------------------------------------------------------------
 
 
 @given(
@@ -203,9 +198,6 @@ def test_both_protocols_and_what_meta_says(tmp_path):
     entries = load_meta(prepared("text", tmp_path / "o", source, **options))["splits"]
     assert [entries[split]["documents"] for split in ("train", "val")] == [400, 100]
     assert all(entry["tokens"] % 100 == 0 < entry["dropped_tokens"] for entry in entries.values())
-
-
-# ---- sources -------------------------------------------------------------------------------------
 
 
 def parquet(path: Path, rows: list[str], field: str = "text") -> Path:
@@ -340,8 +332,6 @@ def test_rows_of_published_files(tmp_path):
         server.shutdown()
 
 
-# ---- what users get wrong ------------------------------------------------------------------------
-
 GOOD = b'{"text": "good"}\n'
 NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(200))
 FILES = {
@@ -440,9 +430,6 @@ def test_the_script_says_what_is_wrong(tmp_path, arguments, environment, says):
     done = run_script(*script, check=False, HF_HOME=str(tmp_path / "hf"), **environment)
     assert_user_error(done, *says)
     assert not (tmp_path / "o").exists()
-
-
-# ---- prepare.py, as users run it -----------------------------------------------------------------
 
 
 def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(tmp_path):

@@ -81,9 +81,6 @@ def expected_distribution(mode, system, seed, choice=None, prompt=()):
     return reference.distribution_of(mode, conditional, V, N, dict(prompt))
 
 
-# ---- the exact distribution over all 81 sequences ------------------------------------------------
-
-
 AOGPT_MODES = modes(
     "l2r, l2r 2, l2r 3, random 2, random 3, any 1, exact 1, exact 2, exact 5, even 2, even 3, "
     "cosine 2, cosine 4, even-cosine 2, even-cosine 3, confidence 1, confidence 2, entropy 1, "
@@ -209,8 +206,6 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(s
         assert accept(counts, reference.distribution_of(mode, of(model, V, length), V, length))
 
 
-# ---- the likelihood of a text under a decoder ----------------------------------------------------
-
 RULES = modes("confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3") + list(PACES)
 
 
@@ -271,8 +266,6 @@ def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabiliti
     assert means[0] > means[1] > means[2] > limit
     assert importance_weighted(nll / 3, scored).nll == pytest.approx(limit, abs=1e-12)
 
-
-# ---- the cache -----------------------------------------------------------------------------------
 
 LENGTH, TOKENS = 12, 17
 LENGTHS = torch.tensor([12, 5, 0, 12, 1, 9, 12])
@@ -397,9 +390,6 @@ def test_the_simple_sampler_is_the_engine(system, mode):
         assert (log_probs - got.log_probs[b]).abs().max() < 1e-5  # kept in float32
 
 
-# ---- generate ------------------------------------------------------------------------------------
-
-
 @every_mode_of("AO-GPT", "two_stream", "GPT-2", "SEDD", "encoder AO-GPT")
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone, cut. What
@@ -506,9 +496,6 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, mon
     assert (got.log_probs - expected.log_probs).abs().max() < 1e-5
 
 
-# ---- cost ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def work(monkeypatch):
     """What the model is asked for: inputs per cached pass, and rows that reach the head."""
@@ -610,9 +597,6 @@ def test_where_there_is_nothing_to_generate_no_call_is_made():
         assert (got.step == -1).all() and (got.log_probs == 0).all()
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def narrow(monkeypatch):
     """Memory runs out in the second step of batches of more samples; returns the sizes tried."""
@@ -651,9 +635,6 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(narrow, 
     monkeypatch.setattr(Engine, "take_step", lambda *more: torch.eye(2) @ torch.eye(3))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         generate(model, plan, generator=seeded(0))
-
-
-# ---- torch.compile -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -782,9 +763,6 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
     assert (made.generate(plan, uniforms=uniforms).tokens < 11).all()
     with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
         torch.ones(1).item()
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 PROMPTED = l2r_plan(1, 4, torch.tensor([[True, False, False, False]]))

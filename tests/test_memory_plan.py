@@ -44,9 +44,6 @@ def losses(model, config):
         return model(tokens, order)
 
 
-# ---- weights, gradients, optimizer, average: exact -----------------------------------------------
-
-
 def storage_bytes(tensors):
     storages = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
@@ -86,9 +83,6 @@ def test_shares_are_those_of_fsdp(tmp_path, world):
     first, *others = torch.load(config.run_folder / "state_bytes.pt")
     assert first == state_bytes(config, meta_model(config), world)
     assert all(size <= first[part] for found in others for part, size in found.items())
-
-
-# ---- a step: estimated ---------------------------------------------------------------------------
 
 
 class Live(TorchDispatchMode):
@@ -156,9 +150,6 @@ def test_the_time_of_a_step_by_hand():
     block = plan_run(change(config, train__activation_checkpointing="block"), 4, gpu, 0.5)
     again = (2 * 12 * 3 * D * D + 4 * 3 * D * T) * 48 * T  # a third, without the head's
     assert block.seconds_per_step == pytest.approx((flops + again) / (4 * 1e12 * 0.5))
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_the_command_prints_the_plan_of_a_config_with_overrides(script, tmp_path):

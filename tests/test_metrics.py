@@ -38,9 +38,6 @@ def any_order(model, data, config):
     return validation.validation_loss(model, val_data, OrderConfig("random"), config, ALONE)
 
 
-# ---- evaluation lines ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "order, target, names, best",
     [
@@ -160,8 +157,6 @@ def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(da
             assert of["_ema0"] == of["_raw"] != of[""]
             assert line["step"] < 20 or len(set(of.values())) == 3  # both averages warm up alike
 
-
-# ---- drawing -------------------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -90,9 +90,6 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     assert len(drafted) == 3 and drafted.draft == 3
 
 
-# ---- left to right, random, adaptive, speculative ------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     "mode", ["random 2", "even 2", "even-cosine 2", "any 3", "speculative-random 2"]
@@ -111,9 +108,6 @@ def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
         observed = torch.tensor([cell[tuple(row)] for row in rows.tolist()])
         uniform = torch.full((len(cell),), 1 / len(cell), dtype=torch.float64)
         assert accept(observed.bincount(minlength=len(cell)), uniform)
-
-
-# ---- masked diffusion ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -146,9 +140,6 @@ def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, se
     observed = torch.tensor([cell[outcome] for outcome in drawn]).bincount(minlength=len(plans))
     expected = [float(probability) for probability, _, _ in plans]
     assert accept(observed, torch.tensor(expected, dtype=torch.float64))
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 def listed(order, step):

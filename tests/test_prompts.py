@@ -44,8 +44,6 @@ def config_of(system, batch=4):
     return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
 
 
-# ---- examples and their prompt masks -------------------------------------------------------------
-
 words = st.text(st.characters(exclude_characters="[]", codec="utf-8"), min_size=1, max_size=6)
 
 
@@ -126,9 +124,6 @@ def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):
     with pytest.raises(UserError, match=says):
         prepared(name, tmp_path / "out", *source, **options)
     assert not (tmp_path / "out").exists()
-
-
-# ---- orders, weights, masks ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -244,9 +239,6 @@ def test_an_encoder_does_not_see_what_is_absent(system):
             n, k = int(roles.predicted[row].sum()), int(masked.sum())
             total -= n / k * model.masked_log_probs(own, masked).sum().item()
         assert losses[0].item() == pytest.approx(total / 15, rel=1e-6)
-
-
-# ---- training ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

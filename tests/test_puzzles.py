@@ -93,9 +93,6 @@ def test_variants_of_a_puzzle_are_in_one_split(name):
     assert [*map(TASKS[name].split_of, others)] == [*map(TASKS[name].split_of, keys)]
 
 
-# ---- single puzzles ------------------------------------------------------------------------------
-
-
 def number_of_solutions(cells):
     """By trying every digit in the first empty cell: slow, and made without `solutions`."""
     if "0" not in cells:
@@ -145,9 +142,6 @@ def test_other_colourings_are_right_if_they_fit():
         renamed = borders + colours.translate(str.maketrans("RGB", "GBR"))
         assert TASKS["colouring"].is_right(renamed, text)
         assert not TASKS["colouring"].is_right(borders + "R" * 8, text)
-
-
-# ---- limits --------------------------------------------------------------------------------------
 
 
 def answers_of(name, n):

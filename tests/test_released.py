@@ -33,8 +33,6 @@ SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOC
 TOKENS = 31  # of the tokenizer, where [MASK] follows
 
 
-# ---- released files with random weights ----------------------------------------------------------
-
 # Modules of the releases and ours, in the order of the releases' parameters().
 GPT_BLOCK = "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
 GPT_BLOCK += "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
@@ -121,8 +119,6 @@ def write_folder(folder, settings, state, name="model.safetensors"):
     return folder
 
 
-# ---- AO-GPT and sigma-GPT ------------------------------------------------------------------------
-
 PT_LAYOUTS = ("AO-GPT", "sigma-GPT", "sigma-GPT, no bias")
 
 
@@ -184,9 +180,6 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
         load(tmp_path)
 
 
-# ---- RADD and SEDD -------------------------------------------------------------------------------
-
-
 def masked_case(seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = random_tokens(TOKENS, 3, BLOCK, seed)
@@ -232,9 +225,6 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
     # the comparison would not show that the noise embedding is right, if nothing depended on it
     other = encoder_outputs(reference.config, plain(reference), tokens, masked, sigma / 3)
     assert (other - outputs).abs().max() > 0.1
-
-
-# ---- GPT-2 ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -308,9 +298,6 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
         logits = model.head_logits(model.norm_f(contents[0]))
         assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
     assert (logits[:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 def refused(path, *words, **keywords):
@@ -461,9 +448,6 @@ def test_a_compressed_file_is_not_unpacked(tmp_path):
     refused(path, "compressed, unlike files of torch.save")
 
 
-# ---- Hugging Face repos --------------------------------------------------------------------------
-
-
 def test_a_repo_id_without_network_is_a_clear_error(tmp_path):
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = run_script("convert.py", "some-org/some-model", tmp_path / "x", check=False, **offline)
@@ -483,9 +467,6 @@ def test_a_repo_that_the_cache_holds_is_loaded_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert torch.equal(load("org/radd-1.5").model.wte.weight, state["vocab_embed.embedding"])
-
-
-# ---- convert -------------------------------------------------------------------------------------
 
 
 def same_weights(a, b):

@@ -65,9 +65,6 @@ def check_given(line, *expected):
             assert (token, step, log_prob) == (wanted, -1, 0)
 
 
-# ---- samples -------------------------------------------------------------------------------------
-
-
 def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
     path, given = tmp_path / "samples.jsonl", {"num_samples": 3, "steps": 5, "seed": 4}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
@@ -190,9 +187,6 @@ def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     assert compiled == [False, True]
 
 
-# ---- what is given -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("prompt", ["é🎉", "<|endoftext|>", "[MASKED] 2"])
 def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
@@ -287,9 +281,6 @@ def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, d
     assert f"the \033[1m{middle}\033[0mé\033[1m" in out
     # nothing given, nothing to tell apart
     assert "\033" not in script(sample, run, "--num-samples", 1)[1]
-
-
-# ---- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

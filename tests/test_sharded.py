@@ -71,9 +71,6 @@ def names(path):
     return sorted(file.name for file in path.iterdir())
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_written(
     state, procs, monkeypatch
 ):
@@ -183,8 +180,6 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
         train.train(config, procs)
     assert names(config.run_folder / "checkpoints") == ["step_00000002"]
 
-
-# ---- reading them --------------------------------------------------------------------------------
 
 DAMAGES = {  # of a checkpoint, given its parts and those of the one before
     "lose the first": lambda parts, others: parts[0].unlink(),

@@ -66,9 +66,6 @@ def some_masked(batch_size, length, seed):
     return masked
 
 
-# ---- the formulas --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("start", ["attended", "hidden"])
 @pytest.mark.parametrize("system", ["two_stream", "two_stream, rotary"])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, LENGTH])
@@ -122,9 +119,6 @@ def test_score_entropy_of_sedd_is_its_formula(seed):
     assert expected.max() > 0.1
 
 
-# ---- how many conditionals there are -------------------------------------------------------------
-
-
 def listed_conditionals(model, length, seed):
     """{(context, target): log p(token 0 at the target | context)} by `generate`, for all."""
     keys = listed_contexts(length)
@@ -162,8 +156,6 @@ def test_there_is_one_conditional_per_set_or_order_of_context(system, length, se
         assert max(gaps) > 1e-2
     assert count_distinct(values.values()) == expected - (length - 1) * coinciding
 
-
-# ---- masked diffusion losses, enumerated ---------------------------------------------------------
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
 PATTERNS = torch.tensor(list(itertools.product([False, True], repeat=N)))  # all masks
@@ -233,9 +225,6 @@ def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
                 got += float(integral(m - 1, N - m, 1 - Fraction(EPS), 1)) * losses[:, i] / N
     assert (got - expected).abs().max() < 1e-12
     assert expected.std() > 0.1
-
-
-# ---- the masks that are drawn --------------------------------------------------------------------
 
 
 def drawn_masks(kind, seed, step, rows, total, length=N):
@@ -326,9 +315,6 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
     assert len({tuple(row) for row in whole.masked.tolist()}) > 6  # rows differ among themselves
 
 
-# ---- two streams ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("system", list(ENCODERS))
 def test_an_encoder_has_a_likelihood_along_every_order(system):
     """The product of its conditionals, each with what is left masked; 1e-5 for SEDD's float32."""
@@ -382,9 +368,6 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
         first[:, start], first[:, i] = order[:, i], order[:, start]
         expected = model.token_log_probs(tokens, first)[:, start]
         assert (got[:, i] - expected).abs().max() < 1e-12  # float64 sums in another order
-
-
-# ---- training: one graph, no dead parameter, counted sizes ---------------------------------------
 
 
 def training_inputs(system, model, batch, seed):
@@ -477,8 +460,6 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
     assert counts["embeddings"] == D * (TINY["vocab_size"] + positions + (system in DECODERS))
 
 
-# ---- configuration -------------------------------------------------------------------------------
-
 ENCODER_TABLE = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
 
 
@@ -519,8 +500,6 @@ def test_mask_token_may_not_be_a_token_of_the_data():
     right = dataclasses.replace(config, model=ModelConfig(**ENCODER_TABLE))
     train.check_fits(right, data, procs)
 
-
-# ---- the schedule of orders ----------------------------------------------------------------------
 
 CURRICULUM = (
     StageConfig(10, "l2r", 0.1, 1),

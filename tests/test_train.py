@@ -82,9 +82,6 @@ def copy_of(reference, out, **changes):
     return change(reference, out=str(out), **changes)
 
 
-# ---- one step ------------------------------------------------------------------------------------
-
-
 WHOLE, CUT = False, True
 
 
@@ -135,9 +132,6 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         assert touched[1:length].any() and not touched[length + 1 :].any()
 
 
-# ---- random lengths ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 20])
 def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     lengths = batch_lengths(3, range(40_000), size, 0.25)
@@ -180,9 +174,6 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
     assert {rates[step] for step in range(6, 21)} == {whole.optim.muon_lr}
 
 
-# ---- what a finished run leaves ------------------------------------------------------------------
-
-
 def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(reference):
     folder, lines = reference.run_folder, read_lines(reference.run_folder / "metrics.jsonl")
     assert configuration.load_toml(folder / "config.toml") == reference
@@ -205,9 +196,6 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
     best = read_checkpoint(store.best_of(folder))
     assert best["step"] == min(losses, key=losses.get) == best["best"]["step"]
     assert best["best"]["loss"] == min(losses.values())
-
-
-# ---- going on ------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_started_again_says_so_and_changes_nothing(reference, tmp_path, capsys):
@@ -253,8 +241,6 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
     with pytest.raises(UserError, match="tokenizer = 'bytes', but now it is 'words'"):
         train.train(change(config, train__steps=43), ALONE)
 
-
-# ---- killed anywhere, resumed, the same bit for bit ----------------------------------------------
 
 DRIVER = """
 # Forks a run of train.py whenever it is asked to, which may die before its n-th file operation, or
@@ -383,9 +369,6 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(data, 
     assert n > 16
 
 
-# ---- stopped by a signal -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -414,9 +397,6 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     train.train(undisturbed, ALONE)
     assert_same(newest(resumed) | {"config": None}, newest(undisturbed) | {"config": None})
     assert metrics(resumed) == metrics(undisturbed)
-
-
-# ---- steps that are not finite -------------------------------------------------------------------
 
 
 def spoil(monkeypatch, bad_steps, what):
@@ -474,9 +454,6 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_la
     assert all(bool(p.isfinite().all()) for p in weights.values())
     skipped = metrics(config, "skipped_steps")
     assert list(skipped.values())[-5:] == [0, 1, 2, 3, 4] and max(skipped) < 30
-
-
-# ---- full disks and damaged checkpoints ----------------------------------------------------------
 
 
 def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
@@ -564,9 +541,6 @@ def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
     assert [store.step_of(path) for path in store.find(config.run_folder)] == [2, 4]
 
 
-# ---- what a user can get wrong -------------------------------------------------------------------
-
-
 def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     damaged = shutil.copytree(data, tmp_path / "damaged")
     flip_byte(damaged / "train.bin", 10)
@@ -602,9 +576,6 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
 
 
-# ---- Weights & Biases ----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
     config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0)
@@ -622,9 +593,6 @@ def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypat
     config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("online"))
     nowhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
     assert_user_error(run_script("train.py", write_config(config), check=False, **nowhere), "wandb")
-
-
-# ---- torch.compile -------------------------------------------------------------------------------
 
 
 @needs_compiler
