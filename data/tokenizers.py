@@ -9,6 +9,7 @@ bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 import base64
 import codecs
 import functools
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -62,10 +63,8 @@ class BytesTokenizer(Tokenizer):
     name, vocab_size, eot = "bytes", 257, 256
 
     def encode_array(self, text: str) -> np.ndarray:
-        # JSON can hold lone surrogates, which UTF-8 cannot: they become U+FFFD, as in tiktoken.
-        if not text.isascii():
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
+        data = without_lone_surrogates(text).encode()
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
 
     def to_bytes(self, ids: list[int]) -> bytes:
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
@@ -79,7 +78,20 @@ class BytePairTokenizer(Tokenizer):
         self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+        text = without_lone_surrogates(text)
+        encode = functools.partial(self.encoding.encode_to_numpy, disallowed_special=())
+        try:
+            return encode(text).astype(np.uint16)
+        except ValueError:  # a million spaces in a row overflow the regular expression's stack
+            parts = re.split(r"(\s{100000})(?=\s)", text)
+            return np.concatenate([encode(part) for part in parts]).astype(np.uint16)
+
+
+def without_lone_surrogates(text: str) -> str:
+    """JSON can hold lone surrogates, which UTF-8 cannot: they become U+FFFD, as in tiktoken."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @functools.cache
