@@ -29,13 +29,7 @@ from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from sampling import modes
-from sampling.modes import (
-    Context,
-    DecodingOptions,
-    SamplingOptions,
-    generation_cost,
-    sample_records,
-)
+from sampling.modes import Context, DecodingOptions, SamplingOptions, sample_records
 from sampling.page import PageSample, render
 
 
@@ -99,7 +93,9 @@ def sample(a: Arguments, procs: Processes) -> None:
     samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs)
     if not procs.main:
         return
-    cost = generation_cost(samples, time.perf_counter() - started)
+    seconds = round(time.perf_counter() - started, 3)
+    cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
+    cost["seconds"] = seconds
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
     settings = origin.pop("settings")
     del settings["decoding"]  # `options` has its defaults

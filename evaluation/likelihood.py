@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +36,7 @@ ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer sampl
 # ---- kinds of likelihood -------------------------------------------------------------------------
 
 
-class Scorer:
+class Scorer(ABC):
     """One kind of likelihood of text under a model."""
 
     exact = False  # nothing is random
@@ -44,10 +45,10 @@ class Scorer:
     weighted = False  # the importance-weighted bound over all draws
     group = 1  # steps that are predicted at once
 
+    @abstractmethod
     def nll(self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None) -> Tensor:
         """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
         (seed, number of the draw, rows, total of rows)."""
-        raise NotImplementedError  # each kind below has its own
 
 
 @dataclass(frozen=True)

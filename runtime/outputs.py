@@ -48,9 +48,8 @@ class Outputs:
         for option, path in files.items():
             if path is None:
                 continue
-            device = path.exists() and not path.is_file()
             other = options.setdefault(os.path.realpath(path), option)
-            if other != option and not device:
+            if other != option and not _is_device(path):
                 raise UserError(f"{other} and {option} name the same file; name different ones")
             if path.is_dir():
                 raise UserError(f"{option} {path} is a folder; name a file")
@@ -72,7 +71,7 @@ class Outputs:
         # A prompt in JSON can hold a lone surrogate.
         data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
         try:
-            if path.exists() and not path.is_file():  # a device
+            if _is_device(path):
                 path.write_bytes(data)
             else:
                 write_atomically(path, lambda file: file.write(data))
@@ -94,6 +93,10 @@ class Outputs:
         """Raise OSError if a result could not be written, once the others are."""
         if self.failed and kind is None:
             raise OSError("; ".join(self.failed))
+
+
+def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
+    return path.exists() and not path.is_file()
 
 
 # ---- how a number was made -----------------------------------------------------------------------
@@ -159,14 +162,6 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 
     import matplotlib.pyplot as plt
 
     return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
-
-
-def log_x(axes, values) -> None:
-    """A logarithmic x axis with a tick at each of these values and nowhere else."""
-    axes.set_xscale("log")
-    ticks = sorted(set(values))
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
 
 
 def png(figure, dpi: int = 150) -> bytes:

@@ -292,9 +292,3 @@ def sample_records(
         record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
         records.append(record)
     return records
-
-
-def generation_cost(samples: Generation, seconds: float) -> dict:
-    """What all samples together cost."""
-    cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
-    return cost | {"seconds": round(seconds, 3)}

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 
 from evaluation.text_measures import mean_and_reach
-from runtime.outputs import log_x, new_figure, png
+from runtime.outputs import new_figure, png
 from studies.experiment import Experiment
 from studies.pages import title_of, value_of
 
@@ -133,3 +133,11 @@ DRAWINGS = {
     "points": draw_points,
     "frontier": draw_frontier,
 }
+
+
+def log_x(axes, values) -> None:
+    """A logarithmic x axis with a tick at each of these values and nowhere else."""
+    axes.set_xscale("log")
+    ticks = sorted(set(values))
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()

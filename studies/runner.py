@@ -118,8 +118,8 @@ class Runner:
         """Tune every run config with seed 0, then train its other seeds with the best value, and
         measure them. Nothing is tuned with `quick`.
 
-        Runs are tuned at full length: in short runs, still on the unigram plateau, rates cannot be
-        told apart, and the best one there is not the best one later."""
+        Runs are tuned at full length: short runs are still on the unigram plateau, where all rates
+        do equally well, and the best rate there is not the best one later."""
         recipes, pool = self.experiment.recipes, ThreadPoolExecutor(self.jobs)
         chosen = [(recipe, one) for recipe in recipes for one in self.experiment.trained(recipe)]
         found: Found = {recipe: {} for recipe in recipes}
