@@ -172,6 +172,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     manager = TaskManager(include_path=a.include_path)
     options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
     results = lm_eval.simple_evaluate(model, log_samples=a.samples is not None, **options)
+    requests = model.request_counts()
     if not procs.main:
         return
     # The order and the mode that were used, where the user left them to the model.
@@ -180,7 +181,14 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     print(f"{model.loaded.describe()}, {told}\n{make_table(results)}")
     if results.get("groups"):
         print(make_table(results, "groups"))
-    document = origin_of(a, model.loaded, model.dtype, procs, **used)
+    spanning, truncated = requests["spanning"], requests["truncated"]
+    if spanning or truncated:
+        print(
+            f"of {requests['all']:,} requests, {truncated:,} contexts lost their beginning (the "
+            f"block size is {model.block_size}); in {spanning:,} a token spans context and "
+            "continuation and is scored with the continuation"
+        )
+    document = {"requests": requests} | origin_of(a, model.loaded, model.dtype, procs, **used)
     document["versions"]["lm_eval"] = lm_eval.__version__
     document["task_versions"] = results["versions"]
     for name in ("results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"):

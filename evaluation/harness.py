@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from checkpoints import Loaded, load
-from data.tokenizers import get_tokenizer
+from data.tokenizers import get_tokenizer, without_lone_surrogates
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions
 from runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
@@ -86,8 +87,9 @@ class HarnessModel(TemplateLM):
     The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
     depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
     probable one where it was predicted, in all passes. An empty context is end-of-text; one that is
-    too long loses its beginning. Generation fills max_gen_toks positions, then cuts at the first
-    end-of-text or stop string; it depends on (seed, context, repetition).
+    too long loses its beginning; a token that spans the two belongs to the continuation. Generation
+    fills max_gen_toks positions, then cuts at the first end-of-text or stop string; it depends on
+    (seed, context, repetition).
 
     run: what `load` takes, or what it returns. options: fields of `Settings` and `DecodingOptions`;
     `order` is that of log-likelihoods, l2r (decoders' default) or random (encoders'), `mode` that
@@ -117,6 +119,7 @@ class HarnessModel(TemplateLM):
         order = decoding.order if mode in ("order", "speculative") else None
         self.decoding = with_mode_defaults(dataclasses.replace(decoding, mode=mode, order=order))
         self.batch_size = decoding.batch_size or BATCH_SIZE
+        self.counts = Counter()  # of requests: all, with a token across, with a context cut short
         self._check()
 
     def _check(self) -> None:
@@ -136,6 +139,27 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, **options) -> list[int]:
         return self.tokenizer.encode(string)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of both together, divided at the last boundary of tokens within the context,
+        whose trailing spaces belong to the continuation."""
+        text, size = context + continuation, len(without_lone_surrogates(context.rstrip()).encode())
+        tokens = self.tok_encode(text)
+        ends = self._byte_lengths[tokens].cumsum()
+        split = int(np.searchsorted(ends, size, side="right"))
+        boundary = ends[split - 1] if split else 0
+        self.counts["spanning"] += int(boundary < size)
+        return tokens[:split], tokens[split:]
+
+    @functools.cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        return self.tokenizer.byte_lengths()
+
+    def request_counts(self) -> dict[str, int]:
+        """Requests of all processes; `spanning`: with a token across context and continuation,
+        `truncated`: whose context lost its beginning."""
+        found = self.procs.gather(self.counts)
+        return {name: sum(c[name] for c in found) for name in ("all", "spanning", "truncated")}
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.procs.gather(tensor.item()))
@@ -173,7 +197,7 @@ class HarnessModel(TemplateLM):
                     f"{self.block_size}: leave out its task or row"
                 )
             context = context or [self.prefix_token_id]
-            pairs.append((context[len(continuation) - self.block_size :], continuation))
+            pairs.append((self._fitting(context, len(continuation)), continuation))
             if continuation:  # one of no tokens has no pass: its log-likelihood is 0
                 passes += [(-len(pairs[i][0]) - len(continuation), i, d) for d in range(draws)]
         # Long ones first: little padding, and if memory does not suffice, it shows at once.
@@ -198,7 +222,7 @@ class HarnessModel(TemplateLM):
             settings = self.generation_settings(gen_kwargs)
             tokens = self.tok_encode(context) or [self.eot_token_id]
             copies[id(request)] += 1  # a request that is repeated is answered anew
-            tokens = tokens[settings[1] - self.block_size :]
+            tokens = self._fitting(tokens, settings[1])
             groups[settings].append((tokens, copies[id(request)], number))
         texts = [""] * len(requests)
         quiet = True if disable_tqdm or self.rank else None
@@ -209,6 +233,11 @@ class HarnessModel(TemplateLM):
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
         return texts
+
+    def _fitting(self, context: list[int], new: int) -> list[int]:
+        """The end of a context that leaves room for new tokens."""
+        self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
+        return context[new - self.block_size :]
 
     # ---- scoring ---------------------------------------------------------------------------------
 

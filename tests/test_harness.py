@@ -96,6 +96,34 @@ def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(adapte
     assert lm.loglikelihood([request("the", "")]) == [(0.0, True)]
 
 
+@pytest.mark.parametrize(
+    "context, end",
+    [
+        ("The sailor had seen the whole wor", "ld"),
+        ("She spoke to Doro", "thy about"),
+        ("the end ", "of it"),
+        ("wor", "ld"),
+    ],
+)
+def test_a_token_across_context_and_continuation_is_scored(adapter, context, end):
+    """Both are encoded together; what is scored are all tokens that reach into the continuation."""
+    english = get_tokenizer("english")
+    model = make_system("AO-GPT", tokens=english.vocab_size, block_size=BLOCK)
+    loaded = Loaded(model, "test.pt", 0, "raw", tokenizer="english", vocab_size=english.vocab_size)
+    pytest.importorskip("lm_eval")
+    lm, tokens = harness.HarnessModel(loaded, device="cpu"), english.encode(context + end)
+    known = max(
+        k for k in range(len(tokens)) if context.rstrip().startswith(english.decode(tokens[:k]))
+    )
+    [(got, _)] = lm.loglikelihood([request(context, end)])
+    expected = left_to_right(model, tokens[:known] or [english.eot], tokens[known:])
+    assert got == pytest.approx(expected, abs=EXACT) and got < 0
+    spanning = english.decode(tokens[:known]) != context.rstrip()
+    assert lm.request_counts() == {"all": 1, "spanning": int(spanning), "truncated": 0}
+    lm.loglikelihood([request("wor" * BLOCK, end)])
+    assert lm.request_counts()["truncated"] == 1
+
+
 def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
     """Two tokens that are the likeliest from left to right, but not the other way round."""
     model = make_system("AO-GPT", tokens=BYTES.vocab_size, block_size=BLOCK)
