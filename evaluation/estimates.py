@@ -1,8 +1,9 @@
 """How certain a mean over sequences is: standard errors and 95% intervals.
 
 Standard error over sequences: the uncertainty from which texts and which random orders were
-sampled. Monte Carlo error: the part from which orders, masks or contexts were sampled for *these
-texts*, which falls with their number. N sequences, D Monte Carlo samples.
+sampled, if sequences were independent. Blocks of one document are not: the error by document takes
+documents as clusters. Monte Carlo error: the part from which orders, masks or contexts were sampled
+for *these texts*, which falls with their number. N sequences, D Monte Carlo samples.
 """
 
 from __future__ import annotations
@@ -24,24 +25,35 @@ class Estimate:
     standard_error: float  # over sequences; NaN for one sequence
     sequences: int
     monte_carlo_error: float = 0.0  # given the texts; NaN for a single sample
+    documents: int = 1  # that the sequences come from
+    document_error: float = math.nan  # standard error by document; NaN for a single one
 
     @property
     def perplexity(self) -> float:
         return float(np.exp(self.nll))
 
     def interval(self) -> tuple[float, float]:
-        """95% interval of the perplexity, over texts and samples."""
+        """95% interval of the perplexity, over texts and samples: the wider one of that over
+        sequences and, where there are several documents, that by document."""
         half = t_quantile(self.sequences - 1) * self.standard_error
+        if self.documents > 1:
+            half = max(half, t_quantile(self.documents - 1) * self.document_error)
         return float(np.exp(self.nll - half)), float(np.exp(self.nll + half))
 
 
-def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None) -> Estimate:
+def estimate(
+    *parts: Tensor,
+    joint: bool = False,
+    weights: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Estimate:
     """The mean over N sequences of a sum of parts, and its standard errors.
 
     A part is (N,), known exactly, or (N, D), D samples of an estimate of it; D may differ. weights:
     (N,) of mean 1, where sequences of different lengths count by their tokens. joint: the N numbers
     of a sample depend on one another, as stratified masks do. Then only the D means of the samples
-    are independent; standard_error ignores the stratification and is rather too large."""
+    are independent; standard_error ignores the stratification and is rather too large. documents:
+    (N,), the number of the document of each sequence; by default one for all."""
     # The samples of a sequence share its text. Their N means are independent, and the spread of
     # these holds that of the texts and that of the samples.
     means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
@@ -49,11 +61,18 @@ def estimate(*parts: Tensor, joint: bool = False, weights: Tensor | None = None)
     weights = torch.ones_like(means) if weights is None else weights
     nll = float((weights * means).mean())
     # A mean by tokens is a ratio of two sums; this is the linear approximation of its error.
-    deviation = float((weights * (means - nll)).std()) if n > 1 else math.nan
+    deviations = weights * (means - nll)
+    error = float(deviations.std()) / n**0.5 if n > 1 else math.nan
+    document_error, clusters = math.nan, 1
+    if documents is not None:
+        _, cluster = documents.unique(return_inverse=True)
+        clusters = int(cluster.max()) + 1
+        sums = deviations.new_zeros(clusters).index_add_(0, cluster, deviations)
+        document_error = float(sums.std()) * clusters**0.5 / n if clusters > 1 else math.nan
 
     sampled = [weights[:, None] * part.double() for part in parts if part.dim() == 2]
     variance = sum(_monte_carlo(part, joint) for part in sampled)
-    return Estimate(nll, deviation / n**0.5, n, variance**0.5)
+    return Estimate(nll, error, n, variance**0.5, clusters, document_error)
 
 
 def _monte_carlo(samples: Tensor, joint: bool) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,15 @@ class EvalSet:
         if self.count > self.dataset.num_blocks:
             lengths[-1] = self.dataset.tail().shape[1]
         return lengths
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """(N,) number of the document that the middle of every row is in."""
+        if self.dataset.of_records:
+            return torch.arange(self.count)
+        middles = torch.arange(self.count) * self.dataset.block_size + self.lengths // 2
+        ends = np.flatnonzero(self.dataset.tokens == self.dataset.meta["eot"])
+        return torch.from_numpy(np.searchsorted(ends, middles.numpy()))
 
     @cached_property
     def bytes_per_token(self) -> float:

@@ -214,21 +214,23 @@ def score(task: Task, runner: BatchRunner, seed: int, draws: int) -> Scores:
 def _estimates(task: Task, losses: list[Tensor], gains: list[Tensor]) -> Scores:
     """From D draws of losses, (N,) each, and fewer of gains, (N, sizes) each."""
     scorer, scored = task.scorer, task.scored_tokens().double()
+    documents = task.eval_set.documents
     weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
+    of = {"weights": weights, "documents": documents}
     nll = torch.stack(losses, dim=1)
     if scorer.weighted:
-        return {1: (importance_weighted(nll, scored), None)}
+        return {1: (importance_weighted(nll, scored, documents), None)}
     if scorer.exact:
         nll = nll[:, 0]  # (N,), not (N, 1): for `estimate`, without Monte Carlo error
-    found = {1: (estimate(nll, joint=scorer.joint, weights=weights), None)}
+    found = {1: (estimate(nll, joint=scorer.joint, **of), None)}
     # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
     for i, size in enumerate(size for size in scorer.ensembles if size > 1):
         gain = torch.stack(gains, dim=1)[..., i]  # (N, draws of gains)
-        found[size] = estimate(nll, gain, weights=weights), estimate(gain, weights=weights)
+        found[size] = estimate(nll, gain, **of), estimate(gain, **of)
     return {size: found[size] for size in scorer.ensembles}
 
 
-def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
+def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = None) -> Estimate:
     """The importance-weighted bound over D orders of each sequence, -log mean_k p(x | order k)
     (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token, and `scored` (N,) tokens.
 
@@ -238,7 +240,7 @@ def importance_weighted(nll: Tensor, scored: Tensor) -> Estimate:
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
     weights = scored / scored.mean()
-    found = estimate(bound, weights=weights)
+    found = estimate(bound, weights=weights, documents=documents)
     share = (log_p - log_p.amax(dim=1, keepdim=True)).exp()  # p, up to a factor
     relative = share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
     variance = (weights / scored).square() * relative

@@ -16,7 +16,7 @@ LABELS = {
     "entropy": "the model's, by entropy",
     "margin": "the model's, by margin",
 }
-HEAD = ["text", "orders", "M", "nats/token", "std. error", "Monte Carlo"]
+HEAD = ["text", "orders", "M", "nats/token", "std. error", "by document", "Monte Carlo"]
 HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
 NOTES = {
     "score_entropy": "score entropy: SEDD's own bound, with which it is published; any order: its "
@@ -39,6 +39,8 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "ensemble": size,
             "nll": loss.nll,
             "standard_error": loss.standard_error,
+            "documents": loss.documents,
+            "document_error": loss.document_error,
             "monte_carlo_error": loss.monte_carlo_error,
             "perplexity": loss.perplexity,
             "perplexity_95": loss.interval(),
@@ -61,15 +63,16 @@ def markdown(results: list[dict]) -> list[str]:
     for r in results:
         low, high = r["perplexity_95"]
         cells = [r["dataset"], label(r), str(r["ensemble"]), f"{r['nll']:.4f}"]
-        cells += [_number(r["standard_error"], 4), _number(r["monte_carlo_error"], 5)]
+        cells += [_number(r["standard_error"], 4), _number(r["document_error"], 4)]
+        cells.append(_number(r["monte_carlo_error"], 5))
         cells += [f"{r['bits_per_token']:.4f}", _number(r["bits_per_byte"], 4)]
         cells += [f"{r['perplexity']:.3f}", "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"]
         if gains:
             gain, error = r["gain"], r["gain_error"]
             cells.append("" if gain is None else f"{gain:.5f} ± {_number(error, 5)}")
         rows.append(cells)
-        size = f"{r['sequences']:,} sequences, {r['tokens']:,} tokens"
-        texts[r["dataset"]] = f"{r['dataset']} ({r['data']['split']}): {size}"
+        size = f"{r['sequences']:,} sequences of {r['documents']:,} documents, {r['tokens']:,}"
+        texts[r["dataset"]] = f"{r['dataset']} ({r['data']['split']}): {size} tokens"
     found = {r["orders"] for r in results} | {r["bound"] for r in results}
     notes = [*texts.values(), *(text for key, text in NOTES.items() if key in found)]
     return [*markdown_table(HEAD + ["gain"] * gains, rows, left=2), "", *notes]

@@ -47,6 +47,32 @@ def test_parts_add_up():
     assert both.monte_carlo_error == pytest.approx(error)
 
 
+def test_documents_are_clusters():
+    """Means 1, 1, 4, 4, 5 around 3 in two documents: sums -4 and 4, whose mean varies by 16."""
+    values, documents = torch.tensor([1.0, 1, 4, 4, 5]), torch.tensor([7, 7, 9, 9, 9])
+    got = estimate(values, documents=documents)
+    assert got.documents == 2
+    assert got.document_error == pytest.approx(math.sqrt(2 * 2 * 16) / 5)
+    assert got.standard_error == pytest.approx(float(values.std()) / math.sqrt(5))
+    half = 12.70620 * got.document_error
+    assert got.interval() == pytest.approx((math.exp(3 - half), math.exp(3 + half)), rel=1e-4)
+    every = estimate(values, documents=torch.arange(5))  # of a document each: the same error
+    assert every.document_error == pytest.approx(every.standard_error)
+    assert math.isnan(estimate(values).document_error)
+
+
+def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
+    """Of 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the time."""
+    g, sizes = torch.Generator().manual_seed(0), torch.tensor([3, 5, 10, 20, 30, 40])
+    documents, alone, clustered = torch.arange(6).repeat_interleave(sizes), [], []
+    for _ in range(400):
+        losses = (torch.randn(6, generator=g) * 0.3)[documents]
+        losses = losses + torch.randn(len(losses), generator=g) * 0.3
+        alone.append(estimate(losses))
+        clustered.append(estimate(losses, documents=documents))
+    assert coverage(alone, 0) < 0.7 and coverage(clustered, 0) > 0.85
+
+
 def test_intervals_are_students_t():
     table = {1: 12.70620, 2: 4.30265, 5: 2.57058, 30: 2.04227, 1000: 1.96234, math.inf: 1.95996}
     for degrees, expected in table.items():

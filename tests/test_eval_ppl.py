@@ -75,6 +75,22 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)
 
 
+def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_path):
+    texts = [letter * 15 * LENGTH for letter in "aeiou"]  # end-of-text makes a block of two
+    (tmp_path / "letters.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    source = (tmp_path / "letters.jsonl",)
+    prepare(Prepare("text", source=source, tokenizer="bytes", split="val", out=tmp_path / "data"))
+    [result] = evaluate("--orders l2r", datasets=[tmp_path / "data"])["results"]
+    nll = direct(run, tmp_path / "data", "l2r", 1, 0, 75).mean(axis=(1, 2))
+    sums = (nll - nll.mean()).reshape(5, 15).sum(axis=1)
+    error = math.sqrt((sums**2).sum() * 5 / 4) / 75
+    assert result["documents"] == 5
+    assert result["document_error"] == pytest.approx(error, rel=0.1)  # and a tail of 5 tokens
+    assert result["document_error"] > 2 * result["standard_error"]
+    low, high = result["perplexity_95"]
+    assert math.log(high / low) / 2 == pytest.approx(2.776445 * result["document_error"], rel=1e-5)
+
+
 def test_orders_of_any_distribution(evaluate):
     names = ["mixture:l2r_prob=1", "mixture:l2r_prob=0.0", "fixed_random:seed=4", "l2r", "random"]
     results = by_name(evaluate("--max-sequences 9 --orders", *names))
