@@ -17,6 +17,7 @@ Shapes: B batch, T steps, D width, H heads, V vocabulary. Build one with `varian
 which adds initial values and scoring; the KV cache is in sampling/.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +63,19 @@ class ModelConfig:
     head_bias: bool = True
     dropout: float = 0.0
     position_init: Literal["normal", "sinusoidal"] = "normal"  # initial values of position tables
+    # What the Llama family has; the defaults leave it out.
+    n_kv_head: int | None = (
+        None  # heads of keys and values, fewer than queries' (GQA); None: n_head
+    )
+    head_width: int | None = None  # of one head; None: n_embd / n_head
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp_width: int | None = None  # None: 4 n_embd
+    attn_proj_bias: bool | None = None  # None: as attn_bias, which is then that of q, k and v
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    rope_scaling: tuple[float, float, float, int] | None = None  # Llama 3: see `rotary_angles`
+    query_at: Literal["target", "before_target"] = "target"  # rotary: the position of queries.
+    # before_target: from left to right it is the input's own, as in a plain GPT with RoPE
 
     @property
     def is_encoder(self) -> bool:
@@ -82,7 +96,11 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+        return self.head_width or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
 
 
 # ---- one pass: what all blocks share -------------------------------------------------------------
@@ -108,7 +126,8 @@ class Pass:
             return attention(q, k, v, causal=True, dropout=self.dropout)
         # Input 0 sees itself alone, so its output is its value. A mask would rule out fast kernels.
         rest = attention(q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout)
-        return torch.cat([v[:, :1].flatten(2), rest], dim=1)
+        first = v[:, :1].repeat_interleave(q.shape[2] // v.shape[2], dim=2)  # to all heads
+        return torch.cat([first.flatten(2), rest], dim=1)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """adaLN's shifts, scales and gates for each step, `parts` tensors (B, T, D)."""
@@ -121,10 +140,12 @@ class Pass:
 
 
 def attention(q, k, v, mask=None, causal=False, dropout=0.0) -> Tensor:
-    """Softmax attention, (B, T, H, D/H) each -> (B, T, D). mask: True where a key is visible."""
+    """Softmax attention, q (B, T, H, D/H), k and v with as many heads or a divisor of them ->
+    (B, T, D). mask: True where a key is visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
     q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal)
+    how = {"dropout_p": dropout, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    y = F.scaled_dot_product_attention(q, k, v, mask, **how)
     return y.transpose(1, 2).flatten(2)  # (B, T, D)
 
 
@@ -161,18 +182,26 @@ class RMSNorm(nn.RMSNorm):
 
 def make_norm(c: ModelConfig) -> nn.Module:
     if c.norm == "layernorm":
-        return nn.LayerNorm(c.n_embd, eps=1e-5, bias=c.norm_bias)
-    return RMSNorm(c.n_embd, eps=1e-5)
+        return nn.LayerNorm(c.n_embd, eps=c.norm_eps, bias=c.norm_bias)
+    return RMSNorm(c.n_embd, eps=c.norm_eps)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def rotary_angles(positions: int, head_dim: int, device=None) -> Tensor:
-    """Cosines and sines of each position's angles, float64 (positions, 2, D/H / 2)."""
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
+def rotary_angles(c: ModelConfig, device=None) -> Tensor:
+    """Cosines and sines of each position's angles, float64 (block_size + 1, 2, D/H / 2).
+
+    rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low` turns in
+    `length` positions are divided by the factor, those of more than `high` stay, linear between."""
+    exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim
+    frequency = c.rope_base**-exponents
+    if c.rope_scaling is not None:
+        factor, low, high, length = c.rope_scaling
+        share = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (share + (1 - share) / factor)
+    angle = torch.arange(c.block_size + 1, dtype=torch.float64)[:, None] * frequency
     angles = torch.stack([angle.cos(), angle.sin()], dim=1)
     no_float64 = torch.device(device or "cpu").type == "mps"
     return angles.to(device, torch.float32 if no_float64 else torch.float64)
@@ -188,12 +217,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.n_head = c.n_head
-        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.attn_bias)
-        self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.attn_bias)
+        self.heads_of = c.n_head, c.kv_heads, c.kv_heads  # q, k, v
+        self.head_dim, width = c.head_dim, c.n_head * c.head_dim
+        proj_bias = c.attn_bias if c.attn_proj_bias is None else c.attn_proj_bias
+        self.qkv = nn.Linear(c.n_embd, sum(self.heads_of) * c.head_dim, bias=c.attn_bias)
+        self.proj = nn.Linear(width, c.n_embd, bias=proj_bias)
         self.mix = nn.Parameter(torch.full((2,), 0.5)) if c.value_residual else None
-        self.q_norm = RMSNorm(c.head_dim, eps=1e-5) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, eps=1e-5) if c.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
         """x (B, T, D) -> the output (B, T, D), and this block's values where blocks mix them."""
@@ -201,7 +232,8 @@ class Attention(nn.Module):
         return self.proj(p.attend(q, k, v)), values
 
     def heads(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)  # (B, T, H, D/H)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H of all three, D/H)
+        q, k, v = heads.split(self.heads_of, dim=-2)
         q, k, values = self.q_norm(q), self.k_norm(k), None
         if self.mix is not None:
             values = v
@@ -215,10 +247,14 @@ class MLP(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.approximate = "tanh" if c.gelu == "tanh" else "none"
-        self.fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.mlp_bias)
-        self.proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.mlp_bias)
+        width = c.mlp_width or 4 * c.n_embd
+        self.fc = nn.Linear(c.n_embd, width, bias=c.mlp_bias)
+        self.gate = nn.Linear(c.n_embd, width, bias=c.mlp_bias) if c.mlp == "swiglu" else None
+        self.proj = nn.Linear(width, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None:  # Shazeer, arXiv 2002.05202
+            return self.proj(F.silu(self.gate(x)) * self.fc(x))
         return self.proj(F.gelu(self.fc(x), approximate=self.approximate))
 
 
@@ -278,8 +314,7 @@ class AOGPT(nn.Module):
         self.wtpe = nn.Embedding(c.block_size, width) if width else None
 
     def make_angles(self, device: torch.device | None = None) -> None:
-        c = self.config
-        angles = rotary_angles(c.block_size + 1, c.head_dim, device) if c.rotates else None
+        angles = rotary_angles(self.config, device) if self.config.rotates else None
         self.register_buffer("angles", angles, persistent=False)
 
     def _apply(self, *arguments, **keywords):  # .to() and its like
@@ -322,7 +357,7 @@ class AOGPT(nn.Module):
         if self.config.rotates:
             p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
             if target not in ("none", "two_stream"):  # scores see key position - target
-                p.query_angles = self.angles_at(p.targets + 1, x.dtype)
+                p.query_angles = self.target_angles(p, x.dtype)
         added = p.lookup(self.wtpe.weight) if target in ("input", "shared") else None
         x, first_values = self.drop(x + added if target == "input" else x), None
         for layer, block in enumerate(self.blocks):
@@ -340,6 +375,10 @@ class AOGPT(nn.Module):
         """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""
         angles = self.angles.to(torch.promote_types(dtype, torch.float32))
         return angles[positions].unsqueeze(-3).unbind(-2)
+
+    def target_angles(self, p: Pass, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of queries: at their target, whose own input would stand at target + 1, or before it."""
+        return self.angles_at(p.targets + (self.config.query_at == "target"), dtype)
 
     def head_logits(self, x: Tensor) -> Tensor:
         return self.head(x)  # (..., D) -> (..., V)

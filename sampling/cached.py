@@ -74,12 +74,12 @@ def make_steps(cached, known, count, candidates, size, device, **more) -> list[S
 
 
 class KVCache:
-    """Keys and values, of every layer a tensor (B, length + 1, H, D/H) each. Slot i is that of
-    input i; the last slot takes what nobody reads."""
+    """Keys and values, of every layer a tensor (B, length + 1, their heads, D/H) each. Slot i is
+    that of input i; the last slot takes what nobody reads."""
 
     def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
         self.unused_slot = length
-        shape = (batch_size, length + 1, config.n_head, config.head_dim)
+        shape = (batch_size, length + 1, config.kv_heads, config.head_dim)
         # A tensor for each layer: compiled code would copy all of one that it writes a part of.
         layers = range(config.n_layer)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
@@ -244,6 +244,6 @@ def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
             packed = {MLP: PackedMLP, nn.Linear: PackedLinear}
             for module in list(model.modules()):
                 for name, child in list(module.named_children()):
-                    if type(child) in packed:
+                    if type(child) in packed and not getattr(child, "gate", None):
                         setattr(module, name, packed[type(child)](child))
     return model

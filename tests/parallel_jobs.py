@@ -80,14 +80,14 @@ def steps(config, procs):
     return rows
 
 
-SHAPES = [(12, 4, 3), (4, 4, 1), (5, 8, 1), (3, 7, 1), (8, 2, 1)]  # and the parts of a matrix
+SHAPES = [(12, 4, [6, 3, 3]), (4, 4, [4]), (5, 8, [5]), (3, 7, [3]), (8, 2, [8])]  # rows of parts
 
 
 def orthogonal(config, procs):
     """What Muon makes of 1, 3 and all of some matrices: one process works on each, all get it."""
     generator = torch.Generator().manual_seed(3)
     matrices = [torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES]
-    parts = [parts for *_, parts in SHAPES]
+    sizes = [sizes for *_, sizes in SHAPES]
     if config.train.parallel == "fsdp":
         mesh = init_device_mesh("cpu", (procs.world_size,))
         matrices = [distribute_tensor(m, mesh, [Shard(0)]) for m in matrices]
@@ -95,7 +95,7 @@ def orthogonal(config, procs):
     for count in (1, 3, len(SHAPES)):
         own = mock.Mock(wraps=muon.orthogonalise)
         with mock.patch.object(muon, "orthogonalise", own):
-            updates = muon.orthogonal_updates(matrices[:count], parts[:count])
+            updates = muon.orthogonal_updates(matrices[:count], sizes[:count])
         made = procs.gather(sum(len(call.args[0]) for call in own.call_args_list))
         assert sum(made) == count
         if config.train.parallel == "fsdp":

@@ -51,7 +51,8 @@ class _Formulas:
 
     def decoded(self, tokens, order, group):
         config, params, stream = self.config, self.params, []
-        own, targets = [0] + [p + 1 for p in order[:-1]], [p + 1 for p in order]  # 0: of the start
+        own = [0] + [p + 1 for p in order[:-1]]  # 0: of the start
+        targets = [p + (config.query_at == "target") for p in order]  # where queries stand
         for i, target in enumerate(order):
             x = params["start"] if i == 0 else params["wte.weight"][tokens[order[i - 1]]]
             if config.position != "rotary":
@@ -65,7 +66,7 @@ class _Formulas:
         seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
         conditions = [None] * len(order)
         if config.target == "two_stream":
-            stream = self.query_stream(stream, seen, own, targets, group, first)
+            stream = self.query_stream(stream, seen, own, order, targets, group, first)
         else:
             if config.target == "adaln":
                 conditions = [params["wtpe.weight"][target] for target in order]
@@ -80,14 +81,14 @@ class _Formulas:
         outputs = zip(self.outputs(stream, conditions), order, strict=True)
         return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
 
-    def query_stream(self, content, seen, own, targets, group, first):
+    def query_stream(self, content, seen, own, order, targets, group, first):
         """Final states of the query stream: a learned vector plus its position (row 0 of the table
         is the start's), which reads the contents of the groups before its own, inputs `first` (0 is
         [None]) to the group's start. Both streams share all weights; queries are never keys."""
         queries = [self.params["query"]] * len(targets)
         if self.config.position != "rotary":
             queries = [
-                x + self.params["wpe.weight"][t] for x, t in zip(queries, targets, strict=True)
+                x + self.params["wpe.weight"][p + 1] for x, p in zip(queries, order, strict=True)
             ]
         starts = [i - i % group for i in range(len(targets))]
         seen_by_query = [range(min(start, first), start + 1) for start in starts]
@@ -154,32 +155,40 @@ class _Formulas:
         _, _, gate1, shift2, scale2, gate2 = modulation
         x = x + gate1 * attended
         h = self.norm(name + "norm2.", x) * (1 + scale2) + shift2
-        h = _gelu(self.config, self.linear(name + "mlp.fc.", h))
+        up = self.linear(name + "mlp.fc.", h)
+        if self.config.mlp == "swiglu":
+            h = _silu(self.linear(name + "mlp.gate.", h)) * up
+        else:
+            h = _gelu(self.config, up)
         return x + gate2 * self.linear(name + "mlp.proj.", h)
 
     def attention(self, name, stream, seen, key_positions, query_positions, queries=None):
         """Output of every step of `queries` (the stream itself by default), which sees the inputs
         seen[i] and no other. The positions count where keys and queries are rotated."""
-        width, size = self.config.n_embd, self.config.n_embd // self.config.n_head
-        qkv = [self.linear(name + "qkv.", x) for x in stream]
-        asking = [self.linear(name + "qkv.", x) for x in queries] if queries else qkv
-        own_values = [x[2 * width :] for x in qkv]
-        if self.config.value_residual:
+        c = self.config
+        size, group = c.head_width or c.n_embd // c.n_head, c.n_head // (c.n_kv_head or c.n_head)
+        sizes = [c.n_head * size] + [c.n_head // group * size] * 2
+        qkv = [self.linear(name + "qkv.", x).split(sizes) for x in stream]
+        asking = [self.linear(name + "qkv.", x).split(sizes) for x in queries] if queries else qkv
+        own_values = [value for *_, value in qkv]
+        if c.value_residual:
             a, b = self.params[name + "mix"]
             self.first_values = self.first_values or own_values
             own_values = [a * v + b * u for v, u in zip(own_values, self.first_values, strict=True)]
         outputs = []
         for i in range(len(stream)):
             by_head = []
-            for part in (slice(start, start + size) for start in range(0, width, size)):
-                query = self.head_norm(name + "q_norm.", asking[i][:width][part])
-                query = _rotated(self.config, query, query_positions[i])
+            for head in range(c.n_head):
+                part = slice(head * size, head * size + size)
+                shared = slice(head // group * size, head // group * size + size)
+                query = self.head_norm(name + "q_norm.", asking[i][0][part])
+                query = _rotated(c, query, query_positions[i])
                 scores, values = [], []
                 for j in seen[i]:
-                    key = self.head_norm(name + "k_norm.", qkv[j][width : 2 * width][part])
-                    key = _rotated(self.config, key, key_positions[j])
+                    key = self.head_norm(name + "k_norm.", qkv[j][1][shared])
+                    key = _rotated(c, key, key_positions[j])
                     scores.append((query * key).sum() / math.sqrt(size))
-                    values.append(own_values[j][part])
+                    values.append(own_values[j][shared])
                 weights = torch.stack(scores).exp()
                 weights = weights / weights.sum()
                 by_head.append(sum(w * v for w, v in zip(weights, values, strict=True)))
@@ -192,20 +201,34 @@ class _Formulas:
 
     def norm(self, name, x):
         if self.config.norm == "rmsnorm":
-            return _rms_norm(self.params[name + "weight"], x)
-        x = _rms_norm(self.params[name + "weight"], x - x.mean())
+            return self.rms_norm(name, x)
+        x = self.rms_norm(name, x - x.mean())
         return x + self.params[name + "bias"] if name + "bias" in self.params else x
 
     def head_norm(self, name, x):
-        return _rms_norm(self.params[name + "weight"], x) if self.config.qk_norm else x
+        return self.rms_norm(name, x) if self.config.qk_norm else x
+
+    def rms_norm(self, name, x):
+        return x / (x.pow(2).mean() + self.config.norm_eps).sqrt() * self.params[name + "weight"]
 
 
 def _rotated(config, x, position):
-    """Coordinates i and i + size / 2 turned by the angle position * 10000 ** (-2 i / size)."""
+    """Coordinates i and i + size / 2 turned by the angle position * base ** (-2 i / size), or by
+    less for slow ones (Llama 3.1)."""
     if config.position == "learned":
         return x
     half = len(x) // 2
-    angles = [position * 10000 ** (-2 * i / len(x)) for i in range(half)]
+    rates = [config.rope_base ** (-2 * i / len(x)) for i in range(half)]
+    if config.rope_scaling:
+        factor, low, high, length = config.rope_scaling
+        for i, rate in enumerate(rates):
+            turns = length * rate / (2 * math.pi)
+            if turns < low:
+                rates[i] = rate / factor
+            elif turns <= high:
+                smooth = (turns - low) / (high - low)
+                rates[i] = (1 - smooth) * rate / factor + smooth * rate
+    angles = [position * rate for rate in rates]
     first = [x[i] * math.cos(a) - x[i + half] * math.sin(a) for i, a in enumerate(angles)]
     second = [x[i + half] * math.cos(a) + x[i] * math.sin(a) for i, a in enumerate(angles)]
     return torch.stack(first + second)
@@ -213,10 +236,6 @@ def _rotated(config, x, position):
 
 def _silu(x):
     return x / (1 + (-x).exp())
-
-
-def _rms_norm(weight, x):
-    return x / (x.pow(2).mean() + 1e-5).sqrt() * weight
 
 
 def _gelu(config, x):
@@ -564,6 +583,10 @@ TOKENS = 11
 TINY = {"vocab_size": TOKENS + 1, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12}
 TINY |= {"cond_dim": 5}
 GPT2_BLOCKS = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
+# Every setting that a decoder of the Llama family has: Llama 3, Qwen2 and Qwen3 in one.
+LLAMA = {"position": "rotary", "n_kv_head": 1, "head_width": 6, "mlp": "swiglu", "mlp_width": 20}
+LLAMA |= {"norm_eps": 1e-6, "rope_base": 500.0, "rope_scaling": (4.0, 0.1, 1.0, 8)}
+LLAMA |= {"attn_proj_bias": False, "mlp_bias": False, "tied_head": True, "head_bias": False}
 DECODERS = {
     "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
     "sigma-GPT": {"target": "input"} | GPT2_BLOCKS,
@@ -573,6 +596,7 @@ DECODERS = {
     "two_stream": {"target": "two_stream"},
     "AO-GPT, rotary": {"position": "rotary"},
     "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
+    "Llama": LLAMA | {"target": "rotary", "query_at": "before_target"},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
 ROTARY_BLOCKS = {"position": "rotary", "norm": "layernorm", "qk_norm": False, "gelu": "tanh"}
@@ -594,6 +618,8 @@ OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
     "two_stream, rotary": {"target": "two_stream", "position": "rotary", "value_residual": True},
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
+    "Llama, plain": LLAMA | {"target": "none", "start": "hidden"},
+    "Llama, A3": LLAMA | {"target": "two_stream", "query_at": "before_target", "tied_head": False},
     "per_block, both": {"target": "per_block", "position": "both"},
 }
 

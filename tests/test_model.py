@@ -35,6 +35,9 @@ VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
     "two_stream, rotary": ("two_stream", {"position": "rotary"}),
+    "Llama, plain": ("Llama, plain", {}),
+    "Llama, A3": ("Llama, A3", {}),
+    "Llama, qk-norm, hidden start": ("Llama", {"qk_norm": True, "start": "hidden"}),
     "two_stream, hidden start": ("two_stream", {"start": "hidden"}),
     "two_stream, mixed values": ("two_stream", {"value_residual": True}),
     "mixed values": ("AO-GPT", {"value_residual": True}),
@@ -77,7 +80,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
     assert expected.std() > 0.3 or length < 3  # the weights matter: these are not nearly equal
 
 
-@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary"])
+@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"])
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     model = make_variant(variant, 3)
     tokens, order = random_tokens(TOKENS, 3, 7, seed=4), random_orders(3, 7, seed=5)

@@ -69,7 +69,8 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothing_else(system):
     model = make_system(system, dtype=torch.float32)
-    layers = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
+    layers = ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"]
+    layers += ["mlp.gate"] * (model.config.mlp == "swiglu")
     expected = {f"blocks.{i}.{layer}.weight" for i in range(len(model.blocks)) for layer in layers}
     assert muon_matrices(model).keys() == expected
     optimizer = make_optimizer(model, muon_config())

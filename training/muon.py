@@ -19,18 +19,25 @@ class Muon(torch.optim.Optimizer):
     """For a weight W (rows, columns) with gradient G, momentum mu, rate lr and decay wd:
 
         M <- mu M + (1 - mu) G
-        U <- orthogonal(mu M + (1 - mu) G)                          Nesterov's form
-        W <- (1 - lr wd) W - lr sqrt(max(1, rows / columns)) U
+        U <- sqrt(max(1, rows / columns)) orthogonal(mu M + (1 - mu) G)      Nesterov's form
+        W <- (1 - lr wd) W - lr U
 
     The factor makes a rate carry over from width to width. M, the only state, is sharded as W is.
     found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self, matrices: list, fused: list, lr: float, weight_decay: float, momentum: float
+        self,
+        matrices: list,
+        fused: list,
+        sizes: list[int],
+        lr: float,
+        weight_decay: float,
+        momentum: float,
     ):
-        """matrices: weights (rows, columns). fused: weights (3 D, D) of queries, keys, values."""
+        """matrices: weights (rows, columns). fused: weights of queries, keys and values, whose rows
+        are in this order and `sizes` in number."""
         common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        groups = [{"params": matrices, "parts": 1}, {"params": fused, "parts": 3}]
+        groups = [{"params": matrices, "sizes": None}, {"params": fused, "sizes": sizes}]
         super().__init__([group for group in groups if group["params"]], common)
         self.found_inf = None
 
@@ -43,13 +50,12 @@ class Muon(torch.optim.Optimizer):
             return
         finite = None if self.found_inf is None else self.found_inf == 0
         updates = [self._momentum(p, group["momentum"], finite) for p, group in weights]
-        updates = orthogonal_updates(updates, [group["parts"] for _, group in weights])
+        sizes = [group["sizes"] or [len(p)] for p, group in weights]
+        updates = orthogonal_updates(updates, sizes)
         for (p, group), update in zip(weights, updates, strict=True):
-            rows, columns = len(p) // group["parts"], p.shape[1]
-            scale = max(1, rows / columns) ** 0.5
             go = 1.0 if finite is None else finite.to(p.dtype)  # 0: this step changes nothing
             local(p).mul_(1 - go * group["lr"] * group["weight_decay"])
-            local(p).sub_(update * (go * group["lr"] * scale))
+            local(p).sub_(update * (go * group["lr"]))
 
     def _momentum(self, p: Tensor, momentum: float, finite: Tensor | None) -> Tensor:
         """Average the gradient in; returns Nesterov's update, sharded as p is."""
@@ -68,9 +74,11 @@ class Muon(torch.optim.Optimizer):
         return update
 
 
-def orthogonalise(matrices: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """Matrices (rows, columns), or the parts that each consists of, with singular values near 1."""
-    pieces = [piece for m, n in zip(matrices, parts, strict=True) for piece in m.chunk(n)]
+def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
+    """The parts (rows, columns) of matrices, `sizes` rows each, with singular values near
+    sqrt(max(1, rows / columns))."""
+    pieces = [piece for m, s in zip(matrices, sizes, strict=True) for piece in m.split(s)]
+    scales = [max(1, len(piece) / piece.shape[1]) ** 0.5 for piece in pieces]
     # Matrices of one shape, or transposed to it, are one batch.
     shapes: dict[tuple[int, int], list[int]] = {}
     for i, piece in enumerate(pieces):
@@ -81,8 +89,8 @@ def orthogonalise(matrices: list[Tensor], parts: list[int]) -> list[Tensor]:
             wide = [pieces[i] if len(pieces[i]) == rows else pieces[i].T for i in some]
             for i, result in zip(some, newton_schulz(torch.stack(wide)), strict=True):
                 pieces[i] = result if len(pieces[i]) == rows else result.T
-    remaining = iter(pieces)
-    return [torch.cat([next(remaining) for _ in range(n)]) for n in parts]
+    remaining = (piece * scale for piece, scale in zip(pieces, scales, strict=True))
+    return [torch.cat([next(remaining) for _ in s]) for s in sizes]
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -99,19 +107,19 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.to(dtype)
 
 
-def orthogonal_updates(updates: list[Tensor], parts: list[int]) -> list[Tensor]:
+def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
     """`orthogonalise`, each matrix by one process, its owner, which sends the result to all. Of
     DTensors, sharded by rows, owners gather the rows, and every process keeps its own."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
-        return orthogonalise([local(u) for u in updates], parts)
+        return orthogonalise([local(u) for u in updates], sizes)
     owners = assign([u.numel() * min(u.shape) for u in updates], world)
     rank, mine = dist.get_rank(), {}
     for i, update in enumerate(updates):
         whole = update.full_tensor() if isinstance(update, DTensor) else update
         if owners[i] == rank:
             mine[i] = whole
-    made = orthogonalise(list(mine.values()), [parts[i] for i in mine])
+    made = orthogonalise(list(mine.values()), [sizes[i] for i in mine])
     made, results = dict(zip(mine, made, strict=True)), []
     for i, update in enumerate(updates):
         result = made[i].contiguous() if i in made else local(update).new_empty(update.shape)

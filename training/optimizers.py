@@ -52,7 +52,8 @@ def make_optimizer(model: AOGPT, config: Config) -> torch.optim.AdamW | MuonAdam
         return adamw
     fused = [p for name, p in matrices.items() if name.endswith("qkv.weight")]
     whole = [p for name, p in matrices.items() if not name.endswith("qkv.weight")]
-    return MuonAdamW(adamw, Muon(whole, fused, o.muon_lr, o.weight_decay, o.muon_momentum))
+    sizes = [heads * model.config.head_dim for heads in model.blocks[0].attn.heads_of]
+    return MuonAdamW(adamw, Muon(whole, fused, sizes, o.muon_lr, o.weight_decay, o.muon_momentum))
 
 
 def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:

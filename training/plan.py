@@ -22,6 +22,7 @@ from training.config import Config, from_command_line, refuse
 from training.metrics import GPU, GPUS
 from training.optimizers import muon_matrices
 from variants import build_model, flops_per_token, head_chunk, parameter_counts
+from variants.parameters import block_matrices
 
 FLOAT = 4  # bytes of weights, gradients and optimizer state
 RESERVED = 0.1  # share of a GPU's memory that is left for CUDA, NCCL and gaps between tensors
@@ -60,7 +61,8 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
     fitting = [size for size in sizes if sum(memory[size].values()) <= usable]
     tokens, flops = t.batch_size * m.block_size, flops_per_token(m, m.block_size)
     if t.activation_checkpointing == "block":  # the forward pass of the blocks again
-        flops += 24 * m.n_layer * m.n_embd**2 + 4 * m.n_layer * m.n_embd * m.block_size
+        again = 2 * block_matrices(m)[0] + 4 * m.n_head * m.head_dim * m.block_size
+        flops += m.n_layer * again
     return RunPlan(
         config,
         parameters=parameter_counts(model),

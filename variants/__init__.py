@@ -79,15 +79,26 @@ BOUNDS = {"dropout": BelowOne} | {
         ("cond_dim", 2**17),
     )
 }
+BOUNDS |= {
+    "n_kv_head": BOUNDS["n_head"] | None,
+    "head_width": BOUNDS["n_embd"] | None,
+    "mlp_width": Annotated[int, Interval(ge=1, le=2**20)] | None,
+    "norm_eps": Annotated[float, Interval(gt=0, lt=1)],
+    "rope_base": Annotated[float, Interval(gt=1)],
+}
 
 
 def check_config(c: ModelConfig) -> None:
     """Raise UserError for values that are out of range or do not go together."""
     for name, hint in get_type_hints(ModelConfig).items():
         check_value(getattr(c, name), BOUNDS.get(name, hint), f"model.{name}")
-    if c.n_embd % c.n_head:
+    if c.head_width is None and c.n_embd % c.n_head:
         raise UserError(
             f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
+        )
+    if c.n_head % c.kv_heads:
+        raise UserError(
+            f"model.n_head ({c.n_head}) must be a multiple of model.n_kv_head ({c.n_kv_head})"
         )
     if c.rotates and c.head_dim % 2:
         raise UserError(f"rotary positions need an even head width, but it is {c.head_dim}")
@@ -107,6 +118,12 @@ def check_config(c: ModelConfig) -> None:
             raise UserError(
                 f"model.{name} = {value!r} is for encoders; set model.attention to 'full'"
             )
+    if c.rope_scaling is not None and not all(
+        (c.rope_scaling[0] >= 1, 0 < c.rope_scaling[1] < c.rope_scaling[2], c.rope_scaling[3] > 0)
+    ):
+        raise UserError(
+            f"model.rope_scaling is {c.rope_scaling}; give factor >= 1, low, a higher high, length"
+        )
     if not c.is_encoder and c.target == "rotary" and not c.rotates:
         raise UserError(
             "model.target = 'rotary' rotates queries to the target; set model.position to 'rotary'"

@@ -65,10 +65,19 @@ def parameter_counts(model: AOGPT) -> dict[str, int]:
     return counts
 
 
+def block_matrices(c: ModelConfig) -> tuple[int, int]:
+    """Weights of a block's matrices: all, and those of keys and values."""
+    keys_and_values = 2 * c.kv_heads * c.head_dim * c.n_embd
+    mlp = (3 if c.mlp == "swiglu" else 2) * c.n_embd * (c.mlp_width or 4 * c.n_embd)
+    return 2 * c.n_head * c.head_dim * c.n_embd + keys_and_values + mlp, keys_and_values
+
+
 def flops_per_token(c: ModelConfig, length: int) -> float:
     """Operations of forward and backward per token: 6 per weight of a matrix that every token
     passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B). A second stream has all
     of it again except keys and values. adaLN is left out: it runs per position."""
-    streams, of_block = (2, 22) if c.target == "two_stream" else (1, 12)
-    matrices = of_block * c.n_layer * c.n_embd**2 + c.n_embd * c.vocab_size
-    return 6 * matrices + streams * 12 * c.n_layer * c.n_embd * length
+    (matrices, keys_and_values), streams = block_matrices(c), 1
+    if c.target == "two_stream":
+        matrices, streams = 2 * matrices - keys_and_values, 2
+    matrices = matrices * c.n_layer + c.n_embd * c.vocab_size
+    return 6 * matrices + streams * 12 * c.n_layer * c.n_head * c.head_dim * length

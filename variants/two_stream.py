@@ -42,13 +42,14 @@ class TwoStreamBlock(Block):
     """A `Block` in its layers only: it takes and returns both streams, (B, T, D) each."""
 
     def forward(self, x: Tensor, queries: Tensor, p: TwoStreamPass, first_values: Tensor | None):
-        attn, D = self.attn, x.shape[-1]
+        attn = self.attn
         q, k, v, values = attn.heads(self.norm1(x), p, first_values)
         y = attn.proj(p.attend(q, k, v))
-        # Queries have neither keys nor values: they need the first third of the projection only.
-        bias = None if attn.qkv.bias is None else attn.qkv.bias[:D]
-        q = F.linear(self.norm1(queries), attn.qkv.weight[:D], bias)
-        q = attn.q_norm(q.unflatten(-1, (attn.n_head, -1)))
+        # Queries have neither keys nor values: they need the first rows of the projection only.
+        rows = attn.heads_of[0] * attn.head_dim
+        bias = None if attn.qkv.bias is None else attn.qkv.bias[:rows]
+        q = F.linear(self.norm1(queries), attn.qkv.weight[:rows], bias)
+        q = attn.q_norm(q.unflatten(-1, (-1, attn.head_dim)))
         if p.target_angles is not None:
             q = rotate(q, *p.target_angles)
         answer = attn.proj(p.attend_queries(q, k, v))
@@ -116,7 +117,7 @@ class TwoStream(ChunkedHead, Scoring, AOGPT):
         p.dropout = self.config.dropout if self.training else 0.0
         if self.config.rotates:
             p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
-            p.target_angles = self.angles_at(p.targets + 1, x.dtype)
+            p.target_angles = self.target_angles(p, x.dtype)
         queries = self.query.expand(*p.targets.shape, -1)
         if self.wpe is not None:
             queries = self.query + self.wpe(p.targets + 1)  # row 0 of the table is [None]'s
