@@ -10,10 +10,10 @@ from annotated_types import Interval
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.validation import BelowOne, check_value
-from variants.chunked_head import ChunkedHead, head_chunk
+from variants.chunked_head import head_chunk
 from variants.encoder import Encoder, log_linear_noise
 from variants.parameters import flops_per_token, init_weight, init_weights, parameter_counts
-from variants.scoring import Scoring, group_log_probs, group_starts
+from variants.scoring import Decoder, group_log_probs, group_starts
 from variants.two_stream import TwoStream, TwoStreamPass
 
 __all__ = [
@@ -34,10 +34,6 @@ __all__ = [
     "parameter_counts",
     "set_block_size",
 ]
-
-
-class Decoder(ChunkedHead, Scoring, AOGPT):
-    """AO-GPT with a chunked head and scoring of known sequences."""
 
 
 def build_model(config: ModelConfig) -> Decoder | TwoStream | Encoder:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model import AOGPT, Pass, attention
 from runtime.errors import UserError
+from variants.chunked_head import ChunkedHead
 
 
 class MaskedPass(Pass):
@@ -74,6 +75,10 @@ class Scoring:
         allowed = without_start(allowed, steps[:, None], self.config)
         p = MaskedPass(self.config, order, self.condition(), allowed.unsqueeze(1))
         return self.trunk(self.embed(in_tokens, in_positions), in_positions, p)
+
+
+class Decoder(ChunkedHead, Scoring, AOGPT):
+    """AO-GPT with a chunked head and scoring of known sequences."""
 
 
 def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
