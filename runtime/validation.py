@@ -126,9 +126,15 @@ def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     data = read_bounded(path)
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        return tomllib.loads(data.decode("utf-8-sig"), parse_float=number)
     except (ValueError, RecursionError) as error:  # ValueError: a number of absurd length, too
         raise FileError(f"{path} is not a TOML file: {error}") from None
+
+
+def number(text: str) -> float:
+    """The number that a text is: an int where it is whole and has an exponent, as 1e3."""
+    value = float(text)
+    return int(value) if "e" in text.lower() and value.is_integer() else value
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -218,11 +224,23 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any) -> str:
-    """What to write instead of an unknown key: a similar one, or one of that name elsewhere."""
-    keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
-    names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
-    here = [prefix + name for name in dict.fromkeys(names)]
+    """What to write instead of an unknown key."""
+    near = similar_key(key, table)
+    return f"; did you mean {near!r}?" if near else f"; the keys are {', '.join(_here(key, table))}"
+
+
+def similar_key(key: str, table: Any) -> str | None:
+    """A key that an unknown one may mean: similar, of that name elsewhere, or by another name."""
+    keys, here, name = list(keys_of(table)), _here(key, table), key.rpartition(".")[2]
     near = difflib.get_close_matches(key, here, 1, 0.9)
-    near = near or [name for name in keys if name.split(".")[-1] == key.removeprefix(prefix)]
+    near = near or [other for other in keys if other.split(".")[-1] == name]
+    near = near or [x for n, x in getattr(table, "other_names", {}).items() if n == name]
     near = near or difflib.get_close_matches(key, [*here, *keys], 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"
+    return near[0] if near else None
+
+
+def _here(key: str, table: Any) -> list[str]:
+    """The keys of the table that a dotted key is in."""
+    prefix = "".join(key.rpartition(".")[:2])
+    names = [n.removeprefix(prefix).split(".")[0] for n in keys_of(table) if n.startswith(prefix)]
+    return [prefix + name for name in dict.fromkeys(names)]
