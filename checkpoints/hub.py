@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 
 from data.tokenizers import END_OF_TEXT, GPT2_WORDS, BytePairTokenizer, Tokenizer
-from runtime.errors import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent
 SOURCES = ["model.py", "runtime/errors.py", "variants/chunked_head.py", "variants/scoring.py"]
