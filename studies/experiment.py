@@ -93,6 +93,7 @@ class Experiment:
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
+    tuning_seeds: list[int] = field(default_factory=lambda: [0])  # whose mean loss is tuned
     goal: float | None = None  # a loss: how many tokens until a run reaches it?
 
     base: dict = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The runner of findings, speedrun and tasks: run configs are tuned alike with seed 0, trained over
+"""The runner of findings, speedrun and tasks: run configs are tuned alike, trained over
 seeds and measured, and what every run came to is saved as a row of a JSONL file.
 
 With the file at hand its runs are not trained again. A row is {"run": folder, "key": ..., "result":
@@ -9,6 +9,7 @@ at each evaluation, and figures {name: [value, standard error or None]}.
 import hashlib
 import json
 import math
+import statistics
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,8 +116,8 @@ class Runner:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def train(self, seeds: int) -> Found:
-        """Tune every run config with seed 0, then train its other seeds with the best value, and
-        measure them. Nothing is tuned with `quick`.
+        """Tune every run config, then train its seeds with the best value, and measure them.
+        Nothing is tuned with `quick`.
 
         Runs are tuned at full length: short runs are still on the unigram plateau, where all rates
         do equally well, and the best rate there is not the best one later."""
@@ -144,12 +145,15 @@ class Runner:
         return found
 
     def tune(self, recipe: str, run_config: RunConfig) -> list[tuple[Values, float]]:
-        """What `search` tries with seed 0."""
+        """What `search` tries, by the mean over the tuning seeds."""
 
         def loss_of(tuned: Values) -> float:
-            config = self.experiment.config(recipe, run_config, 0, tuned, self.quick)
-            losses = self.result(recipe, config, [])["losses"]
-            return losses["training"][-1] if losses else math.inf
+            ends = []
+            for seed in self.experiment.tuning_seeds:
+                config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
+                losses = self.result(recipe, config, [])["losses"]
+                ends.append(losses["training"][-1] if losses else math.inf)
+            return statistics.mean(ends)
 
         return [] if self.quick else search(run_config.choices, loss_of)
 
