@@ -80,13 +80,12 @@ def train(config: Config, procs: Processes) -> int:
             counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
-            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, {tokens:,} tokens"
+            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, "
+            amount += f"{t.batch_size} examples" if data.of_records else f"{tokens:,} tokens"
             epochs = in_units(t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),))
-            size = config.micro_batch_size(procs.world_size)
-            procs.print0(f"{amount} a step in micro-batches of {size} sequences, {epochs}")
-            procs.print0(f"run folder {folder}")
-            for note in (*data.meta.get("notes", ()), precision_note(t.dtype, procs.device)):
-                procs.print0(note, end="\n" if note else "")
+            procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
+            notes = *data.meta.get("notes", ()), precision_note(t.dtype, procs.device)
+            procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
         raise CheckpointError(
@@ -124,9 +123,9 @@ def training_loop(
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
             try:
-                for dataset in filter(None, (data, val_data)):
-                    dataset.check_unchanged()
-            except UserError as error:
+                data.check_unchanged()
+                (val_data or data).check_unchanged()
+            except (UserError, OSError) as error:
                 changed, stop.signalled = error, True  # told after a checkpoint
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())

@@ -89,11 +89,6 @@ def in_units(value: float, units: Units, digits: int = 3) -> str:
     return f"{amount:,.{decimals}f} {unit}"
 
 
-def has_bar() -> bool:
-    """Whether there is a terminal that can show a progress bar: some say that they have no rows."""
-    return sys.stderr.isatty() and 0 not in os.get_terminal_size(sys.stderr.fileno())
-
-
 class Log:
     """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main process only."""
 
@@ -113,7 +108,9 @@ class Log:
                 write_jsonl(self.path, rows)
             self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
-        self.bar = tqdm(**steps, disable=not (procs.main and has_bar()))
+        # Some terminals have no rows, and show no bar.
+        has_bar = procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+        self.bar = tqdm(**steps, disable=not has_bar)
 
     def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
         """Finished steps, from 1: (step, loss, gradient norm). Counts those that are skipped."""
@@ -133,16 +130,16 @@ class Log:
             seconds = time.perf_counter() - self.clock
             self.tokens_per_second, mfu = self.clock_tokens / seconds, None
             rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
-            text = f"loss {loss:.4f}  gradient norm {norm:#.3g}"
-            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
-            text += f"  {self.tokens_per_second:,.0f} tokens/s"
+            text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
             if self.peak_flops:
-                size, tokens = self.data.block_size, self.clock_tokens
-                if self.data.of_records:  # prompts and padding are computed, too
-                    tokens = t.batch_size * size * self.clock_steps
-                flops = tokens / seconds * flops_per_token(self.config.model, size)
+                size, computed = self.data.block_size, self.clock_tokens
+                if self.data.of_records:  # with prompts and padding
+                    computed = t.batch_size * size * self.clock_steps
+                flops = computed / seconds * flops_per_token(self.config.model, size)
                 mfu = flops / (self.peak_flops * self.procs.world_size)
                 text += f"  MFU {mfu:.1%}"
+            text += f"  gradient norm {norm:#.3g}"
+            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
             self.bar.set_postfix_str(text)
             if self.bar.disable:
                 self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")

@@ -47,10 +47,6 @@ class RunPlan:
         return sum(self.memory.values())
 
 
-def find_gpu(name: str) -> GPU:
-    return GPUS[name]
-
-
 def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4) -> RunPlan:
     """utilisation: assumed share of the GPUs' bfloat16 peak. Raises UserError for a number of GPUs
     that the batch cannot be divided among."""
@@ -135,7 +131,7 @@ def main() -> None:
     o, rest = tyro.cli(PlanOptions, return_unknown_args=True, **names)
     check_values(o)
     config = from_command_line(rest, __doc__)
-    plan = plan_run(config, o.world_size, find_gpu(o.gpu), o.mfu)
+    plan = plan_run(config, o.world_size, GPUS[o.gpu], o.mfu)
     title = f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}"
     print(title, plan_text(plan), sep="\n")
 
@@ -143,17 +139,14 @@ def main() -> None:
 def plan_text(plan: RunPlan) -> str:
     t, total, usable = plan.config.train, plan.memory_total, plan.memory_usable
     verdict = f"{'fits' if total <= usable else 'does NOT fit'} in {in_units(usable, BINARY)}"
+    here = f"here {plan.micro_batch_size}"
     parameters, step = sum(plan.parameters.values()), plan.seconds_per_step
     conditioning = f"{100 * plan.parameters['conditioning'] / parameters:.2g}% of them conditioning"
     rows = [("parameters", in_units(parameters, COUNTS), conditioning)]
     rows += [(part, in_units(n, BINARY), "") for part, n in plan.memory.items()]
     rows += [
         ("memory of a GPU", in_units(total, BINARY), f"{verdict}, {RESERVED:.0%} left free"),
-        (
-            "largest micro-batch",
-            f"{plan.largest_micro_batch_size}",
-            f"here {plan.micro_batch_size}",
-        ),
+        ("largest micro-batch", f"{plan.largest_micro_batch_size}", here),
         ("time of a step", in_units(step, TIME), f"{plan.tokens_per_step:,} tokens"),
         ("time of the run", in_units(step * t.steps, TIME), f"{t.steps:,} steps"),
         ("a checkpoint", in_units(plan.checkpoint_bytes, DECIMAL), ""),
