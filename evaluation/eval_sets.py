@@ -38,8 +38,8 @@ class EvalSet:
         return self.dataset.blocks(self._chosen[rows])
 
     def roles(self, rows: range) -> Roles | None:  # None for text without prompts
-        chosen = self._chosen[rows]
-        return Roles.of(self.dataset.roles(chosen)) if self.dataset.of_records else None
+        of = self.dataset
+        return Roles.of(of.roles(self._chosen[rows])) if of.of_records else None
 
     @cached_property
     def _chosen(self) -> np.ndarray:  # the numbers of the blocks
