@@ -200,11 +200,15 @@ def test_every_key_is_an_option(option, capsys):
         parsed("--" + option.replace("_", "-"), "--help")
 
 
-def test_whole_numbers_may_have_exponents_and_epochs_become_steps(load):
+def test_whole_numbers_may_have_exponents_and_epochs_become_steps(load, tmp_path):
     assert parsed("--train.steps", "1e3", "--name", "1e3").train.steps == 1000
     config = parsed("--train.steps=2.5e3", "--name", "1e3", "--eval.interval", "1E2")
     assert (config.train.steps, config.name, config.eval.interval) == (2500, "1e3", 100)
     assert load("[train]\nsteps = 1e4\n[optim]\nlr = 1e0").train.steps == 10_000
+    by_epochs = tmp_path / "epochs.toml"
+    by_epochs.write_text("[train]\nepochs = 3")
+    steps = configuration.from_command_line([str(by_epochs), "--train.steps", "4000"], "")
+    assert (steps.train.steps, steps.train.epochs) == (4000, 0)
     config = parsed("--train.epochs", "2.5").with_steps(num_blocks=1001)
     assert (config.train.steps, config.train.epochs) == (math.ceil(2.5 * 1001 / 16), 0)
     again = configuration.from_dict(asdict(config), "")

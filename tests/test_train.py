@@ -36,6 +36,7 @@ from helpers import (
     read_lines,
     run_script,
     tiny_config,
+    torchrun,
     wait_for,
     write_config,
 )
@@ -605,6 +606,17 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
         train.train(config, ALONE)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
+
+
+def test_a_batch_is_shared_by_two_processes_without_warnings(data, tmp_path):
+    """Its micro-batches become smaller, as in the quickstart, and its losses stay the same."""
+    sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, **sizes)
+    train.train(change(config, name="alone"), ALONE)
+    done = torchrun(2, "train.py", write_config(config))
+    assert "FutureWarning" not in done.stderr
+    losses = metrics(change(config, name="alone"), "loss")
+    assert metrics(config, "loss") == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -256,8 +256,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     overrides, given = check_options(overrides)
     both = {"train.steps", "train.epochs"} <= given
     refuse(both, "give one of --train.steps and --train.epochs, not both")
-    if "train.steps" in given:
-        default = dataclasses.replace(default, train=dataclasses.replace(default.train, epochs=0.0))
+    overrides += ["--train.epochs=0"] * ("train.steps" in given)
     # indented, as tyro joins lines that begin with a letter
     names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
     return tyro.cli(Config, default=default, args=overrides, **names)

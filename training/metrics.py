@@ -19,7 +19,6 @@ import math
 import os
 import resource
 import secrets
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -100,7 +99,7 @@ class Log:
         self.tokens = self.count_tokens(range(progress.step))
         self.norm = self.tokens_per_second = self.wandb = None
         self.losses: list[float] = []  # since the last row
-        self.first_step, self.started = progress.step, time.perf_counter()
+        self.first_step, self.started = progress.step + 1, 0.0  # measured from the end of that step
         self.restart_clock()
         if procs.main:
             if self.path.exists():  # the steps after the checkpoint will run again
@@ -124,9 +123,11 @@ class Log:
             self.clock_steps += 1
             self.losses.append(loss)
             self.bar.update()
+            if step == self.first_step:  # which may compile
+                self.started = time.perf_counter()
             if step % t.log_interval and step not in (1, t.steps) and finite:
                 continue
-            loss, self.losses = statistics.fmean(self.losses), []
+            loss, self.losses = sum(self.losses) / len(self.losses), []
             seconds = time.perf_counter() - self.clock
             self.tokens_per_second, mfu = self.clock_tokens / seconds, None
             rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
@@ -142,7 +143,7 @@ class Log:
             text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
             self.bar.set_postfix_str(text)
             if self.bar.disable:
-                self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")
+                self._print(f"step {step}/{t.steps}  {text}{self.time_left(step)}")
             self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
             self.restart_clock()
 
@@ -176,9 +177,10 @@ class Log:
         return size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
-        """Of the whole run, validations included."""
-        per_step = (time.perf_counter() - self.started) / (step - self.first_step)
-        return in_units(per_step * (self.config.train.steps - step), TIME[:4], digits=2)
+        """Of the whole run, validations included; empty where it is not known yet, or none."""
+        steps, left = step - self.first_step, self.config.train.steps - step
+        seconds = left * (time.perf_counter() - self.started) / max(1, steps)
+        return f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
 
     def close(self) -> None:
         self.bar.close()
