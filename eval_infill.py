@@ -20,6 +20,7 @@ import torch
 import tyro
 
 from checkpoints import Loaded, load
+from data.loader import spread
 from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
@@ -46,7 +47,7 @@ class Arguments(ModelOptions, OutputOptions):
     split: str | None = None
     """By default the evaluation set's own, the only one, or val."""
     num_passages: Count = 200
-    """Blocks to search for a sentence; those without one are left out."""
+    """Blocks, spread over the split, to search for a sentence; those without one are left out."""
     last_word: bool = False
     """Instead of sentences: the last word of each of --num-passages documents, as in LAMBADA."""
     shortest: Count = 6
@@ -94,9 +95,9 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     tokenizer, size = get_tokenizer(loaded.tokenizer), loaded.model.config.block_size
     if a.last_word:
         found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
-        what = "document of two words or more ends"
+        what = f"document of two words or more ends among {a.num_passages} documents"
     else:
-        blocks = dataset.blocks(list(range(min(a.num_passages, dataset.num_blocks))))
+        blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
         found = find_passages(blocks, tokenizer, a.shortest, a.longest)
         what = f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
     if not len(found):

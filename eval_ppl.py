@@ -66,7 +66,7 @@ class Arguments(ModelOptions, OutputOptions):
     """Monte Carlo samples per sequence, of orders or of an encoder's masks. Ensembles use one
     context per 8 orders, and at least two."""
     max_sequences: Count | None = None
-    """Score only the first blocks of the split."""
+    """Score only this many blocks, spread over the split."""
     batch_size: Count | None = None
     """Sequences in a pass; by default as many as make it fast, halved where the memory runs out.
     The results do not depend on it."""

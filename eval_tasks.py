@@ -62,7 +62,8 @@ class Arguments(harness.Settings, OutputOptions):
     *), or the YAML files of tasks."""
     decoding: Annotated[Decoding, tyro.conf.arg(name="")]
     limit: Count | None = None
-    """Only the first rows of every task."""
+    """Only this many rows of every task: of prepared data spread over the split, of the harness the
+    first."""
     split: str | None = None
     """Of prepared data; by default test, where there is one."""
     html: Path | None = None

@@ -23,6 +23,7 @@ python -m training.plan (memory and time), python -m training.plot (curves)
 
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -34,7 +35,7 @@ from checkpoints import CheckpointError
 from data.loader import TokenDataset
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
-from runtime.devices import autocast, deterministic, pick_dtype
+from runtime.devices import autocast, deterministic, pick_dtype, precision_note
 from runtime.errors import UserError
 from runtime.files import locked_for_all, write_text
 from runtime.processes import Processes, StopRequest, processes
@@ -42,7 +43,7 @@ from runtime.randomness import philox_bits
 from training import config as configuration
 from training.batches import Batch, PendingLosses, micro_batches
 from training.config import Config, refuse
-from training.metrics import Log
+from training.metrics import Log, in_units
 from training.optimizers import learning_rates, optimizers
 from training.parallel import compiled, gradient_exchange, replicate
 from training.state import Saver, State, not_finite_message, start
@@ -62,8 +63,9 @@ def main() -> int:
 
 def train(config: Config, procs: Processes) -> int:
     """Start or resume the run, train until its last step or a signal, save it and say so."""
-    folder, t = config.run_folder, config.train
     data = TokenDataset(config.data.folder, "train", config.model.block_size, config.data.verify)
+    config = config.with_steps(data.num_blocks)
+    folder, t = config.run_folder, config.train
     val_data = None
     if config.eval.interval:
         val_data = TokenDataset(config.data.folder, "val", data.block_size, config.data.verify)
@@ -78,15 +80,20 @@ def train(config: Config, procs: Processes) -> int:
             counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
-            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, {tokens:,} tokens"
-            epochs = t.steps * t.batch_size / data.num_blocks
-            procs.print0(f"{amount} a step, {epochs:.2f} epochs; run folder {folder}")
+            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, "
+            amount += f"{t.batch_size} examples" if data.of_records else f"{tokens:,} tokens"
+            epochs = in_units(t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),))
+            procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
+            notes = *data.meta.get("notes", ()), precision_note(t.dtype, procs.device)
+            procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
         raise CheckpointError(
             "the last checkpoint could not be written (see above); free some space and start again"
         )
     step, mode = state.progress.step, " --mode l2r" if config.model.l2r_only else ""
+    if data.of_records:
+        mode = ' --mode l2r --prompt "..." --until-end'
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
         how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
@@ -104,42 +111,53 @@ def training_loop(
 ) -> Path | None:
     """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
     could not be written."""
-    progress, t = state.progress, config.train
-    log = Log(config, procs, progress, data.block_size)
+    progress, t, changed = state.progress, config.train, None
+    log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
     batches = micro_batches(data, config, procs, progress.step)
     graphs = compiled(state.model, procs) if t.compile else nullcontext()
     with closing(log), closing(saver), graphs, closing(batches):
-        model, losses = replicate(state.model, procs), PendingLosses()
+        model, losses, saved_at = replicate(state.model, procs), PendingLosses(), time.monotonic()
         while progress.step < t.steps and not stop.requested:
             # Nothing waits for the loss here, so that a GPU has its next step before it needs it.
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
+            try:
+                data.check_unchanged()
+                (val_data or data).check_unchanged()
+            except (UserError, OSError) as error:
+                changed, stop.signalled = error, True  # told after a checkpoint
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
-            # All processes must leave the loop after the same step.
-            stop.agree(failed=progress.skipped_in_a_row >= t.max_skipped_steps)
+            # All processes must leave the loop after the same step, and save after the same.
+            due = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
+            stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, due)
             if stop.failed:
                 what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
                 raise UserError(not_finite_message(config, progress.step, what))
 
             last, best = progress.step == t.steps, progress.best
             validating = val_data and (last or progress.step % config.eval.interval == 0)
-            saving = last or stop.requested or progress.step % config.checkpoint.interval == 0
+            saving = last or stop.requested or stop.due
+            saving |= progress.step % config.checkpoint.interval == 0
             if validating or saving:  # which wait for the device anyway
                 log.training(losses.arrived(wait=True))
                 saver.wait()  # it is known now whether the best checkpoint was written
                 best = progress.best
             if validating:
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
-                log.validation(val_losses)
+                log.validation(val_losses, val_data.num_blocks)
                 val_loss = val_losses[""][best_by(config)].mean
                 if math.isfinite(val_loss) and (best is None or val_loss < best["loss"]):
                     best = {"step": progress.step, "loss": val_loss}
             if saving or best != progress.best:
                 saver.save(state, best)  # sets progress.best once the checkpoint exists
                 log.restart_clock()
-        return saver.wait()
+                saved_at = time.monotonic()
+        saved = saver.wait()
+        if changed:
+            raise changed
+        return saved
 
 
 def train_step(
@@ -155,7 +173,7 @@ def train_step(
         group["lr"] = rates["muon_lr" if "parts" in group else "lr"]  # AdamW's have no parts
 
     t = config.train
-    micro_steps = t.batch_size // (t.micro_batch_size * procs.world_size)
+    micro_steps = t.batch_size // (config.micro_batch_size(procs.world_size) * procs.world_size)
     dtype = pick_dtype(t.dtype, procs.device)
     total = torch.zeros((), device=procs.device)
     for index in range(micro_steps):
@@ -201,10 +219,8 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 
 def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     """Raise UserError if data or processes do not fit the configuration."""
-    t, m, folder, world = config.train, config.model, config.data.folder, procs.world_size
-    needs = f"must be a multiple of train.micro_batch_size ({t.micro_batch_size})"
-    uneven = f"train.batch_size ({t.batch_size}) {needs} times the {world} processes"
-    refuse(t.batch_size % (t.micro_batch_size * world), uneven)
+    m, folder = config.model, config.data.folder
+    config.micro_batch_size(procs.world_size)  # refuses processes that cannot share the batch
     whole = f"{folder} has prompts and is not cut: leave out data.random_length_prob"
     refuse(data.of_records and config.data.random_length_prob, whole)
     ahead = f"{folder} has prompts: set order.kind = 'l2r', or another model.target than 'none'"

@@ -11,6 +11,7 @@ Shapes: B sequences, T block_size.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -64,7 +65,7 @@ def find_dataset(name) -> Path:
     """The prepared folder that `name` means: a path, or a name under the project's data/."""
     home = Path(__file__).resolve().parent
     for folder in (Path(name), home / name):
-        if (folder / "meta.json").is_file():
+        if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
     prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"
     raise FileNotFoundError(
@@ -82,9 +83,12 @@ def evaluation_split(meta: dict) -> str:
 
 
 def load_meta(folder) -> Meta:
-    """The contents of `folder`/meta.json. Raises FileNotFoundError or UserError."""
+    """The contents of `folder`/meta.json, or what it would say of nanoGPT's token files. Raises
+    FileNotFoundError or UserError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
+        if path.with_name("train.bin").is_file():
+            return nanogpt_meta(Path(folder))
         raise FileNotFoundError(
             f"{folder} is no data set (no meta.json); make one with: python data/prepare.py NAME "
             f"--out {folder}"
@@ -93,6 +97,19 @@ def load_meta(folder) -> Meta:
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
     return meta
+
+
+def nanogpt_meta(folder: Path) -> Meta:
+    """Of train.bin and val.bin as nanoGPT writes them. Raises UserError for another tokenizer."""
+    if (folder / "meta.pkl").exists():
+        raise UserError(f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again")
+    splits = {}
+    for path in (folder / "train.bin", folder / "val.bin"):
+        if path.is_file() and (tokens := path.stat().st_size // DTYPE.itemsize):
+            splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
+    note = f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, tokenizer gpt2"
+    facts = {"format": 1, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16"}
+    return {**facts, "splits": splits, "notes": [note]}
 
 
 def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
@@ -110,7 +127,7 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
         if path.stat().st_size != size:
             found = f"{path.stat().st_size:,} bytes, but {count:,} tokens need {size:,}"
             raise UserError(f"{path} has {found}: it is damaged; copy it, or {ADVICE}")
-        if verify and sha256_file(path) != sha256:
+        if verify and sha256 and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
     ids = np.memmap(token_file, DTYPE, mode="r")
     for start in range(0, count if verify else 1, IDS_AT_ONCE):
@@ -118,6 +135,13 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
             known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
             raise UserError(f"{token_file} holds the id {largest}, but {known}; {ADVICE}")
     return ids
+
+
+def spread(count: int, total: int) -> np.ndarray:
+    """`count` numbers spread evenly over range(total), int64; all where there are no more. The
+    first blocks of a split would be no sample of it: often they are one document's."""
+    count = min(count, total)
+    return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
 class TokenDataset:
@@ -144,12 +168,24 @@ class TokenDataset:
             advice = f"lower block_size to at most {count:,}, or prepare more text"
             raise UserError(f"the {split} split of {folder} {few}: {advice}")
         self.block_size, self.num_blocks = block_size, count // block_size
+        self._paths = [Path(folder) / self.meta["splits"][split]["file"]]
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
         roles = self.meta["splits"][split].get("roles")
         self.of_records = roles is not None  # whether a block is an example with a prompt
         if self.of_records:
-            self._roles = np.memmap(Path(folder) / roles["file"], np.uint8, mode="r")
-            self._roles = self._roles.reshape(-1, block_size)
+            self._paths.append(Path(folder) / roles["file"])
+            self._roles = np.memmap(self._paths[1], np.uint8, mode="r").reshape(-1, block_size)
+        self._stamps = self._stamps_now()
+
+    def _stamps_now(self) -> list[tuple[int, int]]:
+        return [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, self._paths)]
+
+    def check_unchanged(self) -> None:
+        """Raise UserError or OSError if a file has another size or time than when it was opened: to
+        read the missing end of a shorter one would be SIGBUS."""
+        if self._stamps_now() != self._stamps:
+            changed = f"{self._paths[0]} has changed since it was opened"
+            raise UserError(f"{changed}: see that it is whole (--data.verify) and start again")
 
     def roles(self, indices) -> torch.Tensor:
         """The roles (prompts.py) of the tokens in these blocks, where they are examples: uint8
@@ -158,10 +194,16 @@ class TokenDataset:
 
         return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
 
+    def predicted(self, seed: int, step: int, global_batch: int) -> int:
+        """How many tokens of the global batch of `step` are predicted, where it is examples."""
+        indices = self.indices(seed, step, range(global_batch), global_batch)
+        return int((self._roles[indices] == 0).sum())
+
     def blocks(self, indices) -> torch.LongTensor:
         """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B, T)."""
         import torch
 
+        self.check_unchanged()
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
         assert not len(indices) or 0 <= indices.min() <= indices.max() < self.num_blocks, indices
         return torch.from_numpy(self._blocks[indices].astype(np.int64))

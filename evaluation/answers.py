@@ -52,8 +52,8 @@ class Questions:
 def open_questions(
     name: str, split: str | None, loaded: Loaded, limit: int | None = None
 ) -> Questions:
-    """The rows of a prepared data set, or the first of them. split: by default test, where there is
-    one. Raises UserError for a set without prompts."""
+    """The rows of a prepared data set, or `limit` of them, spread over the split. split: by default
+    test, where there is one. Raises UserError for a set without prompts."""
     eval_set = open_eval_set(name, split, loaded, limit, preferred_split="test", verify=False)
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)

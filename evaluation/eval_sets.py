@@ -17,12 +17,14 @@ from data.loader import TokenDataset
 from data.tokenizers import get_tokenizer
 from orders import Roles
 from runtime.errors import UserError
+from runtime.files import sha256_file
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A split of a prepared data set as rows to score: its blocks and then, where nothing may be
-    dropped, a shorter row of the tokens after the last block."""
+    """A split of a prepared data set as rows to score: its blocks, or some spread over the split,
+    and after all blocks, where nothing may be dropped, a shorter row of the tokens that are left.
+    """
 
     name: str
     folder: Path
@@ -33,10 +35,15 @@ class EvalSet:
     def tokens(self, rows: range) -> Tensor:  # (B, T)
         if rows.start == self.dataset.num_blocks:  # the last row, which goes alone
             return self.dataset.tail()
-        return self.dataset.blocks(list(rows))
+        return self.dataset.blocks(self._chosen[rows])
 
     def roles(self, rows: range) -> Roles | None:  # None for text without prompts
-        return Roles.of(self.dataset.roles(list(rows))) if self.dataset.of_records else None
+        of = self.dataset
+        return Roles.of(of.roles(self._chosen[rows])) if of.of_records else None
+
+    @cached_property
+    def _chosen(self) -> np.ndarray:  # the numbers of the blocks
+        return loader.spread(self.count, self.dataset.num_blocks)
 
     @cached_property
     def lengths(self) -> Tensor:  # (N,) tokens of every row
@@ -52,9 +59,10 @@ class EvalSet:
         """(N,) number of the document that the middle of every row is in."""
         if self.dataset.of_records:
             return torch.arange(self.count)
-        middles = torch.arange(self.count) * self.dataset.block_size + self.lengths // 2
+        rows = np.append(self._chosen, self.dataset.num_blocks)[: self.count]  # or the tail's
+        middles = rows * self.dataset.block_size + self.lengths.numpy() // 2
         ends = np.flatnonzero(self.dataset.tokens == self.dataset.meta["eot"])
-        return torch.from_numpy(np.searchsorted(ends, middles.numpy()))
+        return torch.from_numpy(np.searchsorted(ends, middles))
 
     @cached_property
     def bytes_per_token(self) -> float:
@@ -67,6 +75,8 @@ class EvalSet:
         rows = range(self.count)
         if roles := self.roles(rows):
             tokens = self.tokens(rows)[roles.predicted].numpy()
+        elif self.count < self.dataset.num_blocks:
+            tokens = self.tokens(rows).numpy()
         else:
             tokens = self.dataset.tokens[: int(self.lengths.sum())]
         return float(lengths[tokens].mean())
@@ -76,7 +86,9 @@ class EvalSet:
         meta = self.dataset.meta
         known = {k: meta[k] for k in ("tokenizer", "protocol", "packing", "notes") if k in meta}
         place = {"split": self.split, "block_size": self.dataset.block_size}
-        return known | place | meta["splits"][self.split]
+        entry = meta["splits"][self.split]
+        sha256 = entry["sha256"] or sha256_file(self.folder / entry["file"])  # nanoGPT has none
+        return known | place | entry | {"sha256": sha256}
 
 
 def open_eval_set(

@@ -7,10 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from data.loader import spread
 from data.tokenizers import Tokenizer
 from model import AOGPT
 from runtime.errors import UserError
@@ -61,21 +63,18 @@ def find_passages(blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: 
 def find_last_words(
     tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
 ) -> Passages:
-    """The first `count` documents of two words or more in a row of tokens, of which the middle is
-    the last word with the space before it (Paperno et al. 2016, LAMBADA). Of longer documents the
-    last `length` tokens; shorter ones end with zeros, after the middle."""
-    document: list[int] = []
+    """Those of `count` documents, spread over a row of tokens, that have two words or more. The
+    middle is the last word with the space before it (Paperno et al. 2016, LAMBADA). Of longer
+    documents the last `length` tokens; shorter ones end with zeros, after the middle."""
+    ends = np.flatnonzero(np.asarray(tokens) == tokenizer.eot)
+    starts = np.append(0, ends[:-1] + 1)
     rows, spans = [torch.zeros(length).long()], []  # the first row for its width alone
-    for token in map(int, tokens):
-        if token != tokenizer.eot:
-            document.append(token)
-            continue
-        last, document = document[-length:], []
+    for number in spread(count, len(ends)):
+        start, end = int(starts[number]), int(ends[number])
+        last = [int(token) for token in tokens[max(start, end - length) : end]]
         if start := _start_of_last_word(last, tokenizer):
             rows.append(torch.tensor(last))
             spans.append((start, len(last)))
-            if len(spans) == count:
-                break
     rows = pad_sequence(rows, batch_first=True)[1:]
     return Passages(rows, *torch.tensor(spans).long().view(-1, 2).T)
 

@@ -49,6 +49,7 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "gain": -change.nll if change else None,
             "gain_error": change.standard_error if change else None,
             "sequences": loss.sequences,
+            "blocks": eval_set.dataset.num_blocks,
             "tokens": int(task.scored_tokens().sum()),
             "draws": 1 if task.scorer.exact else draws,
         }
@@ -71,8 +72,10 @@ def markdown(results: list[dict]) -> list[str]:
             gain, error = r["gain"], r["gain_error"]
             cells.append("" if gain is None else f"{gain:.5f} ± {_number(error, 5)}")
         rows.append(cells)
-        size = f"{r['sequences']:,} sequences of {r['documents']:,} documents, {r['tokens']:,}"
-        texts[r["dataset"]] = f"{r['dataset']} ({r['data']['split']}): {size} tokens"
+        part = f" of {r['blocks']:,}" if r["sequences"] < r["blocks"] else ""
+        size = f"{r['sequences']:,}{part} sequences of {r['documents']:,} documents"
+        split, tokens = r["data"]["split"], f"{r['tokens']:,} tokens"
+        texts[r["dataset"]] = f"{r['dataset']} ({split}): {size}, {tokens}"
     found = {r["orders"] for r in results} | {r["bound"] for r in results}
     notes = [*texts.values(), *(text for key, text in NOTES.items() if key in found)]
     return [*markdown_table(HEAD + ["gain"] * gains, rows, left=2), "", *notes]

@@ -28,9 +28,9 @@ class ModelOptions:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. UserError, OSError and too little memory end in one line and
-    status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line and status 130. Any
-    other exception keeps its traceback."""
+    """Run a script's main and exit. UserError, OSError and too little memory or too few processes
+    end in one line and status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line
+    and status 130. Any other exception keeps its traceback."""
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
@@ -44,15 +44,19 @@ def run_script(main: Callable[[], int | None]) -> None:
         print("\ninterrupted", file=sys.stderr)
         status = 130
     except Exception as error:
-        if full := not isinstance(error, UserError | OSError):
+        advice = ""
+        if not isinstance(error, UserError | OSError):
             from runtime.devices import out_of_memory  # imports torch: a mistake need not wait
 
-            if not out_of_memory(error):
+            if out_of_memory(error):
+                advice = "out of memory; use a smaller batch or fewer samples: "
+            elif "can't start new thread" in str(error):
+                advice = "too many processes; raise their limit (ulimit -u): "
+            else:
                 raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        advice = "out of memory; use a smaller batch or fewer samples: " if full else ""
         print(f"error{rank}: {advice}{error}", file=sys.stderr)
         status = 2
     sys.exit(status)

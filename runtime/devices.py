@@ -45,6 +45,13 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def precision_note(dtype: str, device: torch.device) -> str:
+    """What to tell a user who expects bfloat16 and does not get it; else nothing."""
+    expected = dtype != "float32" and (dtype, device.type) != ("auto", "cpu")
+    missing = expected and pick_dtype(dtype, device) == torch.float32
+    return f"no bfloat16 on {device}: everything is computed in float32" if missing else ""
+
+
 def autocast(device: torch.device, dtype: torch.dtype):
     """Mixed precision for matrix work when dtype is bfloat16; nothing for float32."""
     return torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)

@@ -139,6 +139,7 @@ class StopRequest:
         self.signalled = False  # this process
         self.requested = False  # any process was asked to stop: all know, since `agree`
         self.failed = False  # any process has failed: all know, since `agree`
+        self.due = False  # any process's clock says that a checkpoint is due
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -148,13 +149,13 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signalled = True
 
-    def agree(self, failed: bool = False) -> None:
-        """Set `requested` and `failed` if any process was asked to stop or has failed. Raises
+    def agree(self, failed: bool = False, due: bool = False) -> None:
+        """Set `requested`, `failed` and `due` if they are true of any process. Raises
         ChildProcessError if torchrun was killed: another job may be started in its place."""
         if self.launcher and os.getppid() != self.launcher:
             raise ChildProcessError("torchrun, which started this process, has ended")
-        self.requested, self.failed = self.signalled, failed
+        self.requested, self.failed, self.due = flags = self.signalled, failed, due
         if self.procs.world_size > 1:
-            flags = torch.tensor([float(self.signalled), float(failed)])
-            dist.all_reduce(flags)  # between the CPUs: waits for no GPU
-            self.requested, self.failed = (flags > 0).tolist()
+            counts = torch.tensor(flags, dtype=torch.float32)
+            dist.all_reduce(counts)  # between the CPUs: waits for no GPU
+            self.requested, self.failed, self.due = (counts > 0).tolist()

@@ -24,7 +24,7 @@ NonNegative = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
 Ratio = Probability  # the same numbers, where nothing is random
-Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
+Seconds = Annotated[float, Interval(gt=0, le=1e6)]  # of a timeout
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a dropout rate
 FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))]
@@ -126,9 +126,15 @@ def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     data = read_bounded(path)
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        return tomllib.loads(data.decode("utf-8-sig"), parse_float=number)
     except (ValueError, RecursionError) as error:  # ValueError: a number of absurd length, too
         raise FileError(f"{path} is not a TOML file: {error}") from None
+
+
+def number(text: str) -> float:
+    """The number that a text is: an int where it is whole and has an exponent, as 1e3."""
+    value = float(text)
+    return int(value) if "e" in text.lower() and value.is_integer() else value
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -156,6 +162,17 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
 
 # ---- messages ------------------------------------------------------------------------------------
 
+OTHER_NAMES = {  # keys, and what other projects call them
+    "lr": "learning_rate max_lr",
+    "warmup_steps": "warmup_iters num_warmup_steps",
+    "steps": "max_iters max_steps num_steps",
+    "epochs": "num_epochs max_epochs num_train_epochs",
+    "n_layer": "n_layers num_layers num_hidden_layers",
+    "n_head": "n_heads num_heads num_attention_heads",
+    "n_embd": "hidden_size d_model dim embed_dim",
+    "block_size": "seq_len context_length max_seq_len",
+    "folder": "dataset data_dir",
+}
 KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
 KINDS |= dict.fromkeys(("tuple", "list"), "a list")
 KINDS |= dict.fromkeys(("dict", "dataclass"), "a table of keys")
@@ -218,11 +235,13 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any) -> str:
-    """What to write instead of an unknown key: a similar one, or one of that name elsewhere."""
+    """What to write instead of an unknown key: a similar one, or one of that name elsewhere, as we
+    or other projects call it."""
     keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
     names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
-    here = [prefix + name for name in dict.fromkeys(names)]
+    here, last = [prefix + name for name in dict.fromkeys(names)], key.removeprefix(prefix)
     near = difflib.get_close_matches(key, here, 1, 0.9)
-    near = near or [name for name in keys if name.split(".")[-1] == key.removeprefix(prefix)]
+    last = next((ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last)
+    near = near or [name for name in keys if name.split(".")[-1] == last]
     near = near or difflib.get_close_matches(key, [*here, *keys], 1)
     return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"

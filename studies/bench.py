@@ -25,7 +25,7 @@ from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.runs import run_alone
 from studies.step_speed import TrainOptions, bench_train
 from training.config import Config, TrainConfig
-from training.plan import find_gpu, plan_run
+from training.plan import GPUS, plan_run
 
 MFU_GOALS = {"small": 0.45, "medium": 0.50}
 HEAD = ["check", "target", "measured", "verdict"]
@@ -92,7 +92,7 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
         train = TrainConfig(batch_size=batch_size, micro_batch_size=batch_size)
         config = Config(model=SIZES[size][0], train=train)
         # What `python -m training.plan` says of the same step.
-        planned = plan_run(config, 1, find_gpu("NVIDIA H100 80GB HBM3")).memory_total
+        planned = plan_run(config, 1, GPUS["NVIDIA H100 80GB HBM3"]).memory_total
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
     for steps in (1024, 256, 64):

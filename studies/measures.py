@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data.generators import NATS_OF_TEXT
-from data.loader import TokenDataset, read_tokens
+from data.loader import TokenDataset, read_tokens, spread
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from evaluation.text_measures import mean_and_reach, unigram_entropy
 from runtime.errors import UserError
@@ -151,13 +151,13 @@ READERS: dict[str, Callable[[dict], dict]] = {
 
 @functools.cache
 def least_loss(folder: str, sequences: int, size: int) -> float | None:
-    """Nats per token that the generating distribution gives the first validation sequences in
-    blocks of `size`; None if it is unknown."""
+    """Nats per token that the generating distribution gives validation sequences in blocks
+    of `size`; None if it is unknown."""
     exact = NATS_OF_TEXT.get(Path(folder).name)
     if not exact:
         return None
     data = TokenDataset(folder, "val", size)
-    blocks = data.blocks(list(range(min(sequences, data.num_blocks))))
+    blocks = data.blocks(spread(sequences, data.num_blocks))
     text = get_tokenizer(data.meta["tokenizer"]).decode(blocks.flatten())
     return sum(map(exact, text.split(END_OF_TEXT)[:-1])) / blocks.numel()
 
@@ -172,7 +172,7 @@ def unigram(folder: str) -> float:
 
 @functools.cache
 def entropy_of_blocks(folder: str, size: int) -> float:
-    """`unigram_entropy` of a block of the validation text, mean of the first thousand blocks."""
+    """`unigram_entropy` of a block of the validation text, mean of a thousand blocks."""
     data = TokenDataset(folder, "val", size)
-    blocks = data.blocks(list(range(min(1000, data.num_blocks))))
+    blocks = data.blocks(spread(1000, data.num_blocks))
     return statistics.mean(map(unigram_entropy, blocks.tolist()))

@@ -17,6 +17,8 @@ def main():
 run_script(main)
 """
 SMALLER = "use a smaller batch or fewer samples:"
+RAISE = "raise their limit (ulimit -u)"
+NO_THREAD = """raise RuntimeError("can't start new thread")"""
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 
@@ -29,6 +31,7 @@ INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
         ("raise UserError('give --x')", 2, "", "error (rank 3): give --x"),
         ("open('/x')", 2, "", "error (rank 3): [Errno 2] No such file or directory: '/x'"),
         ("raise MemoryError", 2, "", f"error (rank 3): out of memory; {SMALLER}"),
+        (NO_THREAD, 2, "", f"error (rank 3): too many processes; {RAISE}: can't start new thread"),
         ("return 5", 5, "", ""),
     ],
 )

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import loader, packing, sources
-from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens
+from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens, spread
 from data.tokenizers import get_tokenizer
 from runtime.errors import UserError
 
@@ -154,6 +155,42 @@ def test_blocks(numbered):
     for wrong in (-1, 23):
         with pytest.raises(AssertionError):
             numbered.blocks(np.array([wrong]))
+
+
+@given(count=st.integers(1, 300), total=st.integers(1, 10**12))
+def test_chosen_blocks_are_spread_over_all_of_them(count, total):
+    """Each part of the split has its share, to within one."""
+    chosen = spread(count, total)
+    assert len(set(chosen.tolist())) == len(chosen) == min(count, total)
+    for first in (total // 10, total // 2, 9 * total // 10):
+        assert abs((chosen < first).sum() - first / total * len(chosen)) < 1
+    assert count < total or chosen.tolist() == list(range(total))
+
+
+@pytest.mark.parametrize("how", ["cut", "overwritten", "gone"])
+def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, how):
+    dataset = TokenDataset(write_dataset(tmp_path, np.arange(64)), "train", 4)
+    assert dataset.blocks([15]).tolist() == [[60, 61, 62, 63]]
+    path = tmp_path / "train.bin"
+    os.utime(path, ns=(0, 0)) if how == "overwritten" else os.truncate(path, 0)
+    if how == "gone":
+        path.unlink()
+    with pytest.raises((UserError, OSError), match="train.bin"):
+        dataset.blocks([15])
+
+
+@needs_gpt2
+def test_token_files_of_nanogpt_are_read(tmp_path):
+    ids = get_tokenizer("gpt2").encode_array("No meta.json at all. " * 40)
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    assert find_dataset(tmp_path) == tmp_path
+    dataset = TokenDataset(tmp_path, "val", 4, verify=True)
+    assert dataset.tokens.tolist() == ids.tolist() and dataset.meta["tokenizer"] == "gpt2"
+    assert "tokenizer gpt2" in dataset.meta["notes"][0]
+    (tmp_path / "meta.pkl").write_bytes(b"")  # of characters, e.g.
+    with pytest.raises(UserError, match="a vocabulary of its own"):
+        load_meta(tmp_path)
 
 
 @given(seed=st.integers(0, 2**64 - 1), global_batch=st.integers(1, 60), start=st.integers(0, 4))

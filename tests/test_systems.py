@@ -559,7 +559,7 @@ def test_training_of_an_encoder_minimises_its_objective(system):
 def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line(tmp_path):
     encoder = ModelConfig(**TINY | SYSTEMS["RADD"])
     for config in (curriculum_config(), Config(model=encoder, objective=ObjectiveConfig("k_dce"))):
-        assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
+        assert configuration.from_dict(dataclasses.asdict(config), "a checkpoint") == config
     shorter = curriculum_config(schedule=CURRICULUM[:2])
     assert list(configuration.differences(curriculum_config(), shorter)) == ["schedule"]
     path = tmp_path / "run.toml"

@@ -2,6 +2,7 @@
 run folder holds."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from helpers import (
     read_lines,
     run_script,
     tiny_config,
+    torchrun,
     wait_for,
     write_config,
 )
@@ -558,10 +560,40 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
             train.train(changed, ALONE)
     assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
     dataset = TokenDataset(data, "train", 16)
-    message = r"train\.batch_size \(8\) must be a multiple of .* \(4\) times the 3 processes"
+    message = r"train\.batch_size \(8\) must be a multiple of the 3 processes"
     with pytest.raises(UserError, match=message):
         train.check_fits(config, dataset, Processes(0, 3, torch.device("cpu")))
-    train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
+    for world in (2, 4, 8):  # micro-batches of 4 sequences, of 2 and of 1
+        train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("how", ["cut", "overwritten"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpoint(
+    data, tmp_path, monkeypatch, split, how
+):
+    data = shutil.copytree(data, tmp_path / "data")
+    config = tiny_config(data, tmp_path, train__micro_batch_size=1, checkpoint__interval=30)
+    update, path = train.update, data / f"{split}.bin"
+
+    def change_the_file(state, *arguments):
+        update(state, *arguments)
+        if state.progress.step == 9:
+            path.write_bytes(bytes(path.stat().st_size if how == "overwritten" else 0))
+
+    monkeypatch.setattr(train, "update", change_the_file)
+    with pytest.raises(UserError, match=f"{split}.bin has changed since it was opened"):
+        train.train(config, ALONE)
+    assert newest(config)["step"] == 9
+
+
+def test_checkpoints_are_saved_by_the_clock(data, tmp_path, monkeypatch):
+    changes = {"checkpoint__interval": 100, "checkpoint__minutes": 5.0, "checkpoint__keep": 99}
+    config = tiny_config(data, tmp_path, steps=9, eval__interval=0, **changes)
+    seconds = itertools.count(step=100)  # a call a step, and one after a checkpoint
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(seconds))
+    train.train(config, ALONE)
+    assert [store.step_of(path) for path in store.find(config.run_folder)] == [4, 8, 9]
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
@@ -574,6 +606,17 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
         train.train(config, ALONE)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
+
+
+def test_a_batch_is_shared_by_two_processes_without_warnings(data, tmp_path):
+    """Its micro-batches become smaller, as in the quickstart, and its losses stay the same."""
+    sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, **sizes)
+    train.train(change(config, name="alone"), ALONE)
+    done = torchrun(2, "train.py", write_config(config))
+    assert "FutureWarning" not in done.stderr
+    losses = metrics(change(config, name="alone"), "loss")
+    assert metrics(config, "loss") == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
 
-AHEAD = 4  # micro-batches that are prepared in advance
+AHEAD = 4  # micro-batches that are prepared in advance, or those of a step where it has more
 
 
 @dataclass
@@ -77,7 +77,7 @@ def micro_batches(
     """Yield this process's micro-batches on its device, from `first_step` on. Close it to end its
     thread, which prepares the next ones. Process r has the r-th part of every micro-batch of
     consecutive sequences, so what a step trains on does not depend on the number of processes."""
-    micro_size, device = config.train.micro_batch_size, procs.device
+    micro_size, device = config.micro_batch_size(procs.world_size), procs.device
     block_size, random_prob = data.block_size, config.data.random_length_prob
 
     def make(step: int, index: int) -> Batch:
@@ -94,7 +94,9 @@ def micro_batches(
     micro_steps = config.train.batch_size // (micro_size * procs.world_size)
     wanted = ((step, index) for step in steps for index in range(micro_steps))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        ahead = deque(thread.submit(make, *which) for which in itertools.islice(wanted, AHEAD))
+        # A file that changes under the run shows in the batches of the next step, not of this one.
+        first = itertools.islice(wanted, max(AHEAD, micro_steps))
+        ahead = deque(thread.submit(make, *which) for which in first)
         try:
             while ahead:
                 batch = ahead.popleft().result()

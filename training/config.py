@@ -6,6 +6,8 @@ fields are shown by `train.py --help`.
 
 import dataclasses
 import itertools
+import math
+import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +25,17 @@ from runtime.validation import (
     BelowOne,
     Count,
     NonNegative,
-    Positive,
     Probability,
     Ratio,
+    Seconds,
     Seed,
     Table,
     check_values,
+    flag,
     from_values,
+    keys_of,
+    nearest_key,
+    number,
     read_toml,
 )
 from variants import check_config
@@ -50,7 +56,9 @@ class DataConfig(Table):
 class OptimConfig(Table):
     lr: Amount = 6e-4  # peak learning rate
     min_lr_ratio: Ratio = 0.1  # the rate ends at lr * min_lr_ratio
-    schedule: Literal["cosine", "linear"] = "cosine"  # how the rate decays after its warm-up
+    # how the rate decays after its warm-up; wsd: only in the last decay_share of the steps
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    decay_share: Ratio = 0.2  # of wsd, whose rate falls linearly; 0: it never falls
     warmup_steps: NonNegative = 2000  # steps of linear warm-up
     decay_steps: NonNegative = 0  # step at which the decay ends; 0: the last of the run
     beta1: BelowOne = 0.9  # of AdamW
@@ -67,8 +75,10 @@ class OptimConfig(Table):
 @dataclass(frozen=True)
 class TrainConfig(Table):
     steps: Count = 500_000  # optimizer steps of the whole run
+    epochs: Amount = 0.0  # passes over the data, instead of steps
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
-    micro_batch_size: Count = 16  # sequences in one forward pass of one process
+    # sequences in one forward pass of one process, or fewer, to share the batch among processes
+    micro_batch_size: Count = 16
     # precision of matrix products; auto: bfloat16 on a GPU that has it, else float32 (weights are
     # float32)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -83,7 +93,7 @@ class TrainConfig(Table):
     # exchange gradients after every micro-batch, not once a step: more traffic, but under fsdp no
     # process holds the gradients of all weights
     reduce_every_micro_batch: bool = False
-    timeout: Positive = 1800.0  # seconds to wait for other processes; longer than a checkpoint
+    timeout: Seconds = 1800.0  # seconds to wait for other processes; longer than a checkpoint
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
     deterministic: bool = False  # the same bits in every run on a GPU, too, with slower operations
     log_interval: Count = 10  # steps between rows of metrics.jsonl
@@ -100,6 +110,7 @@ class EvalConfig(Table):
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
+    minutes: Amount = 0.0  # also save this long after the last checkpoint; 0: only by steps
     keep: Count = 3  # newest checkpoints kept, besides the best one
 
 
@@ -142,6 +153,24 @@ class Config(Table):
     def run_folder(self) -> Path:
         return Path(self.out) / self.name
 
+    def micro_batch_size(self, world_size: int) -> int:
+        """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the
+        largest number below it that divides the process's share of the batch. Raises UserError
+        where there are no equal shares."""
+        t = self.train
+        uneven = (
+            f"train.batch_size ({t.batch_size}) must be a multiple of the {world_size} processes"
+        )
+        refuse(t.batch_size % world_size, uneven)
+        share = t.batch_size // world_size
+        return max(n for n in range(1, min(share, t.micro_batch_size) + 1) if share % n == 0)
+
+    def with_steps(self, num_blocks: int) -> "Config":
+        """With train.epochs, of so many blocks, as train.steps."""
+        t = self.train
+        steps = max(1, math.ceil(t.epochs * num_blocks / t.batch_size)) if t.epochs else t.steps
+        return dataclasses.replace(self, train=dataclasses.replace(t, steps=steps, epochs=0.0))
+
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Orders and group size in force at a step."""
         started = [stage for stage in self.schedule if stage.step <= step]
@@ -158,12 +187,10 @@ class Config(Table):
         o, t, steps = self.optim, self.train, [stage.step for stage in self.schedule]
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
         refuse(is_path, f"name is {self.name!r}; give a plain folder name without a path")
-        whole = f"must be a multiple of train.micro_batch_size ({t.micro_batch_size})"
-        refuse(t.batch_size % t.micro_batch_size, f"train.batch_size ({t.batch_size}) {whole}")
         late = f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower it"
         refuse(o.warmup_steps > t.steps, late)
-        early = f"optim.decay_steps ({o.decay_steps}) is before the end of the warm-up; give at "
-        early += f"least optim.warmup_steps ({o.warmup_steps}), or 0 for the last step"
+        early = f"optim.decay_steps ({o.decay_steps}) is before the end of the warm-up "
+        early += f"({o.warmup_steps}); raise it, or give 0 for the last step"
         refuse(0 < o.decay_steps < o.warmup_steps, early)
         names = [f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)]  # of tensors
         twice = "optim.ema_decay and optim.more_ema_decays have a decay twice, to six digits"
@@ -204,7 +231,11 @@ def refuse(wrong: object, message: str) -> None:
 
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and OSError."""
-    return from_values(read_toml(Path(path)), Config, str(path))
+    values = read_toml(Path(path))
+    train = values.get("train")
+    both = isinstance(train, dict) and "steps" in train and train.get("epochs")
+    refuse(both, f"{path} has train.steps and train.epochs: leave one of them out")
+    return from_values(values, Config, str(path))
 
 
 def from_dict(values: dict, source: str) -> Config:
@@ -212,7 +243,8 @@ def from_dict(values: dict, source: str) -> Config:
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:
-    """`CONFIG.toml [--table.key value ...]` -> Config. A wrong option ends in tyro's message."""
+    """`CONFIG.toml [--table.key value ...]` -> Config. Raises UserError for an option that does not
+    exist; a wrong value ends in tyro's message."""
     import tyro
 
     if arguments and not arguments[0].startswith("-"):
@@ -221,13 +253,32 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         path, overrides, default = "CONFIG.toml", arguments, Config()
     else:
         raise UserError("give a config file first, e.g. python train.py configs/quickstart.toml")
+    overrides, given = check_options(overrides)
+    both = {"train.steps", "train.epochs"} <= given
+    refuse(both, "give one of --train.steps and --train.epochs, not both")
+    overrides += ["--train.epochs=0"] * ("train.steps" in given)
     # indented, as tyro joins lines that begin with a letter
     names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
     return tyro.cli(Config, default=default, args=overrides, **names)
 
 
-def to_dict(config: Config) -> dict:
-    return dataclasses.asdict(config)
+def check_options(words: list[str]) -> tuple[list[str], set[str]]:
+    """The words of a command line, with whole numbers like 1e3 written out, and the keys that they
+    set. Raises UserError for a key that does not exist."""
+    keys, given, result, whole = keys_of(Config), set(), [], False
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if option not in ("", "--help"):
+            key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
+            key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
+            near = re.sub("'.*'", lambda found: flag(found[0][1:-1]), nearest_key(key, Config))
+            refuse(key not in keys, f"unknown option {option}{near}")
+            whole = int in (keys[key], *get_args(keys[key]))
+            given.add(key)
+        if whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
+            value = f"{number(value)}"
+        result.append(option + equals + value)
+    return result, given
 
 
 def to_toml(config: Config) -> str:
@@ -239,7 +290,7 @@ def to_toml(config: Config) -> str:
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
     """{dotted key: (old value, new value)} of the values that differ."""
-    before, after = to_dict(old), to_dict(new)
+    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
     pairs = {}
     for key, value in after.items():
         inner = isinstance(value, dict)

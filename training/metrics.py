@@ -1,9 +1,11 @@
 """metrics.jsonl of a run, and what it prints while it trains.
 
 Every row has step, grad_norm, tokens (since the run began), tokens_per_second, memory_bytes (the
-peak of the main process), skipped_steps. A training row, every train.log_interval steps, also has
-loss (of the objective: SEDD's is not val_loss_random), lr, with Muon muon_lr, and mfu (null unless
-the GPU's peak is known). A validation row, every eval.interval steps:
+peak of the main process), skipped_steps. Tokens are those that are predicted: no prompts, no
+padding. A training row, of step 1 and every train.log_interval steps, also has loss (of the
+objective: SEDD's is not val_loss_random; the mean of the steps since the last row or the start of
+the process), lr, with Muon muon_lr, and mfu (null unless the GPU's peak is known). A validation
+row, every eval.interval steps:
 
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
                          fixed or own (the run's orders, in its groups)
@@ -14,6 +16,7 @@ the GPU's peak is known). A validation row, every eval.interval steps:
 import contextlib
 import json
 import math
+import os
 import resource
 import secrets
 import sys
@@ -26,7 +29,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from data.loader import batch_lengths
+from data.loader import TokenDataset, batch_lengths
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
@@ -38,6 +41,8 @@ from variants import flops_per_token
 
 ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's fixed order"}
 ORDERS["own"] = "the run's orders"
+Units = tuple[tuple[float, str], ...]  # largest first
+TIME: Units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class GPU(NamedTuple):
@@ -75,17 +80,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return gpu and gpu.flops
 
 
+def in_units(value: float, units: Units, digits: int = 3) -> str:
+    """A number at this many significant digits, in the largest unit that leaves at least 1."""
+    size, unit = next((pair for pair in units if value >= pair[0]), units[-1])
+    amount = value / size
+    decimals = max(0, digits - 1 - math.floor(math.log10(amount))) if amount else 0
+    return f"{amount:,.{decimals}f} {unit}"
+
+
 class Log:
     """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main process only."""
 
-    def __init__(self, config: Config, procs: Processes, progress, block_size: int):
-        """progress: state.Progress, read as it changes. block_size: of the data."""
+    def __init__(self, config: Config, procs: Processes, progress, data: TokenDataset):
+        """progress: state.Progress, read as it changes."""
         self.config, self.procs, self.progress = config, procs, progress
-        self.block_size, self.path = block_size, config.run_folder / "metrics.jsonl"
+        self.data, self.path = data, config.run_folder / "metrics.jsonl"
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
         self.tokens = self.count_tokens(range(progress.step))
         self.norm = self.tokens_per_second = self.wandb = None
-        self.first_step, self.started = progress.step, time.perf_counter()
+        self.losses: list[float] = []  # since the last row
+        self.first_step, self.started = progress.step + 1, 0.0  # measured from the end of that step
         self.restart_clock()
         if procs.main:
             if self.path.exists():  # the steps after the checkpoint will run again
@@ -93,7 +107,9 @@ class Log:
                 write_jsonl(self.path, rows)
             self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
-        self.bar = tqdm(**steps, disable=None if procs.main else True)  # None: on terminals only
+        # Some terminals have no rows, and show no bar.
+        has_bar = procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+        self.bar = tqdm(**steps, disable=not has_bar)
 
     def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
         """Finished steps, from 1: (step, loss, gradient norm). Counts those that are skipped."""
@@ -104,27 +120,39 @@ class Log:
             self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
             self.norm, self.tokens = norm, self.tokens + tokens
             self.clock_tokens += tokens
+            self.clock_steps += 1
+            self.losses.append(loss)
             self.bar.update()
-            if step % t.log_interval and step != t.steps and finite:
+            if step == self.first_step:  # which may compile
+                self.started = time.perf_counter()
+            if step % t.log_interval and step not in (1, t.steps) and finite:
                 continue
-            self.tokens_per_second = self.clock_tokens / (time.perf_counter() - self.clock)
-            text, mfu = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s", None
+            loss, self.losses = sum(self.losses) / len(self.losses), []
+            seconds = time.perf_counter() - self.clock
+            self.tokens_per_second, mfu = self.clock_tokens / seconds, None
+            rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
+            text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
             if self.peak_flops:
-                flops = self.tokens_per_second * flops_per_token(self.config.model, self.block_size)
+                size, computed = self.data.block_size, self.clock_tokens
+                if self.data.of_records:  # with prompts and padding
+                    computed = t.batch_size * size * self.clock_steps
+                flops = computed / seconds * flops_per_token(self.config.model, size)
                 mfu = flops / (self.peak_flops * self.procs.world_size)
                 text += f"  MFU {mfu:.1%}"
+            text += f"  gradient norm {norm:#.3g}"
+            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
             self.bar.set_postfix_str(text)
             if self.bar.disable:
-                self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")
-            rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
+                self._print(f"step {step}/{t.steps}  {text}{self.time_left(step)}")
             self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
             self.restart_clock()
 
-    def validation(self, losses: dict[str, Losses]) -> None:
-        """What `evaluate` returned."""
+    def validation(self, losses: dict[str, Losses], num_blocks: int) -> None:
+        """What `evaluate` returned, and the blocks of the split."""
         averaged, step = losses[""].items(), self.progress.step
         text = ", ".join(f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged)
-        what = "validation loss of the averaged weights, nats per token"
+        part = f"{min(self.config.eval.sequences, num_blocks):,} of {num_blocks:,} blocks"
+        what = f"validation loss of the averaged weights on {part}, nats per token"
         self._print(f"step {step}/{self.config.train.steps}  {what}: {text}")
         row = {"step": step}
         for weights, of_kinds in losses.items():
@@ -138,21 +166,21 @@ class Log:
 
     def restart_clock(self) -> None:
         """Measure the speed from here on: it is that of training alone."""
-        self.clock, self.clock_tokens = time.perf_counter(), 0
+        self.clock, self.clock_tokens, self.clock_steps = time.perf_counter(), 0, 0
 
     def count_tokens(self, steps: range) -> int:
-        c = self.config
-        lengths = batch_lengths(c.seed, steps, self.block_size, c.data.random_length_prob)
-        return c.train.batch_size * int(lengths.sum())
+        """Tokens that are predicted in these steps, from 0."""
+        c, size = self.config, self.config.train.batch_size
+        if self.data.of_records:
+            return sum(self.data.predicted(c.seed, step, size) for step in steps)
+        lengths = batch_lengths(c.seed, steps, self.data.block_size, c.data.random_length_prob)
+        return size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
-        """Of the whole run, validations included."""
-        per_step = (time.perf_counter() - self.started) / (step - self.first_step)
-        seconds = per_step * (self.config.train.steps - step)
-        for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-            if seconds >= 2 * size:
-                return f"{seconds / size:.{int(size > 60)}f} {unit}"
-        return f"{seconds:.0f} s"
+        """Of the whole run, validations included; empty where it is not known yet, or none."""
+        steps, left = step - self.first_step, self.config.train.steps - step
+        seconds = left * (time.perf_counter() - self.started) / max(1, steps)
+        return f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
 
     def close(self) -> None:
         self.bar.close()
@@ -181,8 +209,7 @@ class Log:
         except OSError as error:  # a full disk must not end the run
             self.warn(f"a row of {self.path} is lost: {error}")
         if self.wandb:
-            numbers = {key: v for key, v in row.items() if isinstance(v, int | float)}
-            self.wandb.log(numbers, step=numbers.pop("step"))
+            self.wandb.log({key: v for key, v in row.items() if isinstance(v, int | float)})
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -207,6 +234,9 @@ def start_wandb(config: Config):
     where = {"project": config.wandb.project, "mode": config.wandb.mode, "name": config.name}
     where |= {"id": run_id, "resume": "allow", "dir": str(config.run_folder)}
     try:
-        return wandb.init(**where, config=asdict(config))
+        run = wandb.init(**where, config=asdict(config))
     except wandb.errors.Error as error:
         raise UserError(f"wandb: {error}; log in, or pass --wandb.mode offline") from error
+    # W&B drops rows whose step is not above its own count, as after a kill: so step is a value.
+    run.define_metric("*", step_metric="step")
+    return run

@@ -17,14 +17,17 @@ from training.parallel import local
 
 def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
     """Linear warm-up to `peak` (optim.lr), then half a cosine or linear decay down to
-    peak * min_lr_ratio at optim.decay_steps (the end of the run)."""
+    peak * min_lr_ratio at optim.decay_steps (the end of the run); wsd: constant until the last
+    decay_share of the steps, then linear decay (Hu et al., arXiv 2404.06395)."""
     o = config.optim
     peak = o.lr if peak is None else peak
     if step < o.warmup_steps:
         return peak * (step + 1) / o.warmup_steps
     end = o.decay_steps or config.train.steps
-    done = (step - o.warmup_steps) / max(1, end - o.warmup_steps)
-    left = 1 - min(1.0, done)  # from 1 to 0
+    start = o.warmup_steps
+    if o.schedule == "wsd":
+        start = max(start, end - round(o.decay_share * end))
+    left = 1 - min(1.0, max(0.0, (step - start) / max(1, end - start)))  # from 1 to 0
     if o.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
     return peak * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)

@@ -123,7 +123,9 @@ def replicate(model: AOGPT, procs: Processes) -> nn.Module:
     """What a training step calls: the model, in DDP if processes hold replicas of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    with warnings.catch_warnings():  # newer ones have another name for broadcast_buffers
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractContextManager:

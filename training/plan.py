@@ -19,11 +19,14 @@ from model import AOGPT
 from runtime.command_line import run_script
 from runtime.validation import Count, check_values
 from training.config import Config, from_command_line, refuse
-from training.metrics import GPU, GPUS
+from training.metrics import GPU, GPUS, TIME, in_units
 from training.optimizers import muon_matrices
 from variants import build_model, flops_per_token, head_chunk, parameter_counts
 
 FLOAT = 4  # bytes of weights, gradients and optimizer state
+BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+DECIMAL = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+COUNTS = ((1e6, "M"), (1e3, "k"), (1, ""))
 RESERVED = 0.1  # share of a GPU's memory that is left for CUDA, NCCL and gaps between tensors
 
 
@@ -31,6 +34,7 @@ RESERVED = 0.1  # share of a GPU's memory that is left for CUDA, NCCL and gaps b
 class RunPlan:
     config: Config
     parameters: dict[str, int]
+    micro_batch_size: int
     memory: dict[str, int]  # bytes of the fullest GPU by part
     memory_usable: int  # of the GPU, less what is reserved
     largest_micro_batch_size: int  # that fits and divides a GPU's share of the batch, or 0
@@ -43,17 +47,12 @@ class RunPlan:
         return sum(self.memory.values())
 
 
-def find_gpu(name: str) -> GPU:
-    return GPUS[name]
-
-
 def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4) -> RunPlan:
     """utilisation: assumed share of the GPUs' bfloat16 peak. Raises UserError for a number of GPUs
     that the batch cannot be divided among."""
     t, m, model = config.train, config.model, meta_model(config)
-    needs = f"must be a multiple of train.micro_batch_size ({t.micro_batch_size})"
-    uneven = f"train.batch_size ({t.batch_size}) {needs} times {world_size} GPUs"
-    refuse(t.batch_size % (t.micro_batch_size * world_size), uneven)
+    refuse(t.epochs, "a plan knows no data: give --train.steps in place of train.epochs")
+    micro_size = config.micro_batch_size(world_size)
     share, usable = t.batch_size // world_size, int(gpu.memory_gib * 2**30 * (1 - RESERVED))
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     memory = {size: memory_of(config, model, world_size, size) for size in sizes}
@@ -64,7 +63,8 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
     return RunPlan(
         config,
         parameters=parameter_counts(model),
-        memory=memory[t.micro_batch_size],
+        micro_batch_size=micro_size,
+        memory=memory[micro_size],
         memory_usable=usable,
         largest_micro_batch_size=max(fitting, default=0),
         tokens_per_step=tokens,
@@ -131,24 +131,25 @@ def main() -> None:
     o, rest = tyro.cli(PlanOptions, return_unknown_args=True, **names)
     check_values(o)
     config = from_command_line(rest, __doc__)
-    plan = plan_run(config, o.world_size, find_gpu(o.gpu), o.mfu)
+    plan = plan_run(config, o.world_size, GPUS[o.gpu], o.mfu)
     title = f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}"
     print(title, plan_text(plan), sep="\n")
 
 
 def plan_text(plan: RunPlan) -> str:
     t, total, usable = plan.config.train, plan.memory_total, plan.memory_usable
-    verdict = f"{'fits' if total <= usable else 'does NOT fit'} in {usable / 2**30:,.2f} GiB"
-    parameters, days = sum(plan.parameters.values()), plan.seconds_per_step * t.steps / 86400
-    conditioning = f"{plan.parameters['conditioning'] / parameters:.1%} of them conditioning"
-    rows = [("parameters", f"{parameters / 1e6:,.1f} M", conditioning)]
-    rows += [(part, f"{n / 2**30:,.2f} GiB", "") for part, n in plan.memory.items()]
+    verdict = f"{'fits' if total <= usable else 'does NOT fit'} in {in_units(usable, BINARY)}"
+    here = f"here {plan.micro_batch_size}"
+    parameters, step = sum(plan.parameters.values()), plan.seconds_per_step
+    conditioning = f"{100 * plan.parameters['conditioning'] / parameters:.2g}% of them conditioning"
+    rows = [("parameters", in_units(parameters, COUNTS), conditioning)]
+    rows += [(part, in_units(n, BINARY), "") for part, n in plan.memory.items()]
     rows += [
-        ("memory of a GPU", f"{total / 2**30:,.2f} GiB", f"{verdict}, {RESERVED:.0%} left free"),
-        ("largest micro-batch", f"{plan.largest_micro_batch_size}", f"here {t.micro_batch_size}"),
-        ("time of a step", f"{plan.seconds_per_step:,.2f} s", f"{plan.tokens_per_step:,} tokens"),
-        ("time of the run", f"{days:,.1f} days", f"{t.steps:,} steps"),
-        ("a checkpoint", f"{plan.checkpoint_bytes / 1e9:,.1f} GB", ""),
+        ("memory of a GPU", in_units(total, BINARY), f"{verdict}, {RESERVED:.0%} left free"),
+        ("largest micro-batch", f"{plan.largest_micro_batch_size}", here),
+        ("time of a step", in_units(step, TIME), f"{plan.tokens_per_step:,} tokens"),
+        ("time of the run", in_units(step * t.steps, TIME), f"{t.steps:,} steps"),
+        ("a checkpoint", in_units(plan.checkpoint_bytes, DECIMAL), ""),
     ]
     return "\n".join(f"  {a:<20}{b:>12}   {note}".rstrip() for a, b, note in rows)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.loader import TokenDataset
+from data.loader import TokenDataset, spread
 from model import AOGPT
 from objectives import token_nll
 from orders import OrderConfig, Roles
@@ -70,8 +70,10 @@ def validation_loss(
     model, val_data: TokenDataset, orders: OrderConfig, config: Config, procs: Processes, group=1
 ) -> Loss:
     """Mean nats per token of eval.sequences blocks, predicted `group` at a time, under eval.draws
-    orders or masks each, the same in every validation of a run. All processes must call."""
-    count, size = min(config.eval.sequences, val_data.num_blocks), config.train.micro_batch_size
+    orders or masks each. The blocks are spread over the split, and with their orders the same in
+    every validation. All processes must call."""
+    chosen = spread(config.eval.sequences, val_data.num_blocks)
+    count, size = len(chosen), config.micro_batch_size(procs.world_size)
     dtype = pick_dtype(config.train.dtype, procs.device)
     draws = 1 if orders.is_fixed else config.eval.draws
     totals = torch.zeros(draws, dtype=torch.float64)  # losses of sequences, by draw
@@ -84,9 +86,9 @@ def validation_loss(
         # it on sequence 0, which does not count.
         counts = bool(batch_rows)
         batch_rows = batch_rows or range(1)
-        tokens = val_data.blocks(list(batch_rows)).to(procs.device)
+        tokens = val_data.blocks(chosen[batch_rows]).to(procs.device)
         if val_data.of_records:
-            roles = Roles.of(val_data.roles(list(batch_rows)))
+            roles = Roles.of(val_data.roles(chosen[batch_rows]))
             scored += roles.predicted.sum() * counts
         for draw in range(draws):
             rows = config.seed, draw, batch_rows, count
