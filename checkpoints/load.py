@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import torch
 from safetensors.torch import load_file
@@ -27,7 +27,8 @@ from runtime.validation import Count, NonNegative, from_values, read_json, schem
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
-EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system")  # of `Loaded`
+TOKENIZER = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
+EXPORTED = ("step", "weights", *TOKENIZER, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
     "released weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with "
@@ -47,6 +48,7 @@ class Loaded:
     tokenizer: str
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     scored_from: int = 0  # the first left-to-right step that is scored: GPT-2 has no start token
+    tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
     system: str | None = None  # the layout of released weights; None for a model trained here
 
     def describe(self) -> str:
@@ -58,14 +60,16 @@ def load(
     weights: Literal["ema", "raw"] = "ema",
     device="cpu",
     block_size: int | None = None,
+    checkpoint: str = "last",
 ) -> Loaded:
     """Load a model in eval mode.
 
     Args:
-        path: a run folder (its newest checkpoint); a checkpoint, or a run's file `best`; a file of
-            weights, or a folder with one and config.json; or a Hugging Face repo id "org/name".
+        path: a run folder; a checkpoint, or a run's file `best`; a file of weights, or a folder
+            with one and config.json; or a Hugging Face repo id "org/name".
         weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
         block_size: another sequence length than the model was trained with.
+        checkpoint: of a run folder: "last", "best" or the number of a step.
 
     Raises CheckpointError.
     """
@@ -73,15 +77,17 @@ def load(
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
     read = partial(_from_checkpoint, weights=weights)
+    if path.name == "best" and path.is_file() and checkpoint == "last":
+        path, checkpoint = path.parent, "best"
     file = path
     try:
-        if path.name == "best" and path.is_file():
-            file = store.best_of(path.parent)
-            model, origin = read(file)
-        elif (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
+        single = (path / store.STATE).is_file() or store.step_of(path) is not None
+        if single and path.is_dir() and checkpoint == "last":
             model, origin = read(path)
-        elif path.is_dir() and (newest := store.read_newest(path, read)):
-            file, (model, origin) = newest
+        elif path.is_dir() and (found := store.read_newest(path, read, which=checkpoint)):
+            file, (model, origin) = found
+        elif checkpoint != "last":
+            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is no run folder")
         else:
             file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)
@@ -92,6 +98,16 @@ def load(
     if block_size is not None:
         set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
+
+
+def other_tokenizer(theirs: dict, ours: dict) -> str | None:
+    """How two descriptions of data (meta.json, a checkpoint's, an export's) differ in their
+    tokenizers, of those keys that both have: "KEY is VALUE there, but VALUE here"; else None."""
+    for key in TOKENIZER:
+        before, now = theirs.get(key), ours.get(key)
+        if None not in (before, now) and before != now:
+            return f"its {key} is {before!r}, that of the data here is {now!r}"
+    return None
 
 
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
@@ -146,7 +162,7 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
     model = make_model(config, store.read_all(path, values, prefix))
-    origin = {key: values["data"][key] for key in ("tokenizer", "vocab_size")}
+    origin = {key: values["data"].get(key) for key in TOKENIZER}
     return model, origin | {"step": values["step"], "weights": weights}
 
 
@@ -167,7 +183,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return make_model(settings["model"], contents), {name: settings[name] for name in EXPORTED}
+    return make_model(settings["model"], contents), {name: settings.get(name) for name in EXPORTED}
 
 
 def read_file(path: Path) -> dict:
@@ -211,6 +227,7 @@ class Export(TypedDict):
     weights: Literal["ema", "raw"]
     tokenizer: str
     vocab_size: Count
+    tokenizer_sha256: NotRequired[str | None]
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file

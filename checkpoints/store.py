@@ -13,6 +13,7 @@ which is atomic: a kill at any moment leaves a whole checkpoint or none. No form
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -21,7 +22,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NotRequired
@@ -40,6 +41,7 @@ from runtime.validation import Count, NonNegative, from_values, read_json, schem
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
 ADVICE = "use another checkpoint of the run"
+TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
@@ -65,6 +67,8 @@ class State(TypedDict):
     best: Best | None
     skipped: NonNegative
     skipped_in_a_row: NonNegative
+    sequences: NotRequired[NonNegative]  # trained on so far
+    tokens: NotRequired[NonNegative]
     tensors: dict[str, list[Any]]  # [dtype without "torch.", *shape] by name
     parts: dict[str, str]  # sha256 by file
 
@@ -103,6 +107,19 @@ def best_of(run_folder: Path) -> Path | None:
     if "/" in name or step_of(Path(name)) is None:
         raise CheckpointError(f"{pointer} does not hold the name of a checkpoint (step_N)")
     return Path(run_folder) / "checkpoints" / name
+
+
+def candidates(run_folder: Path, which: str) -> list[Path]:
+    """The checkpoints that "last", "best" or the number of a step means; of "last" the newest comes
+    last, and those before it are to be used where it is damaged."""
+    found = find(run_folder)
+    if which == "last":
+        return found
+    steps = {str(step_of(path)): path for path in found}
+    if path := best_of(run_folder) if which == "best" else steps.get(which):
+        return [path]
+    there = ", ".join(["last", *["best"][: (Path(run_folder) / "best").is_file()], *steps])
+    raise CheckpointError(f"{run_folder} has no checkpoint {which!r}; it has {there}")
 
 
 def parts(folder: Path) -> list[Path]:
@@ -171,16 +188,27 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
 
     Called again when a run resumes, as a kill may have prevented it; the second call does nothing.
     """
-    if values["best"] is not None:  # first, so that it never names a checkpoint that was dropped
-        best = path_of(run_folder, values["best"]["step"])
-        if best.is_dir() and best_of(run_folder) != best:
+    best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
+    with only_warned(f"write {run_folder}/best"):
+        # first, so that it never names a checkpoint that was dropped
+        if best and best.is_dir() and best_of(run_folder) != best:
             write_text(Path(run_folder) / "best", best.name + "\n")
     for old in find(run_folder, up_to=values["step"])[:-keep]:
-        if old != best_of(run_folder):
+        if old not in (best, best_of(run_folder)):
             # Renamed first: a folder that is half removed must not look like a checkpoint.
             shutil.rmtree(temporary_of(old), ignore_errors=True)
-            os.rename(old, temporary_of(old))
+            with only_warned(f"remove the old checkpoint {old}"):
+                os.rename(old, temporary_of(old))
             shutil.rmtree(temporary_of(old), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_warned(what: str) -> Iterator[None]:
+    """An OSError in the block is told, no more: the newest checkpoint is whole all the same."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: could not {what}: {reason_of(error)}", file=sys.stderr)
 
 
 def remove_partial(run_folder: Path) -> None:
@@ -236,36 +264,49 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
 
 
 def read_newest(
-    run_folder: Path, read: Callable[[Path], Any] = read_values, procs: Processes | None = None
+    run_folder: Path,
+    read: Callable[[Path], Any] = read_values,
+    procs: Processes | None = None,
+    which: str = "last",
 ) -> tuple[Path, Any] | None:
     """The newest checkpoint that can be read, and read(path); None if the run has none.
 
-    A damaged checkpoint is passed over with a warning. procs: the processes of a run; all must call
-    and get the same checkpoint.
+    A damaged checkpoint is passed over with a warning. procs: the processes of the job that owns
+    the run; all must call and get the same checkpoint. Without, a job may be replacing checkpoints:
+    one that is gone is looked for again. which: see `candidates`; "best" or a step has no other.
 
     Raises CheckpointError if all checkpoints are damaged, UserError if the processes see different
     files."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
-    paths = find(run_folder)
-    if any(others != paths for others in gather(paths)):
-        raise UserError(
-            f"the processes see different checkpoints in {run_folder}; put --out on a shared disk"
-        )
-    for path in reversed(paths):
-        found, problem = None, None
-        try:
-            found = read(path)
-        except CheckpointError as error:
-            problem = str(error)
-        problems = [text for text in gather(problem) if text]  # of any process
-        if not problems:
-            return path, found
-        if main:
-            print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
+    for attempt in range(1 if procs else TRIES):
+        paths = candidates(run_folder, which)
+        if any(others != paths for others in gather(paths)):
+            raise UserError(
+                f"the processes see different checkpoints in {run_folder}; put --out on a shared "
+                "disk"
+            )
+        for path in reversed(paths):
+            found, problem = None, None
+            try:
+                found = read(path)
+            except CheckpointError as error:
+                problem = str(error)
+            problems = [text for text in gather(problem) if text]  # of any process
+            if not problems:
+                return path, found
+            if not procs and attempt < TRIES - 1 and not path.is_dir():
+                break
+            if main and which == "last":
+                print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
+        else:  # an empty list can be one that was made while the only checkpoint was replaced
+            if paths or not (Path(run_folder) / "checkpoints").is_dir():
+                break
+    if paths and which != "last":
+        raise CheckpointError(problems[0])
     if paths:
+        advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
         raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {run_folder} can be read; move the folder "
-            "away to start anew"
+            f"none of the {len(paths)} checkpoints in {run_folder} can be read{advice}"
         )
     return None
 
@@ -296,7 +337,10 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, whole, by the rest of their names."""
     import torch.distributed.checkpoint as dcp
 
-    found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    try:
+        found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in found.items()

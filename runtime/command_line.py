@@ -19,6 +19,8 @@ class ModelOptions:
     """Seed of everything random."""
     weights: Literal["ema", "raw"] = "ema"
     """The averaged weights, where there are any, or the last ones."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best (the lowest validation loss) or a step's number."""
     block_size: Count | None = None
     """Another length than in training; only for models without position tables."""
     device: str = "auto"
