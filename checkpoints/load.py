@@ -100,14 +100,11 @@ def load(
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 
-def other_tokenizer(theirs: dict, ours: dict) -> str | None:
-    """How two descriptions of data (meta.json, a checkpoint's, an export's) differ in their
-    tokenizers, of those keys that both have: "KEY is VALUE there, but VALUE here"; else None."""
-    for key in TOKENIZER:
-        before, now = theirs.get(key), ours.get(key)
-        if None not in (before, now) and before != now:
-            return f"its {key} is {before!r}, that of the data here is {now!r}"
-    return None
+def other_tokenizer(theirs: dict, ours: dict) -> dict[str, tuple]:
+    """{key: (theirs, ours)} of what differs in the tokenizers of two descriptions of data, such as
+    meta.json or fields of `Loaded`, where both say it."""
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in TOKENIZER}
+    return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 
 
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:

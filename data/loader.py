@@ -173,17 +173,21 @@ class TokenDataset:
         rest = self.tokens[self.num_blocks * self.block_size :]
         return torch.from_numpy(rest.astype(np.int64))[None]
 
-    def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
+    def batch(
+        self, seed: int, step: int, rows: range, global_batch: int, shift: int = 0
+    ) -> torch.LongTensor:
         """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step`
         -> LongTensor (B, T)."""
-        return self.blocks(self.indices(seed, step, rows, global_batch))
+        return self.blocks(self.indices(seed, step, rows, global_batch, shift))
 
-    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
-        """The numbers of the blocks that `batch` reads, int64 (B,): sequence g = step *
+    def indices(
+        self, seed: int, step: int, rows: range, global_batch: int, shift: int = 0
+    ) -> np.ndarray:
+        """The numbers of the blocks that `batch` reads, int64 (B,): sequence g = shift + step *
         global_batch + row of the run is block shuffle_e[g % num_blocks] of epoch
-        e = g // num_blocks."""
+        e = g // num_blocks. shift: of a run that had batches of another size."""
         assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
-        sequence = step * global_batch + np.asarray(rows, dtype=np.int64)
+        sequence = shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)
         indices = np.empty_like(places)
         # Two epochs where the batch straddles them, more if it is larger than the dataset.

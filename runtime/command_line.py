@@ -55,6 +55,8 @@ def run_script(main: Callable[[], int | None]) -> None:
             traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         advice = "out of memory; use a smaller batch or fewer samples: " if full else ""
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            advice = "the output cannot be written: "  # of a full disk, which names no file
         print(f"error{rank}: {advice}{error}", file=sys.stderr)
         status = 2
     sys.exit(status)

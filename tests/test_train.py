@@ -50,6 +50,7 @@ from training import config as configuration
 from training.batches import micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
+from training.state import named_tensors
 from variants import build_model
 
 
@@ -428,32 +429,64 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
+    seen, update = {}, train.update
+
+    def note(state, *arguments):
+        update(state, *arguments)
+        tensors = named_tensors(state) | {"updates": state.averages[0].updates}
+        seen[state.progress.step] = {name: t.clone() for name, t in tensors.items()}
+
+    monkeypatch.setattr(train, "update", note)
     train.train(config, ALONE)
-    states = [None, *map(read_checkpoint, store.find(config.run_folder))]
     for good, bad in ((3, 5), (6, 8)):
-        for key in ("tensors", "ema"):
-            assert_same(states[good][key], states[bad][key])
-    before, after = (states[step]["tensors"]["model.start"] for step in (5, 6))
-    assert not torch.equal(before, after), "training must go on"
+        assert_same(seen[good], seen[bad])
+    assert not torch.equal(seen[5]["model.start"], seen[6]["model.start"]), "training must go on"
+    saved = {store.step_of(p): read_checkpoint(p) for p in store.find(config.run_folder)}
+    assert list(saved) == [1, 2, 3, 6, 9], "no checkpoint has a skipped step pending"
+    assert not any(checkpoint["skipped_in_a_row"] for checkpoint in saved.values())
     assert list(metrics(config, "skipped_steps").values()) == [0, 0, 0, 1, 2, 2, 3, 4, 4]
     assert [step for step, value in metrics(config, empty).items() if value is None] == [4, 5, 7, 8]
     train.train(change(config, train__steps=20, train__log_interval=10), ALONE)
     assert metrics(config, "skipped_steps")[20] == 4, "the count must survive a resume"
 
 
-def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_last_good_checkpoint(
-    data, tmp_path, script
+@pytest.mark.parametrize("interval, keep, good", [(1, 1, 5), (1, 9, 4), (2, 1, 4), (6, 1, None)])
+def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
+    data, tmp_path, monkeypatch, script, interval, keep, good
 ):
-    config = tiny_config(data, tmp_path, steps=30, optim__lr=1e30, optim__warmup_steps=0)
-    config = change(config, checkpoint__interval=1, train__max_skipped_steps=4)
-    status, _, err = script(train, write_config(config))
-    assert status == 2 and "gradient of 4 steps in a row is not finite" in err
-    assert "--optim.lr" in err
-    good = re.search(r"the last good checkpoint is (\S+)\. Lower", err)[1]
-    weights = read_checkpoint(Path(good))["tensors"]
-    assert all(bool(p.isfinite().all()) for p in weights.values())
-    skipped = metrics(config, "skipped_steps")
-    assert list(skipped.values())[-5:] == [0, 1, 2, 3, 4] and max(skipped) < 30
+    """The update of step 5 ruins the weights: its loss was finite, and none after it is."""
+    config = tiny_config(data, tmp_path, steps=12, eval__interval=0, train__max_skipped_steps=4)
+    path = write_config(change(config, checkpoint__interval=interval, checkpoint__keep=keep))
+
+    def ruin(state, *arguments):
+        update(state, *arguments)
+        if state.progress.step == 5:
+            state.model.start.data.fill_(3e38)
+
+    update = train.update
+    monkeypatch.setattr(train, "update", ruin)
+    status, _, err = script(train, path)
+    monkeypatch.setattr(train, "update", update)
+    assert status == 2 and "gradient of 4 steps in a row is not finite at step 9" in err
+    named = re.search(r"the last good checkpoint is (\S+)\. Lower --optim.lr", err)
+    assert (named and store.step_of(Path(named[1]))) == good
+    assert not named or read_checkpoint(Path(named[1]))["skipped_in_a_row"] == 0
+    if remove := re.search(r"remove (step_\d+) \(", err):
+        shutil.rmtree(config.run_folder / "checkpoints" / remove[1])
+    if away := re.search(r"move (\S+) away", err):
+        shutil.move(away[1], tmp_path / "away")
+    assert script(train, path, "--optim.lr", "1e-3")[0] == 0
+    assert metrics(config, "skipped_steps")[12] == 0
+
+
+def test_under_other_settings_the_count_of_skipped_steps_starts_anew(data, tmp_path, monkeypatch):
+    """The last step of a run is saved whatever it was."""
+    config = tiny_config(data, tmp_path, steps=5, eval__interval=0, train__max_skipped_steps=4)
+    spoil(monkeypatch, {4, 5, 6, 7}, "loss")
+    train.train(config, ALONE)
+    assert newest(config)["skipped_in_a_row"] == 2
+    train.train(change(config, train__steps=8), ALONE)
+    assert metrics(config, "skipped_steps")[8] == 4
 
 
 def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(

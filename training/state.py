@@ -16,19 +16,46 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from checkpoints import CheckpointError, load_model, store
+from checkpoints import CheckpointError, load, store
+from checkpoints.load import other_tokenizer
 from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
 from training import config as configuration
 from training import parallel
 from training.config import Config
-from training.optimizers import EMA, MuonAdamW, allocate_state, make_optimizer, named_state
-from variants import build_model
+from training.metrics import read_metrics
+from training.optimizers import (
+    EMA,
+    MuonAdamW,
+    allocate_state,
+    learning_rate,
+    make_optimizer,
+    named_state,
+)
+from training.validation import best_by, validation_orders
+from variants import build_model, length_is_fixed
 
-# What a model shares with the one that its weights come from.
-SHARED = ("attention", "n_head", "position", "norm", "norm_bias", "qk_norm", "gelu", "tied_head")
-SHARED += ("start", "value_residual")
+# What another value of a key does to a run that resumes, by key or table (see docs/training.md).
+# These are refused, as what they are part of cannot change:
+REFUSED = {"model": "architecture", "optim.kind": "optimizer", "data.tokenizer": "tokenizer"}
+REFUSED |= {"data.vocab_size": "tokenizer", "data.tokenizer_sha256": "tokenizer"}
+REFUSED |= {"optim.more_ema_decays": "list of averages"}
+# These are told with their consequence; all others are free, and change at most the rounding.
+NOW, OTHER_LOSS = "from this step on", "losses before and after this step do not compare"
+SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
+TOLD = {"seed": SHUFFLED, "data.train": SHUFFLED, "data.val": OTHER_LOSS, "schedule": OTHER_LOSS}
+TOLD |= {"order": OTHER_LOSS, "objective": OTHER_LOSS, "eval.sequences": OTHER_LOSS}
+TOLD |= {"eval.draws": OTHER_LOSS, "optim": NOW, "model.dropout": NOW, "train.dtype": NOW}
+TOLD |= {"data.random_length_prob": NOW}
+TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
+TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
+
+# Keys of a model that may differ from those of the source of its weights; of GAINED: only so that
+# the model has what the source lacks.
+FREE = ("dropout", "position_init", "block_size")
+GAINED = {"target": "none", "noise": False, "attn_bias": False, "mlp_bias": False}
+GAINED["head_bias"] = False
 
 
 @dataclass
@@ -36,6 +63,8 @@ class Progress:
     """Where a run is. Its fields are keys of checkpoints.store.State."""
 
     step: int = 0
+    sequences: int = 0  # trained on so far, which batches go on after
+    tokens: int = 0
     best: dict | None = None  # {"step", "loss"} of the best checkpoint that exists
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -67,19 +96,17 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     if found:
         check_same_run(config, data_meta, *found, procs.print0)
     else:
-        names = ("config.toml", "metrics.jsonl", "best")
-        held, own = [name for name in names if (folder / name).exists()], False
-        with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
-            text = configuration.to_toml(configuration.load_toml(folder / "config.toml"))
-            own = text == (folder / "config.toml").read_text()
-        if held and not own:
-            raise UserError(
-                f"{folder} holds {held[0]}, but no checkpoint, and this version of train.py has "
-                "not written it: choose another --name, or remove the file"
-            )
+        if problem := procs.gather(history_in(folder) if procs.main else None)[0]:
+            raise UserError(problem)
         if config.train.init_from:
-            initial = build_model(config.model)
-            warm_start(initial, load_model(config.train.init_from))
+            initial, source = build_model(config.model), load(config.train.init_from)
+            for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
+                raise UserError(
+                    f"cannot start from {source.path}: its {key} is {theirs!r}, that of "
+                    f"{config.data.folder} is {ours!r}; prepare the data with its tokenizer, or "
+                    "leave out --train.init-from"
+                )
+            warm_start(initial, source.model)
             weights = dict(initial.named_parameters())
             procs.print0(f"started from the weights of {config.train.init_from}")
     # empty: drawing the weights of a large model, to be replaced, would take minutes
@@ -97,26 +124,74 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     return state
 
 
+def history_in(folder: Path) -> str | None:
+    """Why a folder without a checkpoint can be no new run's: it holds files of another's, or the
+    history of a run. One that was killed before or in its first checkpoint may start again."""
+    names, own = ("config.toml", "metrics.jsonl", "best"), False
+    held = [name for name in names if (folder / name).exists()]
+    with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
+        old = configuration.load_toml(folder / "config.toml")
+        own = configuration.to_toml(old) == (folder / "config.toml").read_text()
+    if held and not own:
+        return (
+            f"{folder} holds {held[0]}, but no checkpoint, and this version of train.py has not "
+            "written it: choose another --name, or remove the file"
+        )
+    place, steps, first = folder / "checkpoints", 0, 0
+    if own:
+        steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
+        first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
+    unfinished = store.temporary_of(store.path_of(folder, first))
+    unmounted = place.is_symlink() and not place.is_dir()
+    if unmounted or "best" in held or steps > first and not unfinished.exists():
+        return (
+            f"{folder} holds the history of a run of {steps} steps, but there is no checkpoint in "
+            f"{place}: mount its disk or bring it back, or move {folder} away to start anew"
+        )
+    return None
+
+
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:
-    """Print what has changed since a checkpoint. Raises UserError for what cannot change."""
-    old = configuration.from_dict(values["config"], str(path))
-    changes = configuration.differences(old, config)
-    changes["data.tokenizer"] = values["data"]["tokenizer"], meta["tokenizer"]
+    """Print what has changed since a checkpoint, and what follows; forget in its values what no
+    longer holds. Raises UserError for what cannot change."""
+    old, step = configuration.from_dict(values["config"], str(path)), values["step"]
+    values.setdefault("sequences", step * old.train.batch_size)  # of older versions
+    values.setdefault("tokens", 0)
+    changes, metas = configuration.differences(old, config), (values["data"], meta)
+    changes |= {f"data.{key}": pair for key, pair in other_tokenizer(*metas).items()}
     for split in ("train", "val"):
-        files = [data.get("splits", {}).get(split, {}) for data in (values["data"], meta)]
-        key = f"the split {split} in {config.data.folder}"
-        changes[key] = tuple(file.get("sha256") for file in files)
-    fixed = {"optim.kind": "optimizer", "optim.more_ema_decays": "list of averages"}
-    fixed["data.tokenizer"] = "tokenizer"
+        before, after = (data.get("splits", {}).get(split, {}).get("sha256") for data in metas)
+        changes |= {f"data.{split}": (before, after)} if before != after else {}
     for key, (before, after) in changes.items():
-        if before != after and (key.startswith("model.") or key in fixed):
+        if key not in TOLD and (what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))):
             raise UserError(
                 f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}:"
-                f" the {fixed.get(key, 'architecture')} of a run cannot change; set it back, or "
-                "start another run with --name"
+                f" the {what} of a run cannot change; set it back, or start another run with --name"
             )
-        if before != after:
-            print0(f"changed since {path}: {key} = {after!r} (was {before!r})")
+    for key, (before, after) in changes.items():
+        effect = TOLD.get(key, TOLD.get(key.partition(".")[0], "")).format(**values)
+        if key in ("data.train", "data.val"):
+            key = f"the split {key[5:]} in {config.data.folder}"
+        note = effect and f"; {effect}"
+        print0(f"changed since {path}: {key} = {after!r} (was {before!r}){note}")
+    if learning_rate(step, old) != learning_rate(step, config):
+        rates = learning_rate(max(0, step - 1), old), learning_rate(step, config)
+        print0("the learning rate goes from {:.3g} to {:.3g}".format(*rates), f"at step {step + 1}")
+    best = values["best"]
+    if best and measure(old, values["data"]) != measure(config, meta):
+        chosen = f"step {best['step']}, loss {best['loss']:.4f}"
+        print0(f"best ({chosen}) was chosen by another measure: it will be chosen anew")
+        values["best"] = None
+    if changes:  # skipped steps may have had their cause in what has changed
+        values["skipped_in_a_row"] = 0
+
+
+def measure(config: Config, meta: dict) -> tuple:
+    """What `best` depends on besides the weights."""
+    orders, name = validation_orders(config)
+    drawn = () if orders[name][0].is_fixed else (config.seed, config.eval.draws)
+    split = meta.get("splits", {}).get("val", {}).get("sha256")
+    return name, orders[name], drawn, config.eval.sequences, split
 
 
 @torch.no_grad()
@@ -126,22 +201,26 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
     A new adaLN starts as the identity (shift 0, scale 0, gate 1) and other new tables of target
     positions at 0, so the model first computes what the source does. Exceptions: two streams, whose
     queries are new, and a plain GPT with rotary positions, in which all distances grow by one.
-    Raises CheckpointError if a weight of the source has no place in the model."""
-    for name in SHARED:
-        theirs, ours = getattr(source.config, name), getattr(model.config, name)
-        if theirs != ours:
+    Of longer tables of positions the first rows are taken. Raises CheckpointError if the weights
+    would mean something else in the model."""
+    theirs, ours = source.config, model.config
+    free = {*FREE, *(() if theirs.has_adaln else ("cond_dim",))}
+    free |= set() if theirs.target == "two_stream" else {"group_attention"}
+    for name in (field.name for field in fields(theirs) if field.name not in free):
+        before, now = getattr(theirs, name), getattr(ours, name)
+        if before != now and (name not in GAINED or before != GAINED[name]):
             raise CheckpointError(
-                f"cannot start from these weights: set model.{name} = {theirs!r} (it is {ours!r})"
+                f"cannot start from these weights: set model.{name} = {before!r} (it is {now!r})"
             )
+    if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
+        raise CheckpointError(
+            f"cannot start from these weights: their tables have {theirs.block_size} positions; "
+            f"set model.block_size to at most that (it is {ours.block_size})"
+        )
     weights, own = dict(source.named_parameters()), dict(model.named_parameters())
     for name, weight in weights.items():
-        found = tuple(own[name].shape) if name in own else "no such weight"
-        if found != tuple(weight.shape):
-            raise CheckpointError(
-                f"cannot start from these weights: {name} is {tuple(weight.shape)} in the "
-                f"source, {found} in the model; give it the source's shape: {source.config}"
-            )
-        own[name].copy_(weight)
+        table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
+        own[name].copy_(weight[: len(own[name])] if table else weight)
     for name in own.keys() - weights.keys():
         if "adaln" in name or (name.endswith("wtpe.weight") and model.config.target != "adaln"):
             own[name].zero_()
@@ -273,12 +352,41 @@ class Saver:
 
 def last_good(config: Config, step: int) -> str:
     paths = store.find(config.run_folder, up_to=step)
-    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no earlier checkpoint"
+    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no good checkpoint"
 
 
-def not_finite_message(config: Config, step: int, what: str) -> str:
-    """Why a run ends whose numbers are no longer finite."""
+def not_finite_message(config: Config, step: int, what: str, skipped: int = 0) -> str:
+    """Why a run ends whose numbers are no longer finite. skipped: its last steps that were not: a
+    checkpoint of the step before them may be what is wrong."""
+    found, folder = store.find(config.run_folder), config.run_folder
+    bad = [path for path in found if store.step_of(path) >= step - skipped]
+    good, before, after = step, "", ""
+    if 0 < len(bad) < len(found):
+        good, before = (
+            store.step_of(bad[0]),
+            f", remove {bad[-1].name} (no loss after it is finite)",
+        )
+    elif bad:
+        after = f"; if no loss is finite then, move {folder} away"
+    elif not found:
+        before = f", move {folder} away"
     return (
-        f"{what} is not finite at step {step}; {last_good(config, step)}. Lower --optim.lr, or set "
-        "--optim.grad-clip, and start again"
+        f"{what} is not finite at step {step}; {last_good(config, good - 1)}. Lower --optim.lr, or "
+        f"set --optim.grad-clip{before}, and start again{after}"
+    )
+
+
+def newest_and_best(config: Config, progress: Progress) -> str:
+    """The validation losses of the newest and the best checkpoint, for the end of a run."""
+    best, key = progress.best, f"val_loss_{best_by(config)}"
+    if best is None:
+        return "no checkpoint was validated (see --eval.interval)"
+    rows = read_metrics(config.run_folder / "metrics.jsonl")
+    losses = [row[key] for row in rows if row["step"] == progress.step and row.get(key) is not None]
+    newest = f"validation loss {losses[-1]:.4f}" if losses else "not validated"
+    if best["step"] == progress.step:
+        return f"the newest checkpoint, step {progress.step} ({newest}), is the best"
+    return (
+        f"newest checkpoint: step {progress.step} ({newest}), which scripts take; best: step "
+        f"{best['step']} (validation loss {best['loss']:.4f}), with --checkpoint best"
     )
