@@ -81,13 +81,12 @@ def load(
         path, checkpoint = path.parent, "best"
     file = path
     try:
-        single = (path / store.STATE).is_file() or store.step_of(path) is not None
-        if single and path.is_dir() and checkpoint == "last":
+        if checkpoint != "last" and not (path / "checkpoints").is_dir():
+            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is no run folder")
+        if (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
             model, origin = read(path)
         elif path.is_dir() and (found := store.read_newest(path, read, which=checkpoint)):
             file, (model, origin) = found
-        elif checkpoint != "last":
-            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is no run folder")
         else:
             file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)

@@ -339,7 +339,7 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
 
     try:
         found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: of torch, for a file that is gone
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

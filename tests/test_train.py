@@ -39,6 +39,7 @@ from helpers import (
     write_config,
 )
 
+import sample
 import train
 from checkpoints import CheckpointError, store
 from data.loader import TokenDataset, batch_lengths
@@ -51,6 +52,7 @@ from training.batches import micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
 from training.state import named_tensors
+from training.validation import Loss
 from variants import build_model
 
 
@@ -607,6 +609,92 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
         train.train(config, ALONE)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
+
+
+def unmount(folder):
+    """As a `checkpoints` that is a link to a disk which is not mounted."""
+    shutil.move(folder / "checkpoints", folder.parent / "disk")
+    (folder / "checkpoints").symlink_to(folder.parent / "nowhere")
+
+
+def empty_mount_point(folder):
+    unmount(folder)
+    (folder.parent / "nowhere").mkdir()
+    (folder / "best").unlink()
+
+
+def removed(folder):
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "best").unlink()
+
+
+@pytest.mark.parametrize("lose", [unmount, empty_mount_point, removed])
+def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference, tmp_path, lose):
+    config = copy_of(reference, tmp_path)
+    lose(config.run_folder)
+    before = files(config.run_folder)
+    message = "history of a run of 40 steps, but there is no checkpoint in .*: mount its disk"
+    with pytest.raises(UserError, match=message):
+        train.train(config, ALONE)
+    assert files(config.run_folder) == before
+    shutil.move(config.run_folder, tmp_path / "away")
+    assert train.train(config, ALONE) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, tmp_path, steps):
+    config = tiny_config(data, tmp_path, steps=6)  # saves at steps 4, 5 and 6
+    train.train(config, ALONE)
+    before, rows = metrics(config), read_lines(config.run_folder / "metrics.jsonl")
+    shutil.rmtree(config.run_folder / "checkpoints")
+    (config.run_folder / "best").unlink()
+    store.temporary_of(store.path_of(config.run_folder, 4)).mkdir(parents=True)
+    rows = [json.dumps(row) for row in rows if row["step"] <= steps]
+    (config.run_folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "lo']))
+    assert train.train(config, ALONE) == 0 and metrics(config) == before
+
+
+def test_every_damage_of_the_metrics_is_kept_in_a_file_of_its_own(reference, tmp_path, capsys):
+    config = copy_of(reference, tmp_path)
+    path, texts = config.run_folder / "metrics.jsonl", []
+    for number in (1, 2):
+        lines = path.read_text().splitlines()
+        lines[number] = f"\x00 damage {number}"
+        texts.append("\n".join(lines) + "\n")
+        path.write_text(texts[-1])
+        train.train(change(config, train__steps=40 + number), ALONE)
+        assert f"all is kept in {path}.damaged{number}" in capsys.readouterr().err
+    for number, text in enumerate(texts, 1):
+        assert path.with_name(f"metrics.jsonl.damaged{number}").read_text() == text
+
+
+def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_losses(
+    data, tmp_path, script, monkeypatch
+):
+    config = tiny_config(data, tmp_path, steps=10)
+    losses = {5: 2.0, 10: 3.25, 15: 1.0}
+
+    def evaluate(*arguments):
+        step = store.step_of(max(store.find(config.run_folder))) + 1  # saved at 4 and 8
+        return {"": {"random": Loss(losses[5 * math.ceil(step / 5)], None)}}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    for _ in range(2):  # also of a run that was finished already
+        status, out, _ = script(train, write_config(config))
+        assert status == 0 and "step 10 (validation loss 3.2500), which scripts take" in out
+        assert "best: step 5 (validation loss 2.0000), with --checkpoint best" in out
+    status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
+    assert status == 0 and "step_00000005 (step 5, ema weights)" in out + err
+    status, out, _ = script(train, write_config(config), "--train.steps", "15")
+    assert "the newest checkpoint, step 15 (validation loss 1.0000), is the best" in out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=5)
+    command = f"{sys.executable} train.py {write_config(config)} > /dev/full"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert_user_error(done, "the output cannot be written: [Errno 28]")
 
 
 @pytest.mark.slow

@@ -200,12 +200,12 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Keep the rows up to `step`: later steps will run again. A file with more than a last line
-    that is cut short is kept beside it as well, as metrics.jsonl.damaged1 and so on."""
+    """Keep the rows up to `step`: later steps will run again. If other lines are damaged than the
+    last, which a kill may have cut short, the file is kept as well, as metrics.jsonl.damaged1."""
     if not path.exists():
         return
     rows = read_metrics(path)
-    if len(rows) < len(path.read_text(errors="replace").splitlines()) - 1:
+    if len(rows) < path.read_bytes().count(b"\n"):
         names = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
         kept = next(name for name in names if not name.exists())
         shutil.copyfile(path, kept)
