@@ -107,8 +107,8 @@ def training_loop(
     progress, t = state.progress, config.train
     log = Log(config, procs, progress, data.block_size)
     saver = Saver(config, procs, data.meta, log.warn)
-    shift = progress.sequences - progress.step * t.batch_size  # not 0 if that has changed
-    batches, due = micro_batches(data, config, procs, progress.step, shift), False
+    data.shift = progress.sequences - progress.step * t.batch_size
+    batches, due = micro_batches(data, config, procs, progress.step), False
     graphs = compiled(state.model, procs) if t.compile else nullcontext()
     with closing(log), closing(saver), graphs, closing(batches):
         model, losses = replicate(state.model, procs), PendingLosses()
@@ -121,20 +121,18 @@ def training_loop(
             # All processes must leave the loop after the same step.
             stop.agree(failed=progress.skipped_in_a_row >= t.max_skipped_steps)
             if stop.failed:
-                skipped = progress.skipped_in_a_row
-                what = f"loss or gradient of {skipped} steps in a row"
-                raise UserError(not_finite_message(config, progress.step, what, skipped))
+                what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
+                raise UserError(not_finite_message(config, progress, what))
 
             last, best = progress.step == t.steps, progress.best
             validating = val_data and (last or progress.step % config.eval.interval == 0)
-            ending = last or stop.requested
-            due |= ending or progress.step % config.checkpoint.interval == 0
+            due |= last or stop.requested or progress.step % config.checkpoint.interval == 0
             if validating or due:  # which wait for the device anyway
                 log.training(losses.arrived(wait=True))
                 saver.wait()  # it is known now whether the best checkpoint was written
                 best = progress.best
             # A state whose step was skipped may be a bad one: it waits for a step that is not.
-            good = ending or not progress.skipped_in_a_row
+            good = last or stop.requested or not progress.skipped_in_a_row
             if validating:
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
                 log.validation(val_losses)

@@ -111,9 +111,6 @@ def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device=
     return load(path, weights, device).model
 
 
-# ---- what a path means ---------------------------------------------------------------------------
-
-
 def weights_file(folder: Path) -> Path:
     """The file of weights in a folder."""
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
@@ -148,9 +145,6 @@ def download(repo: str) -> Path:
         reason = store.reason_of(error)
         raise CheckpointError(f"there is no {repo} here or on Hugging Face: {reason}") from error
     return local
-
-
-# ---- reading: (model, the other fields of Loaded) ------------------------------------------------
 
 
 def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
@@ -227,9 +221,6 @@ class Export(TypedDict):
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file
-
-
-# ---- models --------------------------------------------------------------------------------------
 
 
 def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:

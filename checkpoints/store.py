@@ -73,9 +73,6 @@ class State(TypedDict):
     parts: dict[str, str]  # sha256 by file
 
 
-# ---- finding -------------------------------------------------------------------------------------
-
-
 def path_of(run_folder: Path, step: int) -> Path:
     return Path(run_folder) / "checkpoints" / f"step_{step:08d}"
 
@@ -110,23 +107,17 @@ def best_of(run_folder: Path) -> Path | None:
 
 
 def candidates(run_folder: Path, which: str) -> list[Path]:
-    """The checkpoints that "last", "best" or the number of a step means; of "last" the newest comes
-    last, and those before it are to be used where it is damaged."""
-    found = find(run_folder)
-    if which == "last":
-        return found
-    steps = {str(step_of(path)): path for path in found}
-    if path := best_of(run_folder) if which == "best" else steps.get(which):
-        return [path]
-    there = ", ".join(["last", *["best"][: (Path(run_folder) / "best").is_file()], *steps])
-    raise CheckpointError(f"{run_folder} has no checkpoint {which!r}; it has {there}")
+    """What "best" or the number of a step means; of "last" all, for the newest may be damaged."""
+    found, best = find(run_folder), None if which == "last" else best_of(run_folder)
+    choices = {"best": best} | {str(step_of(path)): path for path in found}
+    if which != "last" and not choices.get(which):
+        there = ", ".join(name for name, path in choices.items() if path)
+        raise CheckpointError(f"{run_folder} has no checkpoint {which!r}; it has last, {there}")
+    return found if which == "last" else [choices[which]]
 
 
 def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-# ---- writing -------------------------------------------------------------------------------------
 
 
 def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
@@ -232,9 +223,6 @@ def is_finite(tensor: Tensor) -> Tensor | bool:
     return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
     """The contents of state.json, after its checksum and those of the files have been verified.
 
@@ -281,10 +269,8 @@ def read_newest(
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, which)
         if any(others != paths for others in gather(paths)):
-            raise UserError(
-                f"the processes see different checkpoints in {run_folder}; put --out on a shared "
-                "disk"
-            )
+            what = f"the processes see different checkpoints in {run_folder}"
+            raise UserError(f"{what}; put --out on a shared disk")
         for path in reversed(paths):
             found, problem = None, None
             try:
@@ -301,13 +287,10 @@ def read_newest(
         else:  # an empty list can be one that was made while the only checkpoint was replaced
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
-    if paths and which != "last":
-        raise CheckpointError(problems[0])
     if paths:
         advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
-        raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {run_folder} can be read{advice}"
-        )
+        what = f"none of the {len(paths)} checkpoints in {run_folder} can be read"
+        raise CheckpointError(what + advice)
     return None
 
 

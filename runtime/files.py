@@ -29,7 +29,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():
@@ -44,11 +44,6 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         if isinstance(error, OSError) and error.filename is None:  # that of a full disk
             error.filename = str(path)
         raise
-
-
-def temporary_beside(path: Path) -> Path:
-    """A hidden name in the same folder that no other file has."""
-    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
 
 
 def is_alive(pid: int) -> bool:

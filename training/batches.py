@@ -56,12 +56,12 @@ def make_batch(
 
 
 def roles_of(
-    data: TokenDataset, config: Config, step: int, batch_rows: range, shift: int = 0
+    data: TokenDataset, config: Config, step: int, batch_rows: range
 ) -> tuple[Roles, float]:
     """`roles` and `mean_predicted` of `make_batch`, for data with prompts. Raises UserError for a
     prompt in the middle if the model reads from left to right."""
     size = config.train.batch_size
-    of_batch = Roles.of(data.roles(data.indices(config.seed, step, range(size), size, shift)))
+    of_batch = Roles.of(data.roles(data.indices(config.seed, step, range(size), size)))
     starts = torch.arange(data.block_size) < of_batch.given.sum(dim=1, keepdim=True)
     if config.model.l2r_only and not torch.equal(starts, of_batch.given):
         where = f"{config.data.folder} has prompts that are not the beginning of their sequence"
@@ -72,22 +72,21 @@ def roles_of(
 
 
 def micro_batches(
-    data: TokenDataset, config: Config, procs: Processes, first_step: int, shift: int = 0
+    data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Iterator[Batch]:
     """Yield this process's micro-batches on its device, from `first_step` on. Close it to end its
     thread, which prepares the next ones. Process r has the r-th part of every micro-batch of
-    consecutive sequences, so what a step trains on does not depend on the number of processes.
-    shift: see TokenDataset.indices."""
+    consecutive sequences, so what a step trains on does not depend on the number of processes."""
     micro_size, device = config.train.micro_batch_size, procs.device
     block_size, random_prob = data.block_size, config.data.random_length_prob
 
     def make(step: int, index: int) -> Batch:
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
-        tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size, shift)
+        tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
         length = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)[0]
         tokens = tokens[:, :length].contiguous()
-        roles = roles_of(data, config, step, batch_rows, shift) if data.of_records else ()
+        roles = roles_of(data, config, step, batch_rows) if data.of_records else ()
         batch = make_batch(tokens, config, step, batch_rows, *roles)
         return batch.map(torch.Tensor.pin_memory) if device.type == "cuda" else batch
 

@@ -86,9 +86,8 @@ class Log:
         self.block_size, self.path = block_size, config.run_folder / "metrics.jsonl"
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
         if progress.step and not progress.tokens:  # in a checkpoint of an older version
-            size = progress.step * config.train.batch_size
-            counted = self.count_tokens(range(progress.step))
-            progress.tokens = counted * progress.sequences // size
+            size = progress.sequences / progress.step / config.train.batch_size
+            progress.tokens = round(self.count_tokens(range(progress.step)) * size)
         self.norm = self.tokens_per_second = self.wandb = None
         self.first_step, self.started = progress.step, time.perf_counter()
         self.restart_clock()
@@ -206,8 +205,8 @@ def drop_later_rows(path: Path, step: int) -> None:
         return
     rows = read_metrics(path)
     if len(rows) < path.read_bytes().count(b"\n"):
-        names = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
-        kept = next(name for name in names if not name.exists())
+        copies = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
+        kept = next(copy for copy in copies if not copy.exists())
         shutil.copyfile(path, kept)
         print(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
     write_jsonl(path, [row for row in rows if row["step"] <= step])

@@ -17,45 +17,36 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpoints import CheckpointError, load, store
-from checkpoints.load import other_tokenizer
+from checkpoints.load import TOKENIZER, other_tokenizer
 from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
 from training import config as configuration
-from training import parallel
+from training import optimizers, parallel
 from training.config import Config
 from training.metrics import read_metrics
-from training.optimizers import (
-    EMA,
-    MuonAdamW,
-    allocate_state,
-    learning_rate,
-    make_optimizer,
-    named_state,
-)
+from training.optimizers import EMA, MuonAdamW, learning_rate
 from training.validation import best_by, validation_orders
 from variants import build_model, length_is_fixed
 
-# What another value of a key does to a run that resumes, by key or table (see docs/training.md).
-# These are refused, as what they are part of cannot change:
-REFUSED = {"model": "architecture", "optim.kind": "optimizer", "data.tokenizer": "tokenizer"}
-REFUSED |= {"data.vocab_size": "tokenizer", "data.tokenizer_sha256": "tokenizer"}
+# What another value of a key does to a run that resumes, by key or table (docs/training.md):
+# refused, as what it is part of cannot change; told with its consequence; all others are free.
+REFUSED = {"model": "architecture", "optim.kind": "optimizer"}
 REFUSED |= {"optim.more_ema_decays": "list of averages"}
-# These are told with their consequence; all others are free, and change at most the rounding.
+REFUSED |= dict.fromkeys((f"data.{key}" for key in TOKENIZER), "tokenizer")
 NOW, OTHER_LOSS = "from this step on", "losses before and after this step do not compare"
 SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
-TOLD = {"seed": SHUFFLED, "data.train": SHUFFLED, "data.val": OTHER_LOSS, "schedule": OTHER_LOSS}
-TOLD |= {"order": OTHER_LOSS, "objective": OTHER_LOSS, "eval.sequences": OTHER_LOSS}
-TOLD |= {"eval.draws": OTHER_LOSS, "optim": NOW, "model.dropout": NOW, "train.dtype": NOW}
-TOLD |= {"data.random_length_prob": NOW}
+TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
+TOLD |= dict.fromkeys(
+    ("order", "objective", "schedule", "eval.sequences", "eval.draws"), OTHER_LOSS
+)
+TOLD |= {"seed": SHUFFLED, "data.train": SHUFFLED, "data.val": OTHER_LOSS}
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
 TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
 
-# Keys of a model that may differ from those of the source of its weights; of GAINED: only so that
-# the model has what the source lacks.
+# Keys that may differ between a model and the source of its weights: any value; what is gained.
 FREE = ("dropout", "position_init", "block_size")
-GAINED = {"target": "none", "noise": False, "attn_bias": False, "mlp_bias": False}
-GAINED["head_bias"] = False
+GAINED = {"target": "none"} | dict.fromkeys(("noise", "attn_bias", "mlp_bias", "head_bias"), False)
 
 
 @dataclass
@@ -80,9 +71,6 @@ class State:
     progress: Progress
 
 
-# ---- starting ------------------------------------------------------------------------------------
-
-
 def start(config: Config, data_meta: dict, procs: Processes) -> State:
     """The run's state: new, with the weights of train.init_from, or from its newest checkpoint.
 
@@ -101,11 +89,9 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
         if config.train.init_from:
             initial, source = build_model(config.model), load(config.train.init_from)
             for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
-                raise UserError(
-                    f"cannot start from {source.path}: its {key} is {theirs!r}, that of "
-                    f"{config.data.folder} is {ours!r}; prepare the data with its tokenizer, or "
-                    "leave out --train.init-from"
-                )
+                what = f"its {key} is {theirs!r}, that of {config.data.folder} is {ours!r}"
+                advice = "prepare the data with its tokenizer, or leave out --train.init-from"
+                raise UserError(f"cannot start from {source.path}: {what}; {advice}")
             warm_start(initial, source.model)
             weights = dict(initial.named_parameters())
             procs.print0(f"started from the weights of {config.train.init_from}")
@@ -113,7 +99,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     model = parallel.build(config, procs, weights, empty=found is not None)
     decays = config.optim.ema_decay, *config.optim.more_ema_decays
     averages = [EMA(model, decay) for decay in decays]
-    state = State(model, averages, make_optimizer(model, config), Progress())
+    state = State(model, averages, optimizers.make_optimizer(model, config), Progress())
     if procs.main:
         store.remove_partial(folder)
     if found:
@@ -127,28 +113,23 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 def history_in(folder: Path) -> str | None:
     """Why a folder without a checkpoint can be no new run's: it holds files of another's, or the
     history of a run. One that was killed before or in its first checkpoint may start again."""
-    names, own = ("config.toml", "metrics.jsonl", "best"), False
-    held = [name for name in names if (folder / name).exists()]
+    names, place, own = ("config.toml", "metrics.jsonl", "best"), folder / "checkpoints", False
+    held, steps, first = [name for name in names if (folder / name).exists()], 0, 0
     with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
         old = configuration.load_toml(folder / "config.toml")
         own = configuration.to_toml(old) == (folder / "config.toml").read_text()
     if held and not own:
-        return (
-            f"{folder} holds {held[0]}, but no checkpoint, and this version of train.py has not "
-            "written it: choose another --name, or remove the file"
-        )
-    place, steps, first = folder / "checkpoints", 0, 0
+        why = "but no checkpoint, and this version of train.py has not written it"
+        return f"{folder} holds {held[0]}, {why}: choose another --name, or remove the file"
     if own:
         steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
         first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
-    unfinished = store.temporary_of(store.path_of(folder, first))
+    unfinished = store.temporary_of(store.path_of(folder, first)).exists()
     unmounted = place.is_symlink() and not place.is_dir()
-    if unmounted or "best" in held or steps > first and not unfinished.exists():
-        return (
-            f"{folder} holds the history of a run of {steps} steps, but there is no checkpoint in "
-            f"{place}: mount its disk or bring it back, or move {folder} away to start anew"
-        )
-    return None
+    if not (unmounted or "best" in held or steps > first and not unfinished):
+        return None
+    why = f"the history of a run of {steps} steps, but there is no checkpoint in {place}"
+    return f"{folder} holds {why}: mount its disk, or move {folder} away to start anew"
 
 
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:
@@ -177,21 +158,14 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
     if learning_rate(step, old) != learning_rate(step, config):
         rates = learning_rate(max(0, step - 1), old), learning_rate(step, config)
         print0("the learning rate goes from {:.3g} to {:.3g}".format(*rates), f"at step {step + 1}")
-    best = values["best"]
-    if best and measure(old, values["data"]) != measure(config, meta):
+    best, orders = values["best"], [validation_orders(which) for which in (old, config)]
+    measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
+    if best and (measured or orders[0] != orders[1]):
         chosen = f"step {best['step']}, loss {best['loss']:.4f}"
         print0(f"best ({chosen}) was chosen by another measure: it will be chosen anew")
         values["best"] = None
     if changes:  # skipped steps may have had their cause in what has changed
         values["skipped_in_a_row"] = 0
-
-
-def measure(config: Config, meta: dict) -> tuple:
-    """What `best` depends on besides the weights."""
-    orders, name = validation_orders(config)
-    drawn = () if orders[name][0].is_fixed else (config.seed, config.eval.draws)
-    split = meta.get("splits", {}).get("val", {}).get("sha256")
-    return name, orders[name], drawn, config.eval.sequences, split
 
 
 @torch.no_grad()
@@ -204,11 +178,10 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
     Of longer tables of positions the first rows are taken. Raises CheckpointError if the weights
     would mean something else in the model."""
     theirs, ours = source.config, model.config
-    free = {*FREE, *(() if theirs.has_adaln else ("cond_dim",))}
-    free |= set() if theirs.target == "two_stream" else {"group_attention"}
-    for name in (field.name for field in fields(theirs) if field.name not in free):
-        before, now = getattr(theirs, name), getattr(ours, name)
-        if before != now and (name not in GAINED or before != GAINED[name]):
+    unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
+    for name, before in asdict(theirs).items():
+        now, free = getattr(ours, name), name in FREE or unread.get(name)
+        if before != now and not free and GAINED.get(name, now) != before:
             raise CheckpointError(
                 f"cannot start from these weights: set model.{name} = {before!r} (it is {now!r})"
             )
@@ -229,16 +202,13 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
             own[name][2 * width : 3 * width] = own[name][5 * width :] = 1
 
 
-# ---- to and from checkpoints ---------------------------------------------------------------------
-
-
 def named_tensors(state: State) -> dict[str, Tensor]:
     """The tensors of a state, not copied, by their names in a checkpoint."""
     tensors = {f"model.{name}": p.detach() for name, p in state.model.named_parameters()}
     for i, ema in enumerate(state.averages):
         prefix = f"ema{ema.decay:g}" if i else "ema"
         tensors |= {f"{prefix}.{name}": average for name, average in ema.weights.items()}
-    for name, values in named_state(state.model, state.optimizer).items():
+    for name, values in optimizers.named_state(state.model, state.optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
     return tensors
 
@@ -258,7 +228,7 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
 @torch.no_grad()
 def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint, whatever number of processes wrote it."""
-    allocate_state(state.optimizer)
+    optimizers.allocate_state(state.optimizer)
     tensors = named_tensors(state)
     if odd := sorted(values["tensors"].keys() - tensors.keys()):
         raise CheckpointError(f"{path} holds {odd[0]}, which the run has no place for")
@@ -275,9 +245,6 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
     """The name of a tensor whose shard on this process has a number that is not finite."""
     finite = [store.is_finite(parallel.local(tensor)) for tensor in tensors.values()]
     return next((name for name, ok in zip(tensors, finite, strict=True) if not ok), None)
-
-
-# ---- saving --------------------------------------------------------------------------------------
 
 
 class Saver:
@@ -304,7 +271,7 @@ class Saver:
         config = self.config
         tensors = named_tensors(state)
         if name := next(filter(None, self.procs.gather(not_finite(tensors))), None):
-            raise UserError(not_finite_message(config, state.progress.step, name))
+            raise UserError(not_finite_message(config, state.progress, name))
         values = plain_values(state, best, config, self.data_meta)
         path = store.path_of(config.run_folder, state.progress.step)
         arguments = config.run_folder, values, tensors, config.checkpoint.keep
@@ -352,27 +319,18 @@ class Saver:
 
 def last_good(config: Config, step: int) -> str:
     paths = store.find(config.run_folder, up_to=step)
-    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no good checkpoint"
+    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no earlier checkpoint"
 
 
-def not_finite_message(config: Config, step: int, what: str, skipped: int = 0) -> str:
-    """Why a run ends whose numbers are no longer finite. skipped: its last steps that were not: a
-    checkpoint of the step before them may be what is wrong."""
-    found, folder = store.find(config.run_folder), config.run_folder
-    bad = [path for path in found if store.step_of(path) >= step - skipped]
-    good, before, after = step, "", ""
-    if 0 < len(bad) < len(found):
-        good, before = (
-            store.step_of(bad[0]),
-            f", remove {bad[-1].name} (no loss after it is finite)",
-        )
-    elif bad:
-        after = f"; if no loss is finite then, move {folder} away"
-    elif not found:
-        before = f", move {folder} away"
+def not_finite_message(config: Config, progress: Progress, what: str) -> str:
+    """Why a run ends whose numbers are no longer finite."""
+    good = last_good(config, progress.step - progress.skipped_in_a_row)
+    advice = f"move {config.run_folder} away"
+    if store.find(config.run_folder):
+        advice = "if no loss after that checkpoint is finite, remove it"
     return (
-        f"{what} is not finite at step {step}; {last_good(config, good - 1)}. Lower --optim.lr, or "
-        f"set --optim.grad-clip{before}, and start again{after}"
+        f"{what} is not finite at step {progress.step}; {good}. Lower --optim.lr, or set "
+        f"--optim.grad-clip, and start again; {advice}"
     )
 
 
@@ -382,11 +340,9 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     if best is None:
         return "no checkpoint was validated (see --eval.interval)"
     rows = read_metrics(config.run_folder / "metrics.jsonl")
-    losses = [row[key] for row in rows if row["step"] == progress.step and row.get(key) is not None]
-    newest = f"validation loss {losses[-1]:.4f}" if losses else "not validated"
+    losses = {row["step"]: f"validation loss {row[key]:.4f}" for row in rows if row.get(key)}
+    newest = f"step {progress.step} ({losses.get(progress.step, 'not validated')})"
     if best["step"] == progress.step:
-        return f"the newest checkpoint, step {progress.step} ({newest}), is the best"
-    return (
-        f"newest checkpoint: step {progress.step} ({newest}), which scripts take; best: step "
-        f"{best['step']} (validation loss {best['loss']:.4f}), with --checkpoint best"
-    )
+        return f"the newest checkpoint, {newest}, is the best"
+    chosen = f"step {best['step']} (validation loss {best['loss']:.4f})"
+    return f"newest checkpoint: {newest}, which scripts take; best: {chosen}, --checkpoint best"
