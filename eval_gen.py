@@ -135,7 +135,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)
-    models = {run: load(run, a.weights, block_size=a.block_size) for run in a.runs}
+    models = {run: load(run, a.weights, "cpu", a.block_size, a.checkpoint) for run in a.runs}
     samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])

@@ -73,7 +73,7 @@ def main() -> None:
     dtype = pick_dtype(a.dtype, device)
     rows, cells = [], []
     for run in a.runs:
-        loaded = load(run, a.weights, device, a.block_size)
+        loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
     for row in rows:

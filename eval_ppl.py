@@ -154,7 +154,7 @@ def parse_rule(text: str, group: int) -> Rule:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = check_arguments(a)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     scorers = scorers_of(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]

@@ -116,7 +116,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
     results, rows, page = [], [], None

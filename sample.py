@@ -82,7 +82,7 @@ def sample(a: Arguments, procs: Processes) -> None:
         )
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     dtype, tokenizer = pick_dtype(a.dtype, procs.device), get_tokenizer(loaded.tokenizer)
     contexts = [encode(request, tokenizer, a.length, loaded) for request in requests]
     modes.check_mode(options, loaded.model.config)

@@ -46,7 +46,7 @@ from training.config import Config, refuse
 from training.metrics import Log, in_units
 from training.optimizers import learning_rates, optimizers
 from training.parallel import compiled, gradient_exchange, replicate
-from training.state import Saver, State, not_finite_message, start
+from training.state import Saver, State, newest_and_best, not_finite_message, start
 from training.validation import best_by, evaluate
 from variants import parameter_counts
 
@@ -97,7 +97,7 @@ def train(config: Config, procs: Processes) -> int:
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
         how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
-    procs.print0(how)
+    procs.print0(newest_and_best(config, state.progress), how, sep="\n")
     return 0
 
 
@@ -114,7 +114,8 @@ def training_loop(
     progress, t, changed = state.progress, config.train, None
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
-    batches = micro_batches(data, config, procs, progress.step)
+    data.shift = progress.sequences - progress.step * t.batch_size
+    batches, due = micro_batches(data, config, procs, progress.step), False
     graphs = compiled(state.model, procs) if t.compile else nullcontext()
     with closing(log), closing(saver), graphs, closing(batches):
         model, losses, saved_at = replicate(state.model, procs), PendingLosses(), time.monotonic()
@@ -130,28 +131,32 @@ def training_loop(
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
             # All processes must leave the loop after the same step, and save after the same.
-            due = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
-            stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, due)
+            by_clock = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
+            stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, by_clock)
             if stop.failed:
                 what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
-                raise UserError(not_finite_message(config, progress.step, what))
+                raise UserError(not_finite_message(config, progress, what))
 
             last, best = progress.step == t.steps, progress.best
             validating = val_data and (last or progress.step % config.eval.interval == 0)
-            saving = last or stop.requested or stop.due
-            saving |= progress.step % config.checkpoint.interval == 0
-            if validating or saving:  # which wait for the device anyway
+            due |= last or stop.requested or stop.due
+            due |= progress.step % config.checkpoint.interval == 0
+            if validating or due:  # which wait for the device anyway
                 log.training(losses.arrived(wait=True))
                 saver.wait()  # it is known now whether the best checkpoint was written
                 best = progress.best
+            # A state whose step was skipped may be a bad one: it waits for a step that is not.
+            good = last or stop.requested or not progress.skipped_in_a_row
             if validating:
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
                 log.validation(val_losses, val_data.num_blocks)
                 val_loss = val_losses[""][best_by(config)].mean
-                if math.isfinite(val_loss) and (best is None or val_loss < best["loss"]):
+                better = best is None or val_loss < best["loss"]
+                if good and math.isfinite(val_loss) and better:
                     best = {"step": progress.step, "loss": val_loss}
-            if saving or best != progress.best:
+            if good and (due or best != progress.best):
                 saver.save(state, best)  # sets progress.best once the checkpoint exists
+                due = False
                 log.restart_clock()
                 saved_at = time.monotonic()
         saved = saver.wait()

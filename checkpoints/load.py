@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import torch
 from safetensors.torch import load_file
@@ -27,7 +27,8 @@ from runtime.validation import Count, NonNegative, from_values, read_json, schem
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
-EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system")  # of `Loaded`
+TOKENIZER = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
+EXPORTED = ("step", "weights", *TOKENIZER, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
     "released weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with "
@@ -47,6 +48,7 @@ class Loaded:
     tokenizer: str
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     scored_from: int = 0  # the first left-to-right step that is scored: GPT-2 has no start token
+    tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
     system: str | None = None  # the layout of released weights; None for a model trained here
 
     def describe(self) -> str:
@@ -58,14 +60,16 @@ def load(
     weights: Literal["ema", "raw"] = "ema",
     device="cpu",
     block_size: int | None = None,
+    checkpoint: str = "last",
 ) -> Loaded:
     """Load a model in eval mode.
 
     Args:
-        path: a run folder (its newest checkpoint); a checkpoint, or a run's file `best`; a file of
-            weights, or a folder with one and config.json; or a Hugging Face repo id "org/name".
+        path: a run folder; a checkpoint, or a run's file `best`; a file of weights, or a folder
+            with one and config.json; or a Hugging Face repo id "org/name".
         weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
         block_size: another sequence length than the model was trained with.
+        checkpoint: of a run folder: "last", "best" or the number of a step.
 
     Raises CheckpointError.
     """
@@ -73,15 +77,16 @@ def load(
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = Path(path) if Path(path).exists() else download(str(path))
     read = partial(_from_checkpoint, weights=weights)
+    if path.name == "best" and path.is_file() and checkpoint == "last":
+        path, checkpoint = path.parent, "best"
     file = path
     try:
-        if path.name == "best" and path.is_file():
-            file = store.best_of(path.parent)
-            model, origin = read(file)
-        elif (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
+        if checkpoint != "last" and not (path / "checkpoints").is_dir():
+            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is no run folder")
+        if (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
             model, origin = read(path)
-        elif path.is_dir() and (newest := store.read_newest(path, read)):
-            file, (model, origin) = newest
+        elif path.is_dir() and (found := store.read_newest(path, read, which=checkpoint)):
+            file, (model, origin) = found
         else:
             file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)
@@ -94,12 +99,16 @@ def load(
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 
+def other_tokenizer(theirs: dict, ours: dict) -> dict[str, tuple]:
+    """{key: (theirs, ours)} of what differs in the tokenizers of two descriptions of data, such as
+    meta.json or fields of `Loaded`, where both say it."""
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in TOKENIZER}
+    return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
+
+
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
-
-
-# ---- what a path means ---------------------------------------------------------------------------
 
 
 def weights_file(folder: Path) -> Path:
@@ -138,15 +147,12 @@ def download(repo: str) -> Path:
     return local
 
 
-# ---- reading: (model, the other fields of Loaded) ------------------------------------------------
-
-
 def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
     model = make_model(config, store.read_all(path, values, prefix))
-    origin = {key: values["data"][key] for key in ("tokenizer", "vocab_size")}
+    origin = {key: values["data"].get(key) for key in TOKENIZER}
     return model, origin | {"step": values["step"], "weights": weights}
 
 
@@ -167,7 +173,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return make_model(settings["model"], contents), {name: settings[name] for name in EXPORTED}
+    return make_model(settings["model"], contents), {name: settings.get(name) for name in EXPORTED}
 
 
 def read_file(path: Path) -> dict:
@@ -211,12 +217,10 @@ class Export(TypedDict):
     weights: Literal["ema", "raw"]
     tokenizer: str
     vocab_size: Count
+    tokenizer_sha256: NotRequired[str | None]
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file
-
-
-# ---- models --------------------------------------------------------------------------------------
 
 
 def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:

@@ -169,6 +169,7 @@ class TokenDataset:
             raise UserError(f"the {split} split of {folder} {few}: {advice}")
         self.block_size, self.num_blocks = block_size, count // block_size
         self._paths = [Path(folder) / self.meta["splits"][split]["file"]]
+        self.shift = 0  # not 0 where a run had batches of another size before
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
         roles = self.meta["splits"][split].get("roles")
         self.of_records = roles is not None  # whether a block is an example with a prompt
@@ -222,10 +223,10 @@ class TokenDataset:
 
     def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
         """The numbers of the blocks that `batch` reads, int64 (B,): sequence g = step *
-        global_batch + row of the run is block shuffle_e[g % num_blocks] of epoch
+        global_batch + row + self.shift of the run is block shuffle_e[g % num_blocks] of epoch
         e = g // num_blocks."""
         assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
-        sequence = step * global_batch + np.asarray(rows, dtype=np.int64)
+        sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)
         indices = np.empty_like(places)
         # Two epochs where the batch straddles them, more if it is larger than the dataset.

@@ -13,13 +13,9 @@ examples:
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
 """
 
-import contextlib
-import glob
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +35,7 @@ from data.sources import Corpus
 from data.tokenizers import Tokenizer, get_tokenizer
 from runtime.command_line import run_script
 from runtime.errors import UserError
-from runtime.files import is_alive, sync_folder, write_json
+from runtime.files import staging, write_json
 from runtime.validation import Count, check_value, check_values
 
 HOME = Path(__file__).resolve().parent
@@ -242,32 +238,6 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         advice = "pass --overwrite to replace it, or choose another --out"
         raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
-
-
-@contextlib.contextmanager
-def staging(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which replaces it at the end. Whatever happens, nothing is left
-    beside it, and what killed runs have left there goes, too."""
-    prefix = f".{target.name}.partial-"
-    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            if (path / "old").exists() and not target.exists():  # killed between the two moves
-                (path / "old").rename(target)
-            shutil.rmtree(path, ignore_errors=True)
-    beside = target.with_name(f"{prefix}{os.getpid()}")
-    try:
-        (beside / "new").mkdir(parents=True)
-        yield beside / "new"
-        for path in (beside / "new").iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        if target.exists():
-            target.rename(beside / "old")
-        (beside / "new").rename(target)
-        sync_folder(target.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def report(target: Path, meta: dict) -> None:

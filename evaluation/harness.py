@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
         self._rank, self._world_size = self.procs.rank, self.procs.world_size
         self._device = self.procs.device
         if not isinstance(run, Loaded):
-            run = load(str(run), a.weights, self.device, a.block_size)
+            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
         self.loaded, self.model = run, run.model.to(self.device)
         self.tokenizer, self.dtype = get_tokenizer(run.tokenizer), pick_dtype(a.dtype, self.device)
         config = self.model.config

@@ -19,6 +19,8 @@ class ModelOptions:
     """Seed of everything random."""
     weights: Literal["ema", "raw"] = "ema"
     """The averaged weights, where there are any, or the last ones."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best (the lowest validation loss) or a step's number."""
     block_size: Count | None = None
     """Another length than in training; only for models without position tables."""
     device: str = "auto"
@@ -57,6 +59,8 @@ def run_script(main: Callable[[], int | None]) -> None:
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            advice = "the output cannot be written: "  # of a full disk, which names no file
         print(f"error{rank}: {advice}{error}", file=sys.stderr)
         status = 2
     sys.exit(status)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,7 +29,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():
@@ -37,14 +39,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # that of a full disk
+            error.filename = str(path)
         raise
-
-
-def temporary_beside(path: Path) -> Path:
-    """A hidden name in the same folder that no other file has."""
-    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
 
 
 def is_alive(pid: int) -> bool:
@@ -65,6 +64,33 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def staging(target: Path, replace: bool = True) -> Iterator[Path]:
+    """A new folder beside `target`, which becomes it at the end. Whatever happens, nothing is left
+    beside it, and what killed runs have left there goes, too. Without `replace`, a target that
+    exists by then is an OSError."""
+    prefix = f".{target.name}.partial-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            if (path / "old").exists() and not target.exists():  # killed between the two moves
+                (path / "old").rename(target)
+            shutil.rmtree(path, ignore_errors=True)
+    beside = target.with_name(f"{prefix}{os.getpid()}")
+    try:
+        (beside / "new").mkdir(parents=True)
+        yield beside / "new"
+        for path in (beside / "new").iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if replace and target.exists():
+            target.rename(beside / "old")
+        (beside / "new").rename(target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,13 @@ row, every eval.interval steps:
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import resource
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -96,15 +98,15 @@ class Log:
         self.config, self.procs, self.progress = config, procs, progress
         self.data, self.path = data, config.run_folder / "metrics.jsonl"
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
-        self.tokens = self.count_tokens(range(progress.step))
+        if progress.step and not progress.tokens:  # in a checkpoint of an older version
+            size = progress.sequences / progress.step / config.train.batch_size
+            progress.tokens = round(self.count_tokens(range(progress.step)) * size)
         self.norm = self.tokens_per_second = self.wandb = None
         self.losses: list[float] = []  # since the last row
         self.first_step, self.started = progress.step + 1, 0.0  # measured from the end of that step
         self.restart_clock()
         if procs.main:
-            if self.path.exists():  # the steps after the checkpoint will run again
-                rows = [row for row in read_metrics(self.path) if row["step"] <= progress.step]
-                write_jsonl(self.path, rows)
+            drop_later_rows(self.path, progress.step)
             self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
         # Some terminals have no rows, and show no bar.
@@ -118,7 +120,9 @@ class Log:
             finite, tokens = math.isfinite(loss + norm), self.count_tokens(range(step - 1, step))
             self.progress.skipped += not finite
             self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
-            self.norm, self.tokens = norm, self.tokens + tokens
+            self.progress.sequences += t.batch_size
+            self.progress.tokens += tokens
+            self.norm = norm
             self.clock_tokens += tokens
             self.clock_steps += 1
             self.losses.append(loss)
@@ -196,7 +200,7 @@ class Log:
     def _write(self, row: dict) -> None:
         if not self.procs.main:
             return
-        row |= {"grad_norm": self.norm, "tokens": self.tokens}
+        row |= {"grad_norm": self.norm, "tokens": self.progress.tokens}
         row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
         if self.procs.device.type == "cuda":
             row["memory_bytes"] = torch.cuda.max_memory_allocated(self.procs.device)
@@ -219,6 +223,20 @@ def read_metrics(path: Path) -> list[dict]:
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Keep the rows up to `step`: later steps will run again. If other lines are damaged than the
+    last, which a kill may have cut short, the file is kept as well, as metrics.jsonl.damaged1."""
+    if not path.exists():
+        return
+    rows = read_metrics(path)
+    if len(rows) < path.read_bytes().count(b"\n"):
+        copies = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
+        kept = next(copy for copy in copies if not copy.exists())
+        shutil.copyfile(path, kept)
+        print(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
+    write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 
 def start_wandb(config: Config):
