@@ -68,8 +68,7 @@ KEYS = {
     **{f"train.{key}": (77, FREE) for key in ("timeout", "log_interval", "max_skipped_steps")},
     "eval.interval": (3, FREE),
     **{f"eval.{key}": (9, f"{COMPARE}.*{ANEW}") for key in ("sequences", "draws")},
-    "checkpoint.interval": (3, FREE),
-    "checkpoint.keep": (3, FREE),
+    **{f"checkpoint.{key}": (3, FREE) for key in ("interval", "keep", "minutes")},
     "wandb.mode": ("offline", FREE),
     "wandb.project": ("x", FREE),
 }
