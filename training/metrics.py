@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import batch_lengths
+from runtime.command_line import visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
@@ -134,7 +135,7 @@ class Log:
         self.restart_clock()
 
     def warn(self, message: str) -> None:
-        self._print(f"warning: {message}", sys.stderr)
+        self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
         """Measure the speed from here on: it is that of training alone."""
@@ -162,7 +163,7 @@ class Log:
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
             with contextlib.suppress(OSError):  # nobody reads it any more: training goes on
-                tqdm.write(text, file=file or sys.stdout)  # above the progress bar
+                tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
                 sys.stdout.flush()
 
     def _write(self, row: dict) -> None:
