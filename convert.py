@@ -19,7 +19,8 @@ import tyro
 from checkpoints import CheckpointError, load
 from checkpoints.load import EXPORT_FORMAT, EXPORTED
 from checkpoints.store import digest, is_finite
-from runtime.command_line import run_script
+from data.tokenizers import OWN
+from runtime.command_line import run_script, show
 from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
 from variants import parameter_counts
 
@@ -54,6 +55,8 @@ def convert(
     try:
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
         settings["files"] = {"model.safetensors": sha256_file(temporary / "model.safetensors")}
+        if loaded.tokenizer == OWN:
+            write_atomically(temporary / OWN, lambda file: file.write(loaded.get_tokenizer().file))
         write_json(temporary / "config.json", settings | {"sha256": digest(settings)})
         os.rename(temporary, destination)
         sync_folder(destination.parent)
@@ -61,9 +64,9 @@ def convert(
         raise CheckpointError(f"could not write {destination}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"read {loaded.describe()}")
+    show(f"read {loaded.describe()}")
     count = sum(parameter_counts(loaded.model).values())
-    print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
+    show(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
 
 
 if __name__ == "__main__":

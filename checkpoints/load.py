@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import torch
 from safetensors.torch import load_file
@@ -20,14 +20,16 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints import released, store
 from checkpoints.store import CheckpointError
+from data.tokenizers import Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
-from runtime.validation import Count, NonNegative, from_values, read_json, schema
+from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
-EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system")  # of `Loaded`
+# of `Loaded`
+EXPORTED = "step weights tokenizer tokenizer_sha256 vocab_size scored_from system".split()
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
     "released weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with "
@@ -48,6 +50,11 @@ class Loaded:
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     scored_from: int = 0  # the first left-to-right step that is scored: GPT-2 has no start token
     system: str | None = None  # the layout of released weights; None for a model trained here
+    tokenizer_sha256: str | None = None  # of its vocabulary; None where nothing records it
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; its file is read here. Raises UserError if it has changed."""
+        return get_tokenizer(self.tokenizer, self.tokenizer_sha256, Path(self.path))
 
     def describe(self) -> str:
         return f"{self.path} (step {self.step}, {self.weights} weights)"
@@ -71,7 +78,7 @@ def load(
     """
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
-    path = Path(path) if Path(path).exists() else download(str(path))
+    path = expand_home(path) if expand_home(path).exists() else download(str(path))
     read = partial(_from_checkpoint, weights=weights)
     file = path
     try:
@@ -89,6 +96,9 @@ def load(
         raise
     except UserError as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
+    limit, count = model.config.mask_token or model.config.vocab_size, origin["vocab_size"]
+    if count > limit:
+        raise CheckpointError(f"{file} has a vocabulary of {count}, but its model {limit} tokens")
     if block_size is not None:
         set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
@@ -146,7 +156,8 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
     model = make_model(config, store.read_all(path, values, prefix))
-    origin = {key: values["data"][key] for key in ("tokenizer", "vocab_size")}
+    keys = "tokenizer", "tokenizer_sha256", "vocab_size"
+    origin = {key: values["data"].get(key) for key in keys}
     return model, origin | {"step": values["step"], "weights": weights}
 
 
@@ -167,7 +178,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return make_model(settings["model"], contents), {name: settings[name] for name in EXPORTED}
+    return make_model(settings["model"], contents), {name: settings.get(name) for name in EXPORTED}
 
 
 def read_file(path: Path) -> dict:
@@ -210,6 +221,7 @@ class Export(TypedDict):
     step: NonNegative
     weights: Literal["ema", "raw"]
     tokenizer: str
+    tokenizer_sha256: NotRequired[str | None]
     vocab_size: Count
     scored_from: Literal[0, 1]
     system: str | None

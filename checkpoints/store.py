@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from runtime.command_line import show, visible
 from runtime.errors import UserError
 from runtime.files import sha256_file, sync_folder, write_text
 from runtime.processes import Processes
@@ -261,7 +262,8 @@ def read_newest(
         if not problems:
             return path, found
         if main:
-            print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
+            told = f"warning: {problems[0]}; trying the one before it"
+            show(visible(told, one_line=True), file=sys.stderr)
     if paths:
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {run_folder} can be read; move the folder "

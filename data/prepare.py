@@ -37,7 +37,7 @@ from data.packing import SplitFile, batches, encode_documents, route
 from data.prompts import encode_example
 from data.sources import Corpus
 from data.tokenizers import Tokenizer, get_tokenizer
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import is_alive, sync_folder, write_json
 from runtime.validation import Count, check_value, check_values
@@ -130,7 +130,7 @@ def prepare(args: Prepare) -> Path:
     corpora = dataset.corpora(args)
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
-        print(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
+        show(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
     with staging(target) as folder:
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
@@ -275,20 +275,20 @@ def report(target: Path, meta: dict) -> None:
     name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
         dropped = f"{entry['dropped_tokens']:,} tokens dropped"
-        print(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
+        show(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
-    print(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
+    show(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
     for note in meta["notes"]:
-        print(f"not comparable with the published tables: {note}")
+        show(f"not comparable with the published tables: {note}")
     if meta["protocol"] == "sedd" or meta["split"]:
-        print(f"next: python eval_ppl.py RUN --datasets {name}")
+        show(f"next: python eval_ppl.py RUN --datasets {name}")
         return
     named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
     config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
     options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
-    print(f"next: python train.py configs/{config}.toml{options}")
+    show(f"next: python train.py configs/{config}.toml{options}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoints import Loaded
 from data import loader
 from data.loader import TokenDataset
-from data.tokenizers import get_tokenizer
+from data.tokenizers import get_tokenizer, is_same
 from orders import Roles
 from runtime.errors import UserError
 
@@ -51,9 +51,11 @@ class EvalSet:
         """Mean UTF-8 bytes of text per token that is predicted; end-of-text has none. NaN where the
         tokenizer's file is missing, which scoring does not need."""
         try:
-            lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
+            tokenizer = get_tokenizer(self.dataset.meta["tokenizer"], folder=self.folder)
         except ValueError:
             return math.nan
+        tokenizer.check(self.dataset.meta.get("tokenizer_sha256"))
+        lengths = tokenizer.byte_lengths()
         rows = range(self.count)
         if roles := self.roles(rows):
             tokens = self.tokens(rows)[roles.predicted].numpy()
@@ -82,10 +84,11 @@ def open_eval_set(
     model."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
-    if meta["tokenizer"] != loaded.tokenizer:
+    if not is_same(vars(loaded), meta):
+        other = " of another vocabulary" * (meta["tokenizer"] == loaded.tokenizer)
         raise UserError(
             f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens; prepare the text again with --tokenizer {loaded.tokenizer}"
+            f"{loaded.tokenizer} tokens{other}; prepare the text again with the model's --tokenizer"
         )
     preferred = preferred_split if preferred_split in meta["splits"] else None
     split = split or preferred or loader.evaluation_split(meta)

@@ -29,6 +29,7 @@ from runtime.validation import (
     Seed,
     Table,
     check_values,
+    expand_home,
     from_values,
     read_toml,
 )
@@ -140,7 +141,7 @@ class Config(Table):
 
     @property
     def run_folder(self) -> Path:
-        return Path(self.out) / self.name
+        return expand_home(self.out) / self.name
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Orders and group size in force at a step."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpoints import CheckpointError, load_model, store
+from data.tokenizers import is_same
 from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -101,7 +102,10 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
     """Print what has changed since a checkpoint. Raises UserError for what cannot change."""
     old = configuration.from_dict(values["config"], str(path))
     changes = configuration.differences(old, config)
-    changes["data.tokenizer"] = values["data"]["tokenizer"], meta["tokenizer"]
+    if not is_same(values["data"], meta):
+        keys = "tokenizer", "tokenizer_sha256"
+        both = [" ".join(filter(None, map(data.get, keys))) for data in (values["data"], meta)]
+        changes["data.tokenizer"] = tuple(both)
     for split in ("train", "val"):
         files = [data.get("splits", {}).get(split, {}) for data in (values["data"], meta)]
         key = f"the split {split} in {config.data.folder}"
