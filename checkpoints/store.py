@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -289,6 +290,7 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
             reader = dcp.HuggingFaceStorageReader(str(path))
+            check_names(path, reader.read_metadata())
             dcp.load(targets, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
@@ -306,6 +308,17 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     }
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def check_names(path: Path, metadata: Any) -> None:
+    """Raise CheckpointError for a tensor in a file of another kind, or with parts that overlap."""
+    for index, entry in metadata.storage_data.items():
+        file, kind = Path(entry.relative_path).stem, index.fqn.partition(".")[0]
+        if file != kind and not file.startswith("shard-"):
+            raise CheckpointError(f"{path} is damaged: {index.fqn} is in {file}.safetensors")
+    for name, entry in metadata.state_dict_metadata.items():
+        if sum(math.prod(part.sizes) for part in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f"{path} is damaged: it lacks parts of {name}, or has some twice")
 
 
 def reason_of(error: BaseException) -> str:

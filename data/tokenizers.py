@@ -22,7 +22,7 @@ import numpy as np
 
 from runtime.errors import UserError
 from runtime.files import write_atomically
-from runtime.validation import check_value, read_bounded
+from runtime.validation import check_value, expand_home, read_bounded
 
 TOKENIZERS = ("gpt2", "english", "bytes")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
@@ -138,7 +138,7 @@ def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = No
     if name == OWN and folder:
         places = [place / OWN for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
-    tokenizer = _read_file(Path(name)) if name.endswith(".tiktoken") else _get_known(name)
+    tokenizer = _read_file(expand_home(name)) if name.endswith(".tiktoken") else _get_known(name)
     tokenizer.check(sha256)
     return tokenizer
 

@@ -225,7 +225,7 @@ def test_text_in_each_format(tmp_path, compression):
         (tmp_path / name).write_bytes(content)
     *source, val, test = (pack(tmp_path / name, compression) for name in contents)
     folder = prepared("text", tmp_path / "o", *source, val=(val,), test=(test,))
-    texts = ["first file,\r\n\r\nas it is\n", "# second\n", "third", "", "naïve"]
+    texts = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
     found = {split: documents(folder, split) for split in ("train", "val", "test")}
     assert found == {"train": texts, "val": ["validation"], "test": ["test"]}
     told = [(part["split"], part["file"], part["sha256"]) for part in load_meta(folder)["source"]]
