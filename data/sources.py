@@ -97,8 +97,7 @@ def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> Iterator[P
     for path in paths:
         files = [path]
         if path.is_dir():
-            suffixes = tuple(f"*{s}{packed}" for s in readers for packed in ("", ".gz", ".xz"))
-            files = sorted(p for s in suffixes for p in path.rglob(s) if p.is_file())
+            files = sorted(p for p in path.rglob("*") if p.is_file() and reader_of(p, readers))
         elif not path.exists() and glob.has_magic(str(path)):
             files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
         if not files:
@@ -133,12 +132,15 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Read
     return Corpus(documents(), description)
 
 
-def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+def reader_of(file: Path | str, readers: dict[str, Reader]) -> Reader | None:
     """The reader of a file, by its suffix."""
-    unpacked = file.lower().removesuffix(".gz").removesuffix(".xz")
-    for suffix, reader in readers.items():
-        if fnmatch(unpacked, f"*{suffix}"):
-            return reader
+    unpacked = str(file).lower().removesuffix(".gz").removesuffix(".xz")
+    return next((read for suffix, read in readers.items() if fnmatch(unpacked, f"*{suffix}")), None)
+
+
+def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+    if reader := reader_of(file, readers):
+        return reader
     known = f"{', '.join(readers)} (each also followed by .gz or .xz)"
     raise UserError(f"{file}: unknown kind of file; known here are {known}")
 
