@@ -56,7 +56,7 @@ def convert(
         write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
         settings["files"] = {"model.safetensors": sha256_file(temporary / "model.safetensors")}
         if loaded.tokenizer == OWN:
-            write_atomically(temporary / OWN, lambda file: file.write(loaded.get_tokenizer().file))
+            loaded.get_tokenizer().keep(temporary)
         write_json(temporary / "config.json", settings | {"sha256": digest(settings)})
         os.rename(temporary, destination)
         sync_folder(destination.parent)

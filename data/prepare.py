@@ -43,12 +43,7 @@ from runtime.files import is_alive, sync_folder, write_json
 from runtime.validation import Count, check_value, check_values
 
 HOME = Path(__file__).resolve().parent
-SOURCES = ("source", "val", "test")
-FILES = {
-    "meta.json",
-    OWN,
-    *(f"{split}{kind}" for split in SPLITS for kind in (".bin", ".roles.bin")),
-}
+FILES = {"meta.json", OWN} | {f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
@@ -132,8 +127,8 @@ def prepare(args: Prepare) -> Path:
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
     dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
-    files = {split: (*found_files(getattr(args, split), dataset.readers),) for split in SOURCES}
-    args = replace(args, **files)
+    given = {"source": args.source, "val": args.val, "test": args.test}
+    args = replace(args, **{s: found_files(p, dataset.readers) for s, p in given.items()})
     check_options(args, dataset)
     keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
     chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
@@ -149,8 +144,7 @@ def prepare(args: Prepare) -> Path:
         show(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
     with staging(target) as folder:
-        if tokenizer.name == OWN:
-            (folder / OWN).write_bytes(tokenizer.file)
+        tokenizer.keep(folder)
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
         write_json(folder / "meta.json", meta)
         is_finished(target, meta, args.overwrite)  # raises for what came there meanwhile
@@ -165,7 +159,6 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     files, share = args.val or args.test, args.val_fraction is not None
     drawn = dataset.val_fraction is not None  # the validation split
     twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
-    text_only = "--split-at TEXT is for text and shuffled, and not empty; leave it out"
     mistakes = [
         (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
         (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
@@ -177,7 +170,8 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
         (args.skip_long and not examples, "--skip-long is for records; leave it out"),
         (args.prompt_field and name != "records", "--prompt-field is for records; leave it out"),
-        (args.split_at == "" or args.split_at and (source != "always" or examples), text_only),
+        (args.split_at and (source != "always" or examples), "--split-at is for text, shuffled"),
+        (args.split_at == "", "--split-at is empty; give the text between documents"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
         (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),

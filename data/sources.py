@@ -30,6 +30,7 @@ OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --sour
 MOST_UNPACKED = 250  # times its size in a file that holds more than
 SMALL = 16 << 20  # bytes: text is not packed more densely than that
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
+MARKED = f"times {END_OF_TEXT} is read as ordinary text (--split-at '{END_OF_TEXT}' divides there)"
 LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
 
 
@@ -44,8 +45,7 @@ class Reading:
     left: float = math.inf  # bytes that the file may still become
 
     @property
-    def fields(self) -> set[str]:
-        """The fields of a row that are read."""
+    def fields(self) -> set[str]:  # of a row, that are read
         return {self.field}
 
     def document(self, row: dict, place: str) -> str:
@@ -59,19 +59,16 @@ class Reading:
         """Raise UserError for a small file that becomes very large."""
         self.left -= size
         if self.left < 0:
-            much = f"more than {MOST_UNPACKED} times the size of the file"
-            raise UserError(f"{name}: {much}; if it is right, unpack it first")
+            much = f"more than {MOST_UNPACKED} times the size of the file; if it is right"
+            raise UserError(f"{name}: {much}, unpack it first")
 
     def documents(self, text: str) -> Iterator[str]:
         """The documents in what was read as one."""
         if self.split_at:
-            parts = (part.strip("\n") for part in text.split(self.split_at))
-            yield from filter(None, parts)
-            return
-        if count := text.count(END_OF_TEXT):
-            advice = f"--split-at '{END_OF_TEXT}' divides documents there"
-            self.counts[f"times {END_OF_TEXT} is read as ordinary text ({advice})"] += count
-        yield text
+            yield from filter(None, (part.strip("\n") for part in text.split(self.split_at)))
+        else:
+            self.counts[MARKED] += text.count(END_OF_TEXT)
+            yield text
 
 
 # (stream, its name for messages, how) -> documents
@@ -91,18 +88,19 @@ class Corpus:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> Iterator[Path]:
-    """The files that paths mean: themselves, those in a folder whose kind is known, and those that
-    match a pattern such as texts/**/*.txt."""
+def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
+    """The files that paths mean: themselves, or those of a known kind in a folder or that match a
+    pattern such as texts/**/*.txt."""
+    files: list[Path] = []
     for path in paths:
-        files = [path]
-        if path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.is_file() and reader_of(p, readers))
-        elif not path.exists() and glob.has_magic(str(path)):
-            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
-        if not files:
+        inside = [*path.rglob("*")] if path.is_dir() else glob.glob(str(path), recursive=True)
+        if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
+            files.append(path)
+        elif known := [p for p in map(Path, inside) if p.is_file() and reader_of(p, readers)]:
+            files += sorted(known)
+        else:
             raise UserError(f"{path}: there is no file of a known kind ({', '.join(readers)})")
-        yield from files
+    return tuple(files)
 
 
 def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Reading) -> Corpus:
@@ -165,11 +163,9 @@ def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     except UnicodeDecodeError as error:
         advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
         raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
-    if ends := text.count("\r\n"):
-        reading.counts["Windows line ends are converted"] += ends
-        text = text.replace("\r\n", "\n")
+    reading.counts["Windows line ends are converted"] += text.count("\r\n")
     if text:
-        yield text
+        yield text.replace("\r\n", "\n")
 
 
 def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
@@ -235,9 +231,7 @@ def texts_of(rows: Iterable[dict], reading: Reading, name: str, problem: str) ->
         raise UserError(f"{name}: {problem} ({cause(error)}, after row {number})") from error
 
 
-def hub_rows(
-    name: str, repository: str, config: str | None, split: str, reading: Reading
-) -> Corpus:
+def hub_rows(name: str, repository: str, config: str | None, split: str, how: Reading) -> Corpus:
     """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here."""
 
     def hub() -> Iterator[dict]:
@@ -258,7 +252,7 @@ def hub_rows(
 
     problem = f"the hub failed; {OFFLINE.format(name)}"
     source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(texts_of(hub(), reading, repository, problem), [source])
+    return Corpus(texts_of(hub(), how, repository, problem), [source])
 
 
 def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Reading) -> Corpus:

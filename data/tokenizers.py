@@ -5,8 +5,7 @@ english  a byte-pair encoding of 2048 ids, learned from English stories, for sma
          parameters and time a large vocabulary would use up
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 
-A file FILE.tiktoken is copied into the folder of the data, and by training and convert.py into that
-of the run or export, as tokenizer.tiktoken, which then is the tokenizer's name.
+A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports.
 """
 
 import base64
@@ -45,9 +44,13 @@ class Tokenizer:
         return b"".join(b"%b %d\n" % (token, i) for i, token in lines)
 
     @functools.cached_property
-    def sha256(self) -> str:
-        """The identity of the vocabulary: sha256 of `file`."""
+    def sha256(self) -> str:  # the identity of the vocabulary
         return hashlib.sha256(self.file).hexdigest()
+
+    def keep(self, folder: Path) -> None:
+        """Write a vocabulary of the user's into a folder, where `get_tokenizer` finds it."""
+        if self.name == OWN:
+            write_atomically(folder / OWN, lambda file: file.write(self.file))
 
     def check(self, sha256: str | None) -> None:
         """Raise UserError if metadata record another vocabulary; None: they record none."""
@@ -127,8 +130,8 @@ def without_lone_surrogates(text: str) -> str:
 def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether the tokenizers that two files of metadata record are the same: by their vocabularies,
     or where an older file lacks its sha256 by their names."""
-    keys = "tokenizer_sha256", "tokenizer"
-    key = keys[not (one.get(keys[0]) and other.get(keys[0]))]
+    both = one.get("tokenizer_sha256") and other.get("tokenizer_sha256")
+    key = "tokenizer_sha256" if both else "tokenizer"
     return one[key] == other[key]
 
 
@@ -141,13 +144,6 @@ def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = No
     tokenizer = _read_file(expand_home(name)) if name.endswith(".tiktoken") else _get_known(name)
     tokenizer.check(sha256)
     return tokenizer
-
-
-def copy_own(source: Path, target: Path) -> None:
-    """Copy the file of the user's tokenizer, where `source` has one, to the folder `target`."""
-    if (source / OWN).is_file():
-        data = read_bounded(source / OWN)
-        write_atomically(target / OWN, lambda file: file.write(data))
 
 
 def _read_file(path: Path) -> BytePairTokenizer:

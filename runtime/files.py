@@ -137,9 +137,7 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
             continue
         place = f"{name} line {number}"
         if blank:
-            raise UserError(
-                f"{place}: {MOST_BLANK:,} lines before it are blank; is the file right?"
-            )
+            raise UserError(f"{place}: the {MOST_BLANK:,} lines before it are blank, too")
         if len(data) > LINE_BYTES:
             raise UserError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
         try:
