@@ -128,11 +128,10 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the tokenizers that two files of metadata record are the same: by their vocabularies,
-    or where an older file lacks its sha256 by their names."""
-    both = one.get("tokenizer_sha256") and other.get("tokenizer_sha256")
-    key = "tokenizer_sha256" if both else "tokenizer"
-    return one[key] == other[key]
+    """Whether the tokenizers that two files of metadata record are the same: their names, and their
+    vocabularies, whose sha256 older files lack."""
+    known = {file["tokenizer_sha256"] for file in (one, other) if file.get("tokenizer_sha256")}
+    return one["tokenizer"] == other["tokenizer"] and len(known) < 2
 
 
 def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:

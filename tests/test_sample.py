@@ -16,6 +16,7 @@ import checkpoints as checkpoint
 import sample
 from checkpoints import store
 from data.tokenizers import get_tokenizer
+from runtime.command_line import visible
 from sampling import engine, modes
 
 ROWS = [

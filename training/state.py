@@ -102,10 +102,10 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
     """Print what has changed since a checkpoint. Raises UserError for what cannot change."""
     old = configuration.from_dict(values["config"], str(path))
     changes = configuration.differences(old, config)
-    if not is_same(values["data"], meta):
-        keys = "tokenizer", "tokenizer_sha256"
-        both = [" ".join(filter(None, map(data.get, keys))) for data in (values["data"], meta)]
-        changes["data.tokenizer"] = tuple(both)
+    changes["data.tokenizer"] = values["data"]["tokenizer"], meta["tokenizer"]
+    if not is_same(values["data"], meta) and len(set(changes["data.tokenizer"])) == 1:
+        hashes = [data["tokenizer_sha256"][:12] for data in (values["data"], meta)]
+        changes["data.tokenizer"] = tuple(f"{meta['tokenizer']} (sha256 {h})" for h in hashes)
     for split in ("train", "val"):
         files = [data.get("splits", {}).get(split, {}) for data in (values["data"], meta)]
         key = f"the split {split} in {config.data.folder}"
