@@ -19,7 +19,8 @@ import tyro
 from checkpoints import CheckpointError, load
 from checkpoints.load import EXPORT_FORMAT, EXPORTED
 from checkpoints.store import digest, is_finite
-from runtime.command_line import run_script
+from data.tokenizers import OWN
+from runtime.command_line import run_script, show
 from runtime.files import staging, write_json
 from variants import parameter_counts
 
@@ -56,12 +57,14 @@ def convert(
         with staging(destination, replace=False) as folder:
             (folder / "model.safetensors").write_bytes(data)
             settings["files"] = {"model.safetensors": hashlib.sha256(data).hexdigest()}
+            if loaded.tokenizer == OWN:
+                loaded.get_tokenizer().keep(folder)
             write_json(folder / "config.json", settings | {"sha256": digest(settings)})
     except OSError as error:
         raise CheckpointError(f"could not write {destination}: {error}") from error
-    print(f"read {loaded.describe()}")
+    show(f"read {loaded.describe()}")
     count = sum(parameter_counts(loaded.model).values())
-    print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
+    show(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
 
 
 if __name__ == "__main__":

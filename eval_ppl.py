@@ -24,7 +24,7 @@ from evaluation.likelihood import Scorer, Task
 from evaluation.perplexity_table import markdown, result_rows
 from model import ModelConfig
 from orders import ORDER_SETTINGS, parse_order, parse_settings
-from runtime.command_line import ModelOptions, run_script
+from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, provenance
@@ -173,10 +173,10 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             if procs.main:  # after every task, so that a job that is killed loses none
                 lines = [loaded.describe(), "", *markdown(results)]
                 outputs.write_json(a.json, {"results": results} | origin)
-                outputs.write(a.json and a.json.with_suffix(".md"), "\n".join(lines) + "\n")
+                outputs.write_markdown(a.json and a.json.with_suffix(".md"), lines)
     if procs.main:
         with outputs:
-            print("\n".join(lines))
+            show("\n".join(lines))
 
 
 def main() -> None:

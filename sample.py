@@ -21,8 +21,8 @@ from typing import Annotated, Literal
 import tyro
 
 from checkpoints.load import Loaded, load
-from data.tokenizers import Tokenizer, get_tokenizer
-from runtime.command_line import ModelOptions, run_script
+from data.tokenizers import Tokenizer
+from runtime.command_line import ModelOptions, run_script, show, visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines
@@ -83,7 +83,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
-    dtype, tokenizer = pick_dtype(a.dtype, procs.device), get_tokenizer(loaded.tokenizer)
+    dtype, tokenizer = pick_dtype(a.dtype, procs.device), loaded.get_tokenizer()
     contexts = [encode(request, tokenizer, a.length, loaded) for request in requests]
     modes.check_mode(options, loaded.model.config)
     options = modes.with_default_steps(options, contexts)
@@ -117,7 +117,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
     made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
-    print(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
+    show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -220,15 +220,15 @@ def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:
     """On a terminal, what was generated is bold where something was given as well."""
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
-        text, source = record["text"], f" of prompt {record['prompt_index'] + 1}" * several
+        text, source = visible(record["text"]), f" of prompt {record['prompt_index'] + 1}" * several
         if sys.stdout.isatty() and -1 in record["step"]:
             # Runs of pieces: few escape sequences, and none within a character.
             pieces = zip(tokenizer.pieces(record["tokens"]), record["step"], strict=True)
             text = ""
             for bold, run in itertools.groupby(pieces, key=lambda piece: piece[1] >= 0):
-                part = "".join(piece for piece, _ in run)
+                part = visible("".join(piece for piece, _ in run))
                 text += f"\033[1m{part}\033[0m" if bold else part
-        print(f"=== sample {number}{source} ===\n{text}\n")
+        sys.stdout.write(f"=== sample {number}{source} ===\n{text}\n\n")  # bold stays
 
 
 if __name__ == "__main__":

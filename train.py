@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from checkpoints import CheckpointError
-from data.loader import TokenDataset
+from data.loader import TokenDataset, find_dataset
+from data.tokenizers import OWN, get_tokenizer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
 from runtime.devices import autocast, deterministic, pick_dtype, precision_note
@@ -63,12 +64,13 @@ def main() -> int:
 
 def train(config: Config, procs: Processes) -> int:
     """Start or resume the run, train until its last step or a signal, save it and say so."""
-    data = TokenDataset(config.data.folder, "train", config.model.block_size, config.data.verify)
+    source = find_dataset(config.data.folder)
+    data = TokenDataset(source, "train", config.model.block_size, config.data.verify)
     config = config.with_steps(data.num_blocks)
     folder, t = config.run_folder, config.train
     val_data = None
     if config.eval.interval:
-        val_data = TokenDataset(config.data.folder, "val", data.block_size, config.data.verify)
+        val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     with locked_for_all(folder, procs):
@@ -77,6 +79,8 @@ def train(config: Config, procs: Processes) -> int:
         if state.progress.step < t.steps:
             if procs.main:
                 write_text(folder / "config.toml", configuration.to_toml(config))
+                if data.meta["tokenizer"] == OWN:
+                    get_tokenizer(OWN, folder=source).keep(folder)
             counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")

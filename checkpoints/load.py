@@ -20,15 +20,15 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints import released, store
 from checkpoints.store import CheckpointError
+from data.tokenizers import RECORDED, Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
-from runtime.validation import Count, NonNegative, from_values, read_json, schema
+from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
-TOKENIZER = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
-EXPORTED = ("step", "weights", *TOKENIZER, "scored_from", "system")  # of `Loaded`
+EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
     "released weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with "
@@ -48,8 +48,12 @@ class Loaded:
     tokenizer: str
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     scored_from: int = 0  # the first left-to-right step that is scored: GPT-2 has no start token
-    tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
     system: str | None = None  # the layout of released weights; None for a model trained here
+    tokenizer_sha256: str | None = None  # of its vocabulary; None where nothing records it
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; its file is read here. Raises UserError if it has changed."""
+        return get_tokenizer(self.tokenizer, self.tokenizer_sha256, Path(self.path))
 
     def describe(self) -> str:
         return f"{self.path} (step {self.step}, {self.weights} weights)"
@@ -75,7 +79,7 @@ def load(
     """
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
-    path = Path(path) if Path(path).exists() else download(str(path))
+    path = expand_home(path) if expand_home(path).exists() else download(str(path))
     read = partial(_from_checkpoint, weights=weights)
     if path.name == "best" and path.is_file() and checkpoint == "last":
         path, checkpoint = path.parent, "best"
@@ -94,16 +98,12 @@ def load(
         raise
     except UserError as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
+    limit, count = model.config.mask_token or model.config.vocab_size, origin["vocab_size"]
+    if count > limit:
+        raise CheckpointError(f"{file} has a vocabulary of {count}, but its model {limit} tokens")
     if block_size is not None:
         set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
-
-
-def other_tokenizer(theirs: dict, ours: dict) -> dict[str, tuple]:
-    """{key: (theirs, ours)} of what differs in the tokenizers of two descriptions of data, such as
-    meta.json or fields of `Loaded`, where both say it."""
-    pairs = {key: (theirs.get(key), ours.get(key)) for key in TOKENIZER}
-    return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 
 
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
@@ -152,7 +152,7 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
     model = make_model(config, store.read_all(path, values, prefix))
-    origin = {key: values["data"].get(key) for key in TOKENIZER}
+    origin = {key: values["data"].get(key) for key in RECORDED}
     return model, origin | {"step": values["step"], "weights": weights}
 
 
@@ -216,8 +216,8 @@ class Export(TypedDict):
     step: NonNegative
     weights: Literal["ema", "raw"]
     tokenizer: str
-    vocab_size: Count
     tokenizer_sha256: NotRequired[str | None]
+    vocab_size: Count
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from runtime.command_line import show, visible
 from runtime.errors import UserError
 from runtime.files import sha256_file, sync_folder, write_text
 from runtime.processes import Processes
@@ -199,7 +201,7 @@ def only_warned(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"warning: could not {what}: {reason_of(error)}", file=sys.stderr)
+        show(f"warning: could not {what}: {reason_of(error)}", file=sys.stderr)
 
 
 def remove_partial(run_folder: Path) -> None:
@@ -283,7 +285,8 @@ def read_newest(
             if not procs and attempt < TRIES - 1 and not path.is_dir():
                 break
             if main and which == "last":
-                print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
+                told = f"warning: {problems[0]}; trying the one before it"
+                show(visible(told, one_line=True), file=sys.stderr)
         else:  # an empty list can be one that was made while the only checkpoint was replaced
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
@@ -311,6 +314,7 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
             reader = dcp.HuggingFaceStorageReader(str(path))
+            check_names(path, reader.read_metadata())
             dcp.load(targets, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
@@ -331,6 +335,17 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     }
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def check_names(path: Path, metadata: Any) -> None:
+    """Raise CheckpointError for a tensor in a file of another kind, or with parts that overlap."""
+    for index, entry in metadata.storage_data.items():
+        file, kind = Path(entry.relative_path).stem, index.fqn.partition(".")[0]
+        if file != kind and not file.startswith("shard-"):
+            raise CheckpointError(f"{path} is damaged: {index.fqn} is in {file}.safetensors")
+    for name, entry in metadata.state_dict_metadata.items():
+        if sum(math.prod(part.sizes) for part in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f"{path} is damaged: it lacks parts of {name}, or has some twice")
 
 
 def reason_of(error: BaseException) -> str:

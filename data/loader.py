@@ -23,7 +23,7 @@ from runtime import randomness
 from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
-from runtime.validation import Count, FileName, NonNegative, read_json, schema
+from runtime.validation import Count, FileName, NonNegative, expand_home, read_json, schema
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
@@ -50,6 +50,7 @@ class Meta(TypedDict):
 
     format: NonNegative
     tokenizer: str
+    tokenizer_sha256: NotRequired[str]  # of its vocabulary
     vocab_size: Count
     eot: NonNegative
     dtype: Literal["uint16"]
@@ -64,7 +65,7 @@ class Meta(TypedDict):
 def find_dataset(name) -> Path:
     """The prepared folder that `name` means: a path, or a name under the project's data/."""
     home = Path(__file__).resolve().parent
-    for folder in (Path(name), home / name):
+    for folder in (expand_home(name), home / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
     prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"

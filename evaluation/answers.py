@@ -14,7 +14,6 @@ from torch import Tensor
 
 from checkpoints import Loaded
 from data.puzzles import TASKS, Task
-from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set
 from evaluation.text_measures import mean_and_error
 from orders import Roles
@@ -111,7 +110,7 @@ def answer(
 
 def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
     """Every row as it is and as it was filled in, up to its end-of-text."""
-    tokenizer, records = get_tokenizer(loaded.tokenizer), []
+    tokenizer, records = loaded.get_tokenizer(), []
     is_right = questions.task.is_right if questions.task else str.__eq__
 
     def text(tokens: list[int]) -> str:
@@ -139,7 +138,7 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
-    pieces, shown = get_tokenizer(loaded.tokenizer).pieces, []
+    pieces, shown = loaded.get_tokenizer().pieces, []
     board = questions.task.board if questions.task else None
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:

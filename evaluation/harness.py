@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from checkpoints import Loaded, load
-from data.tokenizers import get_tokenizer, without_lone_surrogates
+from data.tokenizers import without_lone_surrogates
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions
 from runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
         if not isinstance(run, Loaded):
             run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
         self.loaded, self.model = run, run.model.to(self.device)
-        self.tokenizer, self.dtype = get_tokenizer(run.tokenizer), pick_dtype(a.dtype, self.device)
+        self.tokenizer, self.dtype = run.get_tokenizer(), pick_dtype(a.dtype, self.device)
         config = self.model.config
         self.block_size, self.is_encoder = config.block_size, config.is_encoder
         order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from runtime.processes import Processes
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
+MOST_VALUES = 4_000_000  # in a row of JSON, each of some 200 bytes of memory
+MOST_BLANK = 1_000_000  # blank lines in a row
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -154,8 +156,14 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
     """`read_lines` of an open file, one line in memory at a time."""
     # Lines of bytes: text would also be split at characters that JSON strings may hold.
+    blank = 0
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
+        blank = blank + 1 if data.isspace() else 0
+        if 0 < blank <= MOST_BLANK:
+            continue
         place = f"{name} line {number}"
+        if blank:
+            raise UserError(f"{place}: the {MOST_BLANK:,} lines before it are blank, too")
         if len(data) > LINE_BYTES:
             raise UserError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
         try:
@@ -168,6 +176,8 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 def json_object(line: str, place: str) -> dict:
     """The object on one line of JSON. Raises UserError that begins with the place of the line."""
+    if sum(map(line.count, "{[,")) > MOST_VALUES:
+        raise UserError(f"{place}: more than {MOST_VALUES:,} values of JSON; write shorter rows")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep

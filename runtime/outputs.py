@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.command_line import show, visible
 from runtime.errors import UserError
 from runtime.files import to_json, write_atomically
 
@@ -78,10 +80,13 @@ class Outputs:
         except OSError as error:
             self.failed.append(f"could not write {path}: {error}")
             if isinstance(content, str):
-                print(f"---- {path}, which could not be written ----\n{content}", flush=True)
+                show(f"---- {path}, which could not be written ----\n{content}", flush=True)
 
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")
+
+    def write_markdown(self, path: Path | None, lines: Iterable[str]) -> None:
+        self.write(path, "\n".join(map(escaped, lines)) + "\n")
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
@@ -141,9 +146,16 @@ def provenance(
 # ---- tables and pictures -------------------------------------------------------------------------
 
 
+def escaped(line: str) -> str:
+    """A line of Markdown in which text from elsewhere, such as a name, is no HTML and no line."""
+    return re.sub(r"(?<!\\)<(?=[a-zA-Z/!?])", r"\\<", visible(line, one_line=True))
+
+
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
     """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
     left-aligned, then numbers, right-aligned."""
+    cleaned = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
+    head, *rows = cleaned
     widths = [max(3, *map(len, cells)) for cells in zip(head, *rows, strict=True)]
     rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
     lines = []

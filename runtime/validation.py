@@ -145,7 +145,18 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise FileError(f"{path} has more than {most >> 20} MB: it is no file of settings")
+    # Each value of JSON or TOML takes some 200 bytes of memory, whatever it takes in the file.
+    if most <= MAX_BYTES and sum(map(data.count, (b"{", b"[", b",", b"="))) > MAX_VALUES:
+        raise FileError(f"{path} holds more than {MAX_VALUES:,} values: it is no file of settings")
     return data
+
+
+def expand_home(path: str | Path) -> Path:
+    """The path with the home directory for "~"."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # of a user without one
+        raise UserError(f"{path}: {error} Write the path without ~.") from None
 
 
 @contextlib.contextmanager

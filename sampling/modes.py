@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data.tokenizers import Tokenizer
 from model import AOGPT, ModelConfig
 from orders import parse_order
+from runtime.command_line import visible
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.validation import LARGEST, Count, check_value, check_values, flag
@@ -260,7 +261,9 @@ def generate_distributed(
     settings |= {"compile": options.compile, "kernels": options.kernels}
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
-    with tqdm(total=total, unit="token", desc=label, disable=quiet, leave=False) as bar:
+    with tqdm(
+        total=total, unit="token", desc=visible(label or ""), disable=quiet, leave=False
+    ) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
             part = generate(model, plan, tokens, **random, **batch, **settings)

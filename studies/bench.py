@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.devices import pick_device
 from runtime.files import write_json
 from runtime.outputs import command, commit, versions
@@ -52,17 +52,17 @@ def bench_gpu(out: Path = Path("out") / "gpu") -> int:
     """
     device, rows = pick_device("auto"), []
     if device.type != "cuda":
-        print("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
+        show("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
     out.mkdir(parents=True, exist_ok=True)
     made = {"command": command(), "commit": commit(), "versions": versions()}
     made["machine"] = common.machine(device)
     for row in on_a_gpu(out, device) if device.type == "cuda" else on_a_cpu(out):
         rows.append(row)
-        print("  ".join(row), flush=True)
+        show("  ".join(row), flush=True)
         checks = [dict(zip(HEAD, row, strict=True)) for row in rows]
         write_json(out / "gpu.json", made | {"rows": checks})
     wrong = sum(row[-1] == "FAILS" for row in rows)
-    print(f"\n{len(rows)} lines, {wrong} miss their target; {out / 'gpu.json'}")
+    show(f"\n{len(rows)} lines, {wrong} miss their target; {out / 'gpu.json'}")
     return 1 if wrong else 0
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from model import AOGPT, ModelConfig
+from runtime.command_line import show
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.validation import Count, check_values
 from variants import build_model
@@ -107,9 +108,9 @@ def publish(o: BenchOptions, outputs: Outputs, dtype, device, figures, report: C
     with outputs:
         outputs.write_json(o.json, result)
         m = result["machine"]
-        print(f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.")
-        print("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
-        print(*report(result), sep="\n")
+        show(f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.")
+        show("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
+        show(*report(result), sep="\n")
     return result
 
 

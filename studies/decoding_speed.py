@@ -19,6 +19,7 @@ import torch
 import tyro
 
 from model import AOGPT, ModelConfig
+from runtime.command_line import show
 from runtime.devices import pick_device, pick_dtype, synchronize
 from runtime.outputs import markdown_table
 from runtime.validation import Count
@@ -108,7 +109,7 @@ class DecodeBench:
                 timing = self.time(system, plan)
                 of += [timing] * (number > 0)
                 told = f"{self.T} tokens, {steps} steps, {system}: {timing['seconds']:.3g} s"
-                print(told, file=sys.stderr, flush=True)
+                show(told, file=sys.stderr, flush=True)
         rows = [self.row(system, steps, of, drawn[0]) for system, of in timings.items()]
         ours, model = rows[0], self.models["ours"]
         shape = model.config, self.vocab_size, model.wte.weight.dtype.itemsize

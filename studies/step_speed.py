@@ -17,6 +17,7 @@ from torch import Tensor
 
 from objectives import ao_ar_loss
 from orders import OrderConfig, orders_at
+from runtime.command_line import show
 from runtime.devices import autocast, has_compiler, pick_device, pick_dtype, synchronize
 from runtime.errors import UserError
 from runtime.outputs import markdown_table
@@ -110,7 +111,7 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=True)
         synchronize(self.device)
         done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
-        print(f"step {step}, {self.name}: {done['seconds']:.3g} s", file=sys.stderr, flush=True)
+        show(f"step {step}, {self.name}: {done['seconds']:.3g} s", file=sys.stderr, flush=True)
         return done
 
     def warm_up(self) -> list[dict]:

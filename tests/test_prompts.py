@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference import LEVEL, TOKENS, chi_square_p, make_system, random_orders, random_tokens
 
 import train
-from data.loader import TokenDataset
+from data.loader import TokenDataset, read_tokens
 from data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
 from data.tokenizers import get_tokenizer
 from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
@@ -102,6 +102,29 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
         TokenDataset(folder, "test", 8)
 
 
+def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys):
+    rows = [{"question": "?" * n, "answer": "!", "id": n} for n in range(1, 13)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    options = {"block_size": 8, "split": "test", "field": "answer"}
+    prepared("records", tmp_path / "alone", source, **options)
+    assert "note: 12 rows have a field 'question', which is left out" in capsys.readouterr().out
+    options["prompt_field"] = "question"
+    places = ", ".join(f"{source} line {n}" for n in (7, 8, 9))
+    says = f"6 records .* a block of 8 tokens \\({places}, ...; the longest has 14 tokens"
+    with pytest.raises(UserError, match=says):
+        prepared("records", tmp_path / "data", source, **options)
+    folder = prepared("records", tmp_path / "data", source, **options, skip_long=True)
+    assert "note: 6 records longer than a block are skipped" in capsys.readouterr().out
+    data = TokenDataset(folder, "test", 8, verify=True)
+    assert data.num_blocks == 6 and data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
+    assert data.roles([1]).tolist() == [[1, 1, 0, 0, 2, 2, 2, 2]]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = tmp_path / "rows.parquet"
+    again = prepared("records", tmp_path / "again", source, **options, skip_long=True)
+    assert read_tokens(again, "test").tolist() == read_tokens(folder, "test").tolist()
+
+
 EIGHT = {"block_size": 8}
 
 
@@ -109,7 +132,7 @@ EIGHT = {"block_size": 8}
     "name, rows, options, says",
     [
         ("records", [{"prompt": "a", "text": "b"}], {}, "needs --block-size N"),
-        ("records", [{"prompt": "a", "text": "b" * 9}] * 2, EIGHT, "has 11 tokens"),
+        ("records", [{"prompt": "a", "text": "b" * 9}] * 2, EIGHT, "longest has 11 tokens"),
         ("records", [{"prompt": "a", "text": "b"}], EIGHT, "a single record makes no"),
         ("records", [{"prompt": "[GIVEN]a", "text": "b"}], EIGHT, "line 1: .*not both"),
         ("records", [{"prompt": 1, "text": "b"}], EIGHT, "line 1: .*'prompt' holds int"),

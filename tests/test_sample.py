@@ -16,6 +16,7 @@ import checkpoints as checkpoint
 import sample
 from checkpoints import store
 from data.tokenizers import get_tokenizer
+from runtime.command_line import visible
 from sampling import engine, modes
 
 ROWS = [
@@ -74,7 +75,7 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, 
     assert len(lines) == out.count("=== sample") == 3
     defaults = {"mode": "mdm", "top_p": 1.0, "schedule": "linear", "noise": "float64"}
     for line in lines:
-        assert line["text"] in out
+        assert visible(line["text"]) in out
         assert line["text"] == get_tokenizer("bytes").decode(line["tokens"])
         check_given(line, LENGTH)
         assert all(step < 5 for step in line["step"])

@@ -31,6 +31,7 @@ from runtime.validation import (
     Seed,
     Table,
     check_values,
+    expand_home,
     flag,
     from_values,
     keys_of,
@@ -151,7 +152,7 @@ class Config(Table):
 
     @property
     def run_folder(self) -> Path:
-        return Path(self.out) / self.name
+        return expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the

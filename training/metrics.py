@@ -32,6 +32,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import TokenDataset, batch_lengths
+from runtime.command_line import show, visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
@@ -166,7 +167,7 @@ class Log:
         self.restart_clock()
 
     def warn(self, message: str) -> None:
-        self._print(f"warning: {message}", sys.stderr)
+        self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
         """Measure the speed from here on: it is that of training alone."""
@@ -194,7 +195,7 @@ class Log:
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
             with contextlib.suppress(OSError):  # nobody reads it any more: training goes on
-                tqdm.write(text, file=file or sys.stdout)  # above the progress bar
+                tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
                 sys.stdout.flush()
 
     def _write(self, row: dict) -> None:
@@ -235,7 +236,7 @@ def drop_later_rows(path: Path, step: int) -> None:
         copies = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
         kept = next(copy for copy in copies if not copy.exists())
         shutil.copyfile(path, kept)
-        print(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
+        show(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
     write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 

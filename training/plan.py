@@ -16,7 +16,7 @@ import torch
 from annotated_types import Interval
 
 from model import AOGPT
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.validation import Count, check_values
 from training.config import Config, from_command_line, refuse
 from training.metrics import GPU, GPUS, TIME, in_units
@@ -133,7 +133,7 @@ def main() -> None:
     config = from_command_line(rest, __doc__)
     plan = plan_run(config, o.world_size, GPUS[o.gpu], o.mfu)
     title = f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}"
-    print(title, plan_text(plan), sep="\n")
+    show(title, plan_text(plan), sep="\n")
 
 
 def plan_text(plan: RunPlan) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpoints import CheckpointError, load, store
-from checkpoints.load import TOKENIZER, other_tokenizer
+from data.tokenizers import RECORDED, other_tokenizer
 from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -33,7 +33,7 @@ from variants import build_model, length_is_fixed
 # refused, as what it is part of cannot change; told with its consequence; all others are free.
 REFUSED = {"model": "architecture", "optim.kind": "optimizer"}
 REFUSED |= {"optim.more_ema_decays": "list of averages"}
-REFUSED |= dict.fromkeys((f"data.{key}" for key in TOKENIZER), "tokenizer")
+REFUSED |= dict.fromkeys((f"data.{key}" for key in RECORDED), "tokenizer")
 NOW, OTHER_LOSS = "from this step on", "losses before and after this step do not compare"
 SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
 TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
