@@ -10,12 +10,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+import tyro
 from helpers import LENGTH, MODES, column, data_of, read_lines, torchrun
 
 import checkpoints as checkpoint
 import sample
 from checkpoints import store
 from data.tokenizers import get_tokenizer
+from runtime.processes import Processes
 from sampling import engine, modes
 
 ROWS = [
@@ -88,20 +90,52 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, 
     assert "3 samples of 16 tokens" in err and "model calls" in err
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others(
-    draw, prompts, mode
-):
-    """Prompts and infills of several lengths share their batches."""
-    common = [*MODES[mode], "--num-samples", 2, "--prompts", prompts(ROWS)]
-    samples = draw(*common, "--seed", 3)
-    for size in (1, 5):
-        again = draw(*common, "--seed", 3, "--batch-size", size)
-        assert column(again, "tokens") == column(samples, "tokens")
-        assert column(again, "step") == column(samples, "step")
-    assert column(draw(*common, "--seed", 4), "tokens") != column(samples, "tokens")
-    fewer = draw(*MODES[mode], "--num-samples", 2, "--length", 10)
-    assert column(fewer, "length") == [10, 10]
+EVERY_MODE = MODES | {
+    "mdm by length": ["--mode", "mdm"],
+    "even cosine by length": ["--mode", "even", "--schedule", "cosine"],
+    "order": ["--mode", "order", "--order", "slots:block=3", "--group-size", 2],
+    "any": ["--mode", "adaptive", "--unmask-by", "random"],
+    "threshold": ["--mode", "margin", "--threshold", 0.05],
+    "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
+    "speculative by pairs": ["--mode", "speculative", "--draft-by", "ngram"],
+}
+
+
+class OneOf(Processes):
+    """A process that hands on its own part alone."""
+
+    def gather(self, value):
+        return [value]
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(draw, prompts, mode, run):
+    """Whatever the number of samples, other prompts, batches and processes."""
+
+    def samples(rows, count, size, seed=3):
+        sizes = ["--num-samples", count, "--batch-size", size, "--seed", seed]
+        lines = draw(*EVERY_MODE[mode], *sizes, "--prompts", prompts(rows))
+        keys = [(line["prompt_index"], i % count) for i, line in enumerate(lines)]
+        values = zip(column(lines, "tokens"), column(lines, "step"), strict=True)
+        return dict(zip(keys, values, strict=True))
+
+    rows = [{"prompt": "the ", "length": 9}, *ROWS[1:]]
+    whole = samples([*rows, {"prompt": "m"}], 5, 16)
+    assert len({str(value) for value in whole.values()}) == len(whole) == 20
+    for count, size, some in ((1, 1, rows), (2, 3, rows[:1]), (2, 16, rows[:2]), (5, 3, rows)):
+        found = samples(some, count, size)
+        assert found == {key: whole[key] for key in found} and len(found) == count * len(some)
+    assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
+
+    words = map(str, EVERY_MODE[mode])
+    options = modes.with_mode_defaults(tyro.cli(modes.DecodingOptions, args=[*words]))
+    contexts = [[116, 104, 101, 32, *[None] * 5], [None] * 7]
+    planned = modes.plan_samples(options, contexts, 3, 3)
+    model = checkpoint.load_model(run)
+    halves = [OneOf(rank, 2, torch.device("cpu")) for rank in (0, 1)]
+    parts = [modes.generate_distributed(model, planned, options, 257, half) for half in halves]
+    got = [tokens for part in parts for tokens, *_ in part.rows()]
+    assert got[:3] == [whole[0, n][0] for n in range(3)]
 
 
 def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
