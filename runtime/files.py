@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bool = False) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError."""
+    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError.
+    exclusive: so is a file that is there when it is moved."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
@@ -35,6 +36,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if exclusive:
+            open(path, "xb").close()
         os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
