@@ -230,6 +230,11 @@ class Roles:
     predicted: Tensor
     given: Tensor
 
+    def __post_init__(self):
+        if {self.predicted.dtype, self.given.dtype} != {torch.bool}:
+            found = f"predicted is {self.predicted.dtype}, given is {self.given.dtype}"
+            raise UserError(f"{found}; give a boolean tensor for both")
+
     @classmethod
     def of(cls, roles: Tensor) -> "Roles":
         """From a data set's numbers for its tokens, (B, T): 0 predicted, 1 prompt, 2 padding."""

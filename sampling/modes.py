@@ -27,6 +27,7 @@ from sampling import plans
 from sampling.engine import Generation, generate
 from sampling.plans import Plan, Schedule, Score
 from sampling.token_choice import TokenChoice
+from variants.scoring import check_boolean
 
 Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
 UnmaskFirst = Literal[Score, "random"]
@@ -204,6 +205,7 @@ class PlannedSamples(NamedTuple):
 
 def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
     """Contexts of rows: tokens (B, T), given BoolTensor (B, T), length (B,)."""
+    check_boolean(given, "given")
     rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
     return [[t if g else None for t, g in zip(ts[:n], gs[:n], strict=True)] for ts, gs, n in rows]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.validation import LARGEST, check_value
+from variants.scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
@@ -296,8 +297,7 @@ class _Samples:
         self.length, self.B = length.expand(B), B
         self.T = int(length.max()) if length.numel() else 0
         given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given
-        if given.dtype != torch.bool:
-            raise UserError(f"given is {given.dtype}; give a boolean tensor")
+        check_boolean(given, "given")
         if given.shape != (B, self.T):
             raise UserError(f"given is {tuple(given.shape)}, but the samples are {(B, self.T)}")
         self.position = torch.arange(self.T).expand(B, self.T)
