@@ -121,7 +121,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N"."""
-    if not path.is_file():
+    if not path.is_file() and str(path) != "/dev/stdin":
         what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
         raise UserError(f"{option} {path}: {what}")
     with open(path, "rb") as file:

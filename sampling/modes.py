@@ -58,8 +58,8 @@ class DecodingOptions(TokenChoice):
     `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
 
     mode: Mode | None = None
-    """mdm (default): masked diffusion, exact: every position unmasks at its own random time, drawn
-    from --seed.
+    """mdm (default; l2r for a plain GPT): masked diffusion, exact: every position unmasks at its
+    own random time, drawn from --seed.
     even: a random order in groups of equal size.
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
@@ -116,17 +116,19 @@ class SamplingOptions:
 
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
+    new_tokens: Count | None = None  # Instead: tokens after the prompt.
     num_samples: Count = 4  # Samples of each prompt.
 
     def __post_init__(self):
         check_values(self)
 
 
-def with_mode_defaults(options: DecodingOptions) -> DecodingOptions:
-    """The options with the defaults of their mode. Raises UserError for options without meaning in
-    it, and for values that exclude each other."""
+def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> DecodingOptions:
+    """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
+    options without meaning in it, and for values that exclude each other."""
     if options.mode is None:
-        options = dataclasses.replace(options, mode="mdm" if options.order is None else "order")
+        mode = "order" if options.order is not None else "l2r" if l2r_only else "mdm"
+        options = dataclasses.replace(options, mode=mode)
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
             raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
@@ -294,23 +296,34 @@ def sample_records(
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
     until_end: bool = False,
+    stop: Sequence[str] = (),
 ) -> list[dict]:
     """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
-    step -1: given; log_probs: nats.
+    step -1: given; log_probs: nats; order: the positions in the order in which they became known.
 
     prompts: of each, "prompt" or "infill" and its text; samples are in equal number for each, those
     of a prompt one after the other. until_end: leave out what follows the first end-of-text that
-    was generated."""
+    was generated. stop: and the first of these texts, after what is given at the beginning."""
     records, nfe = [], samples.nfe.tolist()
-    for number, (tokens, step, log_probs) in enumerate(samples.rows()):
+    rows = zip(samples.rows(), samples.order.tolist(), strict=True)
+    for number, ((tokens, step, log_probs), order) in enumerate(rows):
+        end = len(tokens)
         if until_end:
             ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
-            end = next(ends, len(tokens))
-            tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
+            end = next(ends, end)
+        text = tokenizer.decode(tokens[:end])
+        first = next((i for i, s in enumerate(step) if s >= 0), end)
+        after = len(tokenizer.decode(tokens[:first]))
+        if places := [place for s in stop if (place := text.find(s, after)) >= 0]:
+            text = text[: min(places)]
+            while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
+                end -= 1
+        tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
         prompt_index = number * len(prompts) // len(samples)
-        kind, text = prompts[prompt_index]
-        record = {"text": tokenizer.decode(tokens), "prompt_index": prompt_index, kind: text}
+        kind, prompt = prompts[prompt_index]
+        record = {"text": text, "prompt_index": prompt_index, kind: prompt}
         record |= {"length": len(tokens), "tokens": tokens, "step": step}
+        record["order"] = [position for position in order if position < end]
         record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
         records.append(record)
     return records
