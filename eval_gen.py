@@ -229,6 +229,8 @@ def notes(rows: list[dict]) -> list[str]:
         s, parts = row["sampler"], [f"{row['samples']} samples a row"]
         names = "checkpoint", "dtype", "noise", "seed", "top_k", "crossing"
         parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]
+        if row["unscored_samples"]:
+            parts += [f"{row['unscored_samples']} of them too short to be scored"]
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
     lines = list(dict.fromkeys(lines))  # the rows of a sweep share theirs
     if given := sum(row["given_tokens"] for row in rows):

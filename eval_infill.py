@@ -127,11 +127,8 @@ def fill_in(
     """(sample, true middle) of every passage. Without the other side, rows end with the middle."""
     N, T = passages.tokens.shape
     length = torch.full((N,), T) if both else passages.end
-    tokens, known = (x[:, : int(length.max())] for x in (passages.tokens, passages.known(both)))
-    plan = modes.mode_plan(options, length, known, torch.Generator().manual_seed(seed))
-    generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    planned = modes.PlannedSamples(plan, tokens, uniforms)
+    contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
+    planned = modes.plan_samples(options, contexts, seed)
     alone, size = Processes(0, 1, torch.device("cpu")), loaded.vocab_size
     samples = modes.generate_distributed(loaded.model, planned, options, size, alone)
     decode = loaded.get_tokenizer().decode

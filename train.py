@@ -40,7 +40,7 @@ from runtime.devices import autocast, deterministic, pick_dtype, precision_note
 from runtime.errors import UserError
 from runtime.files import locked_for_all, write_text
 from runtime.processes import Processes, StopRequest, processes
-from runtime.randomness import philox_bits
+from runtime.randomness import DROPOUT, philox_bits
 from training import config as configuration
 from training.batches import Batch, PendingLosses, micro_batches
 from training.config import Config, refuse
@@ -176,7 +176,7 @@ def train_step(
     Returns loss and gradient norm, 0-dimensional, the same on every process."""
     if config.model.dropout:  # the same after a resume, and different on every process
         one_row = range(procs.rank, procs.rank + 1)
-        torch.manual_seed(int(philox_bits(config.seed, step, one_row, width=1)[0, 0]))
+        torch.manual_seed(int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0]))
     rates = learning_rates(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rates["muon_lr" if "parts" in group else "lr"]  # AdamW's have no parts

@@ -20,7 +20,7 @@ from orders import Roles
 from runtime.errors import UserError
 from runtime.processes import Processes
 from sampling.engine import Generation
-from sampling.modes import DecodingOptions, PlannedSamples, generate_distributed, mode_plan
+from sampling.modes import DecodingOptions, contexts_of, generate_distributed, plan_samples
 from sampling.page import PageSample, render
 from sampling.plans import Plan, group_sizes
 
@@ -93,18 +93,14 @@ def answer(
     """Answer all questions. options: with the mode's defaults; seed: of all that is random."""
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
-    generator = torch.Generator().manual_seed(seed)
-    lengths = questions.roles.lengths
-    tokens, given = (x[:, : int(lengths.max())] for x in (questions.tokens, questions.roles.given))
-    plan = mode_plan(options, lengths, given, generator)
-    uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    planned = PlannedSamples(plan, tokens, uniforms)
+    roles = questions.roles
+    planned = plan_samples(options, contexts_of(questions.tokens, roles.given, roles.lengths), seed)
     started = time.perf_counter()
     samples = generate_distributed(
         loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
     )
     seconds = time.perf_counter() - started
-    limit = limit_of(questions.task, plan, options)
+    limit = limit_of(questions.task, planned.plan, options)
     return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
 
 

@@ -24,9 +24,10 @@ MOST_VALUES = 4_000_000  # in a row of JSON, each of some 200 bytes of memory
 MOST_BLANK = 1_000_000  # blank lines in a row
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bool = False) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError."""
+    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError.
+    exclusive: so is a file that is there when it is moved."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
@@ -39,6 +40,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if exclusive:
+            open(path, "xb").close()
         os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException as error:
@@ -146,7 +149,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N"."""
-    if not path.is_file():
+    if not path.is_file() and str(path) != "/dev/stdin":
         what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
         raise UserError(f"{option} {path}: {what}")
     with open(path, "rb") as file:

@@ -44,7 +44,8 @@ class Outputs:
         """files: by the option that names them. inputs: what the script reads; anything that is not
         an existing path is ignored. Raises UserError for a file that cannot or must not be written.
         """
-        self.failed: list[str] = []
+        self.failed: dict[Path, str] = {}
+        self.new: set[Path] = set()  # another process may be about to write them, too
         inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
         options: dict[str, str] = {}
         for option, path in files.items():
@@ -64,10 +65,13 @@ class Outputs:
             if not overwrite and path.is_file() and path.stat().st_size:
                 advice = "pass --overwrite to replace it, or name another file"
                 raise UserError(f"{option} {path} exists already; {advice}")
+            if not overwrite and not path.exists():
+                self.new.add(path)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
         """Write a result, whole or not at all; None is nowhere. It replaces earlier ones of this
-        script. Text that cannot be written is printed."""
+        script. Text that cannot be written is printed; where another process has written the file
+        meanwhile, the result goes to another beside it."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
@@ -76,9 +80,14 @@ class Outputs:
             if _is_device(path):
                 path.write_bytes(data)
             else:
-                write_atomically(path, lambda file: file.write(data))
+                write_atomically(path, lambda file: file.write(data), path in self.new)
+            self.new.discard(path)
+        except FileExistsError:
+            beside = path.with_name(f"{path.name}.{os.getpid()}")
+            write_atomically(beside, lambda file: file.write(data))
+            self.failed[path] = f"another process has written {path}: this result is in {beside}"
         except OSError as error:
-            self.failed.append(f"could not write {path}: {error}")
+            self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
                 show(f"---- {path}, which could not be written ----\n{content}", flush=True)
 
@@ -97,7 +106,7 @@ class Outputs:
     def __exit__(self, kind, *error) -> None:
         """Raise OSError if a result could not be written, once the others are."""
         if self.failed and kind is None:
-            raise OSError("; ".join(self.failed))
+            raise OSError("; ".join(self.failed.values()))
 
 
 def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be

@@ -47,6 +47,8 @@ class Generation:
     model_calls: int  # forward passes, all batches together
     token_forwards: int  # inputs of those passes, without padding
     nfe: Tensor  # LongTensor (B,), forward passes that each sample took part in
+    order: Tensor  # LongTensor (B, T), positions in the order in which they became known: that of
+    # the context, on which a decoder's predictions depend; those of one step in no order
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -298,7 +300,7 @@ class Engine:
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
         cost = tally.calls, tally.forwards, tally.nfe[:rows]
-        return Generation(*made, plan.length[:rows], *cost)
+        return Generation(*made, plan.length[:rows], *cost, order[:rows])
 
     # ---- passes: (B,) or (G, B) numbers of rows, on the host -------------------------------------
 

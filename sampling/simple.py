@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model import AOGPT
 from sampling.cached import KVCache, cached_hidden, make_steps
+from sampling.token_choice import draw
 
 
 @torch.no_grad()
@@ -20,7 +21,7 @@ def simple_generate(
 
     order: (T,) positions, in the order of prediction. sizes: how many are predicted in each step;
     positions before these are given, in tokens (T,). uniforms: (T,) in [0, 1), float64, by
-    position: the token is the first whose cumulative probability is above this number."""
+    position: what `draw` turns into tokens."""
     T = len(order)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     x = torch.zeros_like(order) if tokens is None else tokens[order]  # in prediction order
@@ -36,8 +37,7 @@ def simple_generate(
         # 2. Draw the next tokens, each from its own distribution given the known ones.
         log_p = model.head_logits(hidden[-size:]).double().log_softmax(dim=-1)  # (size, V)
         new = slice(known, known + size)
-        point = uniforms[order[new], None]
-        x[new] = (log_p.exp().cumsum(dim=-1) <= point).sum(dim=-1).clamp(max=log_p.shape[1] - 1)
+        x[new] = draw(log_p.exp(), uniforms[order[new]])
         log_probs[new] = log_p.gather(1, x[new, None]).squeeze(1).float()
         # 3. Input `known`, that of the first target, was a true one, so inputs 0 to `known` are
         #    cached now. The copies will be overwritten.

@@ -1,19 +1,18 @@
 """Token choice: from logits and one uniform number to a token.
 
 A categorical draw must not lose probability mass: Gumbel noise of float32 cannot reach improbable
-tokens and silently lowers the temperature (Zheng et al. 2024). By default a token is therefore
-drawn without noise: one uniform number of 53 bits is looked up in the cumulative distribution,
-summed in float64 (inverse CDF). Shapes: N rows, V vocabulary.
+tokens and silently lowers the temperature (Zheng et al. 2024). By default the noise has 53 bits: it
+is hashed from the uniform number (`draw`). Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge
 from torch import Tensor
 
@@ -26,7 +25,8 @@ Crossing = Literal["keep", "drop"]
 GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could overflow
 
 # What a token's uniform number is used for beyond its first use: salts of `fresh_uniforms`.
-ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3
+ACCEPTED, CORRECTED, REDRAWN, RACES = 1, 2, 3, 4  # RACES and all above: of `draw`
+BLOCK = 64  # ids whose weights `draw` adds up first
 
 # splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the factors of
 # the two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap around.
@@ -70,8 +70,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
 
     The nucleus is not sorted: a token is drawn from all, and the mass ranked before it says whether
     it is in the nucleus. If not, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) /
-    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first: the
-    first, stretched to [0, 1), would amplify the rounding of the logits, which varies by batch.
+    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first.
     """
     if choice.greedy:
         return logits.argmax(dim=-1)
@@ -81,7 +80,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
     if choice.crossing == "drop":
         return draw(_top_p(probs, choice), uniforms)
-    drawn, total = _inverse_cdf(probs, uniforms)
+    drawn, total = _race(probs, uniforms)
     if choice.top_p == 1:
         return drawn
     wanted = choice.top_p * total
@@ -89,8 +88,9 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     again = fresh_uniforms(uniforms, REDRAWN)
     if not _may_branch(probs):  # all rows, since to look which need it would be to wait
         return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)
-    for row in outside.nonzero().flatten().tolist():
-        drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], again[row])
+    if len(rows := outside.nonzero().flatten()):
+        kept = [_nucleus_of_row(probs[row], drawn[row], wanted[row]) for row in rows.tolist()]
+        drawn[rows] = draw(torch.stack(kept), again[rows])
     return drawn
 
 
@@ -105,18 +105,28 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index a row with probability proportional to its weight: (N, V) >= 0, (N,) ->
-    LongTensor (N,)."""
-    return _inverse_cdf(weights, uniforms)[0]
+    LongTensor (N,).
+
+    A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of the row's
+    uniform number, and the first one is drawn (-log of its times are log weights with Gumbel
+    noise). Rounding of the weights, which varies with the batch, changes only races that end in a
+    tie up to rounding; in an inverse CDF it would add up over the ids. Blocks race first, then the
+    ids of the first block: V / 64 + 64 numbers instead of V."""
+    return _race(weights, uniforms)[0]
 
 
 def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     """Other uniform numbers (53 bits), a hash of the bits of these and of `salt`, which broadcast:
     the output function of splitmix64."""
+    return _hash(uniforms, salt).double() * 2.0**-53
+
+
+def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
+    """The 53 bits of `fresh_uniforms`."""
     z = uniforms.view(torch.int64) * INCREMENT + salt
-    z = (z ^ _shift_right(z, 30)) * FIRST_FACTOR
-    z = (z ^ _shift_right(z, 27)) * SECOND_FACTOR
-    z = z ^ _shift_right(z, 31)
-    return _shift_right(z, 11).double() * 2.0**-53
+    z = z.bitwise_xor_(_shift_right(z, 30)).mul_(FIRST_FACTOR)
+    z = z.bitwise_xor_(_shift_right(z, 27)).mul_(SECOND_FACTOR)
+    return _shift_right(z.bitwise_xor_(_shift_right(z, 31)), 11)
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
@@ -150,7 +160,7 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 
 # The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it, the lower id
 # first among equals", in three forms here; change all: `_nucleus`, `_outside_nucleus`,
-# `_draw_again`. kernels.py has it in integers; it declines fields of `TokenChoice` that are new.
+# `_nucleus_of_row`. kernels.py has it in integers; it declines new fields of `TokenChoice`.
 
 
 def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
@@ -221,39 +231,29 @@ def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     return (earlier.mul_(equal).sum(dim=-1, keepdim=True) >= ties).squeeze(1)
 
 
-def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from the nucleus of one row (V,). A token outside it is known, so only what is at least
-    as probable, a small part of the vocabulary, has to be sorted."""
+def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
+    """Zero outside the nucleus of one row (V,). A token outside it is known, so only what is at
+    least as probable, a small part of the vocabulary, has to be sorted."""
     ids = (probs >= probs[rejected]).nonzero().squeeze(1)
     ranked, place = probs[ids].sort(descending=True, stable=True)
     mass_before = ranked.double().cumsum(dim=0) - ranked
     kept = torch.where(mass_before < wanted, ranked, 0)
-    by_id = torch.empty_like(kept).scatter_(0, place, kept)  # as `draw` has them in the whole row
-    return ids[draw(by_id[None], uniform[None])[0]]
+    return torch.zeros_like(probs).scatter_(0, ids[place], kept)
 
 
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The index (N,) where each uniform number falls in the cumulative weights of its row, and the
-    total weight (N, 1). In two stages, so that no float64 sum as long as the vocabulary is written
-    to memory; fastest where V is a multiple of 64."""
-    size = math.gcd(weights.shape[-1], 64)
-    blocks = weights.unflatten(-1, (-1, size))
-    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    total = ends[:, -1:]
-    block, point = _look_up(ends, uniforms.unsqueeze(-1) * total)
-    before = ends.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
-    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, size)).squeeze(1).double()
-    column, _ = _look_up(before + within.cumsum(dim=-1), point)
-    return (block * size + column).squeeze(1), total
-
-
-def _look_up(cumulative: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index (N, 1) whose cumulative weight exceeds the point (N, 1); and the point, moved
-    below the last one if rounding put it there, so that nothing of weight 0 is ever taken."""
-    last = cumulative[:, -1:]
-    point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
-    index = torch.searchsorted(cumulative, point, right=True)
-    return index.clamp(max=cumulative.shape[-1] - 1), point  # weights may be no numbers
+def _race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The index (N,) that `draw` draws, and the total weight (N, 1)."""
+    if extra := -weights.shape[1] % BLOCK:
+        weights = F.pad(weights, (0, extra))
+    blocks = weights.unflatten(1, (-1, BLOCK))
+    sums, count = blocks.sum(dim=-1, dtype=torch.float64), blocks.shape[1]
+    # -E: the log of odd multiples of 2^-53, so that it is never 0, nor infinite.
+    salts = torch.arange(RACES, RACES + BLOCK + count, device=weights.device)
+    noise = _hash(uniforms[:, None], salts).bitwise_or_(1).double().mul_(2.0**-53).log_()
+    block = (noise[:, BLOCK:] / sums).argmax(dim=-1, keepdim=True)
+    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1)
+    column = (noise[:, :BLOCK] / within).argmax(dim=-1, keepdim=True)
+    return (block * BLOCK + column).squeeze(1), sums.sum(dim=-1, keepdim=True)
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:

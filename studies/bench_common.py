@@ -3,6 +3,7 @@
 import dataclasses
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,11 @@ def random_model(config: ModelConfig, device: torch.device) -> AOGPT:
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def tell(text: str, end: str = "\n") -> None:
+    """Progress, at once."""
+    show(text, end=end, file=sys.stderr, flush=True)
 
 
 def machine(device: torch.device) -> dict:

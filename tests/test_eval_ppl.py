@@ -21,6 +21,7 @@ from data.prepare import Prepare, prepare
 from evaluation.likelihood import BatchRunner, Task
 from objectives import ObjectiveConfig, token_score_entropy
 from orders import OrderConfig, orders_at
+from runtime.randomness import SCORED_ORDERS
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def direct(run, data, kind, draws, seed, count, weights="ema"):
     model, rows, nll = load_model(run, weights), range(count), []
     tokens = blocks_of(data, count)
     for draw in range(draws):
-        order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH)
+        order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH, SCORED_ORDERS)
         along = -model.token_log_probs(tokens, order).double()
         nll.append(torch.empty_like(along).scatter_(1, order, along))
     return torch.stack(nll, dim=1).numpy()
@@ -233,7 +234,7 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
     model, rows = load_model(path), range(4)
     tokens = blocks_of(data, len(rows))
     for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:  # else an ELBO
-        order, nll = orders_at(OrderConfig(name), 0, 0, rows, LENGTH), 0.0
+        order, nll = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS), 0.0
         step_of = order.argsort(dim=1)
         for start in range(0, LENGTH, size):
             now = (step_of >= start) & (step_of < start + size)

@@ -17,6 +17,7 @@ from checkpoints import load_model
 from data.loader import TokenDataset, spread
 from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
+from runtime.randomness import SCORED_ORDERS
 from training import metrics, plot, validation
 from training.config import ObjectiveConfig, StageConfig
 from training.metrics import read_metrics
@@ -174,7 +175,8 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run
             masks = evaluation_masks(7, draw, range(7), 7, LENGTH)
             nll = -model.masked_log_probs(tokens, masks.masked) * masks.weight[:, None]
         else:
-            nll = -model.token_log_probs(tokens, orders_at(RANDOM, 7, draw, range(7), LENGTH))
+            order = orders_at(RANDOM, 7, draw, range(7), LENGTH, SCORED_ORDERS)
+            nll = -model.token_log_probs(tokens, order)
         means.append(float(nll.double().mean()))
     loss, error = any_order(model, data, change(config, eval__draws=3))
     assert loss == pytest.approx(np.mean(means), rel=1e-5)

@@ -126,8 +126,7 @@ def listed_conditionals(model, length, seed):
     known = torch.tensor([len(context) for context, _ in keys])[:, None]
     plan = Plan(order, (torch.arange(length) - known).clamp(min=-1))
     tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed).expand(len(keys), length)
-    uniforms = torch.zeros(order.shape, dtype=torch.float64)  # always the first token
-    got = generate(model, plan, tokens, uniforms=uniforms)
+    got = generate(model, plan, tokens, forced=torch.zeros_like(order))  # always the first token
     return {key: float(row[key[1]]) for key, row in zip(keys, got.log_probs, strict=True)}
 
 
