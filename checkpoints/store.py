@@ -310,24 +310,19 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
             raise CheckpointError(f"{path} lacks {name}")
         if found != expected:
             raise CheckpointError(f"{name} is {found} in {path}, but {expected} in the model")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
-            reader = dcp.HuggingFaceStorageReader(str(path))
-            check_names(path, reader.read_metadata())
-            dcp.load(targets, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+    with reading(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        check_names(path, reader.read_metadata())
+        dcp.load(targets, storage_reader=reader, no_dist=True)
 
 
 def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, whole, by the rest of their names."""
     import torch.distributed.checkpoint as dcp
 
-    try:
+    with reading(path):
         found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except (OSError, RuntimeError) as error:  # RuntimeError: of torch, for a file that is gone
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in found.items()
@@ -335,6 +330,17 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     }
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A file that is gone, or not what was written, as a CheckpointError."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: of torch.load
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def check_names(path: Path, metadata: Any) -> None:

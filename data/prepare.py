@@ -140,6 +140,7 @@ def prepare(args: Prepare) -> Path:
         show(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
     with staging(target) as folder:
+        (folder / "meta.json").touch()  # token files without one would pass for nanoGPT's
         tokenizer.keep(folder)
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
         write_json(folder / "meta.json", meta)

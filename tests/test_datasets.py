@@ -641,8 +641,8 @@ def test_kill_in_the_middle(tmp_path, big_text):
         process.wait()
     assert not out.exists()
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".o.partial-") and not (left / "new" / "meta.json").exists()
-    with pytest.raises(FileNotFoundError):
+    assert left.name.startswith(".o.partial-") and not (left / "new" / "meta.json").read_text()
+    with pytest.raises(UserError, match=r"meta.json.*prepare the dataset again"):
         TokenDataset(left / "new", "train", 8)
     prepared("text", out, big_text)
     assert names(tmp_path) == ["o"]

@@ -589,7 +589,7 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     config, nowhere = tiny_config(data, tmp_path), tmp_path / "nowhere"
     encoder = replace(encoder_config(config).model, mask_token=200)
     for changes, message in (
-        ({"data__folder": str(nowhere)}, "make one with: python data/prepare.py"),
+        ({"data__folder": str(nowhere)}, "make it with: python data/prepare.py"),
         ({"model__vocab_size": 256}, "vocabulary of 257, but model.vocab_size is 256; set it to"),
         ({"model__block_size": 10**6}, "lower block_size to at most"),
         ({"data__folder": str(damaged), "data__verify": True}, "checksum"),
