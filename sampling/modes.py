@@ -276,13 +276,14 @@ def generate_distributed(
     procs: Processes,
     *,
     label: str | None = None,
+    end_token: int | None = None,
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
-    before the progress bar. Raises UserError as `generate` does."""
+    before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
     share, part = procs.share(len(planned.plan)), None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
     settings = {"choice": options.choice, "vocab_size": vocab_size}
-    settings |= {"compile": options.compile, "kernels": options.kernels}
+    settings |= {"compile": options.compile, "kernels": options.kernels, "end_token": end_token}
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
     with tqdm(
