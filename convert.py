@@ -6,8 +6,8 @@ Example:
 
 from __future__ import annotations
 
+import hashlib
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,8 +19,9 @@ import tyro
 from checkpoints import CheckpointError, load
 from checkpoints.load import EXPORT_FORMAT, EXPORTED
 from checkpoints.store import digest, is_finite
-from runtime.command_line import run_script
-from runtime.files import sha256_file, sync_folder, temporary_beside, write_atomically, write_json
+from data.tokenizers import OWN
+from runtime.command_line import run_script, show
+from runtime.files import staging, write_json
 from variants import parameter_counts
 
 
@@ -29,6 +30,7 @@ def convert(
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     weights: Literal["ema", "raw"] = "ema",
     dtype: Literal["float32", "bfloat16"] = "float32",
+    checkpoint: str = "last",
 ) -> None:
     """Convert any supported weights to this project's format: DST/model.safetensors and
     DST/config.json.
@@ -39,10 +41,11 @@ def convert(
         weights: The averaged weights, where the source has them, or the last ones.
         dtype: Of the file. bfloat16 is half as large and rounds weights to 8 bits; models that are
             loaded from it are float32 all the same.
+        checkpoint: Of a run folder: last, best (the lowest validation loss) or a step's number.
     """
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination} exists already; give a new folder, or remove it")
-    loaded = load(source, weights)
+    loaded = load(source, weights, checkpoint=checkpoint)
     settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
     settings |= {name: getattr(loaded, name) for name in EXPORTED} | {"source": source}
     parameters = loaded.model.named_parameters()
@@ -50,20 +53,18 @@ def convert(
     if wrong := next((name for name, tensor in tensors.items() if not is_finite(tensor)), None):
         raise CheckpointError(f"{wrong} is not finite as {dtype}: choose another --dtype")
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
-    temporary = temporary_beside(destination)
     try:
-        write_atomically(temporary / "model.safetensors", lambda file: file.write(data))
-        settings["files"] = {"model.safetensors": sha256_file(temporary / "model.safetensors")}
-        write_json(temporary / "config.json", settings | {"sha256": digest(settings)})
-        os.rename(temporary, destination)
-        sync_folder(destination.parent)
+        with staging(destination, replace=False) as folder:
+            (folder / "model.safetensors").write_bytes(data)
+            settings["files"] = {"model.safetensors": hashlib.sha256(data).hexdigest()}
+            if loaded.tokenizer == OWN:
+                loaded.get_tokenizer().keep(folder)
+            write_json(folder / "config.json", settings | {"sha256": digest(settings)})
     except OSError as error:
         raise CheckpointError(f"could not write {destination}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    print(f"read {loaded.describe()}")
+    show(f"read {loaded.describe()}")
     count = sum(parameter_counts(loaded.model).values())
-    print(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
+    show(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,9 @@ import tyro
 from annotated_types import Interval
 
 from checkpoints import Loaded, load
-from data.tokenizers import get_tokenizer
 from evaluation.judges import load_judge
 from evaluation.scoring import SampleSet, read_sample_sets, score_samples
-from runtime.command_line import ModelOptions, run_script
+from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
@@ -135,7 +134,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)
-    models = {run: load(run, a.weights, block_size=a.block_size) for run in a.runs}
+    models = {run: load(run, a.weights, "cpu", a.block_size, a.checkpoint) for run in a.runs}
     samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])
@@ -147,11 +146,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         rows.append(row)
         if not procs.main:
             continue
-        print(f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}", flush=True)
+        show(f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
         outputs.write_json(a.json, result)
         lines = ["# Generation quality", "", f"    {result['command']}", "", *lines_of(result)]
-        outputs.write(table, "\n".join(lines) + "\n")
+        outputs.write_markdown(table, lines)
     with outputs:
         procs.print0("", *lines_of(result), sep="\n")
 
@@ -187,7 +186,7 @@ def make_samples(
         label = f"{name_of(settings)} samples"
         samples = modes.generate_distributed(loaded.model, planned, *how, label=label)
         seconds = round(time.perf_counter() - started, 3)
-        records = sample_records(samples, get_tokenizer(loaded.tokenizer))
+        records = sample_records(samples, loaded.get_tokenizer())
         yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
 
 
@@ -230,6 +229,8 @@ def notes(rows: list[dict]) -> list[str]:
         s, parts = row["sampler"], [f"{row['samples']} samples a row"]
         names = "checkpoint", "dtype", "noise", "seed", "top_k", "crossing"
         parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]
+        if row["unscored_samples"]:
+            parts += [f"{row['unscored_samples']} of them too short to be scored"]
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
     lines = list(dict.fromkeys(lines))  # the rows of a sweep share theirs
     if given := sum(row["given_tokens"] for row in rows):

@@ -21,11 +21,10 @@ import tyro
 
 from checkpoints import Loaded, load
 from data.loader import spread
-from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
-from runtime.command_line import ModelOptions, run_script
+from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -73,7 +72,7 @@ def main() -> None:
     dtype = pick_dtype(a.dtype, device)
     rows, cells = [], []
     for run in a.runs:
-        loaded = load(run, a.weights, device, a.block_size)
+        loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
     for row in rows:
@@ -86,13 +85,13 @@ def main() -> None:
     origin["settings"] |= origin["settings"].pop("decoding")
     with outputs:
         outputs.write_json(a.json, origin)
-        outputs.write(table, "\n".join(lines) + "\n")
-        print(*lines, sep="\n")
+        outputs.write_markdown(table, lines)
+        show(*lines, sep="\n")
 
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     dataset = open_eval_set(a.data, a.split, loaded, verify=False).dataset
-    tokenizer, size = get_tokenizer(loaded.tokenizer), loaded.model.config.block_size
+    tokenizer, size = loaded.get_tokenizer(), loaded.model.config.block_size
     if a.last_word:
         found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
         what = f"document of two words or more ends among {a.num_passages} documents"
@@ -128,14 +127,11 @@ def fill_in(
     """(sample, true middle) of every passage. Without the other side, rows end with the middle."""
     N, T = passages.tokens.shape
     length = torch.full((N,), T) if both else passages.end
-    tokens, known = (x[:, : int(length.max())] for x in (passages.tokens, passages.known(both)))
-    plan = modes.mode_plan(options, length, known, torch.Generator().manual_seed(seed))
-    generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    planned = modes.PlannedSamples(plan, tokens, uniforms)
+    contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
+    planned = modes.plan_samples(options, contexts, seed)
     alone, size = Processes(0, 1, torch.device("cpu")), loaded.vocab_size
     samples = modes.generate_distributed(loaded.model, planned, options, size, alone)
-    decode = get_tokenizer(loaded.tokenizer).decode
+    decode = loaded.get_tokenizer().decode
     pairs = zip(passages.middle(samples.tokens), passages.middle(passages.tokens), strict=True)
     return [(decode(sample), decode(true)) for sample, true in pairs]
 

@@ -24,7 +24,7 @@ from evaluation.likelihood import Scorer, Task
 from evaluation.perplexity_table import markdown, result_rows
 from model import ModelConfig
 from orders import ORDER_SETTINGS, parse_order, parse_settings
-from runtime.command_line import ModelOptions, run_script
+from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, provenance
@@ -154,7 +154,7 @@ def parse_rule(text: str, group: int) -> Rule:
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = check_arguments(a)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     scorers = scorers_of(a, config)
     eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
@@ -173,10 +173,10 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             if procs.main:  # after every task, so that a job that is killed loses none
                 lines = [loaded.describe(), "", *markdown(results)]
                 outputs.write_json(a.json, {"results": results} | origin)
-                outputs.write(a.json and a.json.with_suffix(".md"), "\n".join(lines) + "\n")
+                outputs.write_markdown(a.json and a.json.with_suffix(".md"), lines)
     if procs.main:
         with outputs:
-            print("\n".join(lines))
+            show("\n".join(lines))
 
 
 def main() -> None:

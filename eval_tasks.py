@@ -27,7 +27,7 @@ from data.loader import find_dataset, load_meta
 from data.puzzles import TASKS
 from evaluation import harness
 from evaluation.answers import answer, open_questions, page_of
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -116,7 +116,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
     results, rows, page = [], [], None
@@ -141,7 +141,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         for r in results:
             cells.append(["" if r[key] is None else format(r[key], form) for key, form in columns])
         head = [key.replace("_", " ") for key in COLUMNS]
-        print(loaded.describe(), "", *markdown_table(head, cells, 2), sep="\n")
+        show(loaded.describe(), "", *markdown_table(head, cells, 2), sep="\n")
         with outputs:
             outputs.write_jsonl(a.samples, rows)
             outputs.write(a.html, page)
@@ -179,12 +179,12 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     # The order and the mode that were used, where the user left them to the model.
     used = {"order": model.order, "mode": a.decoding.mode or model.decoding.mode}
     told = f"log-likelihoods: {used['order']}, generation: {used['mode']}"
-    print(f"{model.loaded.describe()}, {told}\n{make_table(results)}")
+    show(f"{model.loaded.describe()}, {told}\n{make_table(results)}")
     if results.get("groups"):
-        print(make_table(results, "groups"))
+        show(make_table(results, "groups"))
     spanning, truncated = requests["spanning"], requests["truncated"]
     if spanning or truncated:
-        print(
+        show(
             f"of {requests['all']:,} requests, {truncated:,} contexts lost their beginning (the "
             f"block size is {model.block_size}); in {spanning:,} a token spans context and "
             "continuation and is scored with the continuation"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from orders import OrderConfig, Roles, orders_at
 from runtime.errors import UserError
-from runtime.randomness import philox_bits, to_uniform
+from runtime.randomness import ORDERS, SCORED_MASKS, SCORED_ORDERS, philox_bits, to_uniform
 from runtime.validation import Count, Probability, Table, check_values
 from variants import group_log_probs, group_starts, log_linear_noise
 
@@ -123,8 +123,8 @@ def evaluation_masks(
     """As `masks_at` for k_dce, with the numbers of masked positions k stratified over the batch.
     (The weight 1 / lambda of lambda_dce has infinite variance: errors estimated from a few samples
     would be too small.)"""
-    _, position = _uniform(seed, step, rows, length, roles)
-    share = stratified(seed, step, rows, total, length + 1)
+    _, position = _uniform(seed, step, rows, length, roles, SCORED_MASKS)
+    share = stratified(seed, step, rows, total, length + 1, SCORED_MASKS)
     return _masks("k_dce", share, position, ObjectiveConfig.noise_eps, roles)
 
 
@@ -162,9 +162,11 @@ def _masks(
     return Masks(masked, sigma.expm1() / t, sigma, lengths)
 
 
-def _uniform(seed: int, step: int, rows: range, length: int, roles: Roles | None) -> tuple:
+def _uniform(
+    seed: int, step: int, rows: range, length: int, roles: Roles | None, stream: int = ORDERS
+) -> tuple:
     """Uniform numbers of sequences (B,) and positions (B, T); NEVER where a token is given."""
-    uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1)))
+    uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1, stream)))
     position = uniform[:, 1:]
     return uniform[:, 0], position if roles is None else position.where(roles.predicted, NEVER)
 
@@ -182,11 +184,14 @@ def _with_prefixes(prob: float, share: Tensor, position: Tensor) -> tuple[Tensor
     return left, torch.where(heads[:, None], falling, position)
 
 
-def stratified(seed: int, step: int, rows: range, total: int, width: int) -> Tensor:
+def stratified(
+    seed: int, step: int, rows: range, total: int, width: int, stream: int = ORDERS
+) -> Tensor:
     """Uniform numbers (len(rows),), float64, such that each of `total` equal parts of (0, 1) holds
     one of all `total` rows. Their common random offset is from the row after the last one in a
     table of random numbers of this width, so any process can compute its own rows."""
-    offset = float(to_uniform(philox_bits(seed, step, range(total, total + 1), width))[0, 0])
+    row = range(total, total + 1)
+    offset = float(to_uniform(philox_bits(seed, step, row, width, stream))[0, 0])
     return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset) % 1.0
 
 
@@ -234,8 +239,8 @@ def token_score_entropy(
     Terms (B, T), float64, in sequence order, whose mean it is. Times are stratified over `total`.
     (`token_nll` takes its outputs as probabilities instead: the scores, normalised.)"""
     length = tokens.shape[1]
-    _, position = _uniform(seed, draw, rows, length, None)
-    share = stratified(seed, draw, rows, total, length + 1)
+    _, position = _uniform(seed, draw, rows, length, None, SCORED_MASKS)
+    share = stratified(seed, draw, rows, total, length + 1, SCORED_MASKS)
     masks = _masks("score_entropy", share, position, ObjectiveConfig.noise_eps).to(tokens.device)
     return _score_entropy_terms(model, tokens, masks, model.config.mask_token)
 
@@ -268,7 +273,7 @@ def token_nll(
         log_probs = model.masked_log_probs(tokens, masks.masked, masks.lengths).double()
         nll = -masks.weight[:, None] * log_probs
     else:
-        order = orders_at(orders, seed, draw, rows, length)
+        order = orders_at(orders, seed, draw, rows, length, SCORED_ORDERS)
         if roles is not None:
             order = roles.first_given(order)
             more["prompt_lengths"] = roles.given.sum(dim=1).to(device)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from model import inverse_permutation
 from runtime.errors import UserError
-from runtime.randomness import philox_bits, to_uniform
+from runtime.randomness import ORDERS, philox_bits, to_uniform
 from runtime.validation import Count, Probability, Seed, Table, check_values, read_bounded
 
 ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
@@ -89,9 +89,12 @@ class OrderConfig(Table):
             )
 
 
-def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: int) -> Tensor:
+def orders_at(
+    config: OrderConfig, seed: int, step: int, rows: range, length: int, stream: int = ORDERS
+) -> Tensor:
     """Orders of the sequences `rows` of the global batch of one step, LongTensor (len(rows),
-    length) on the CPU: a pure function of the arguments."""
+    length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`, which
+    use of the seed it is."""
     if length < 1:
         raise UserError(f"an order needs at least one position, but length is {length}")
     identity = torch.arange(length).expand(len(rows), length)
@@ -106,7 +109,7 @@ def orders_at(config: OrderConfig, seed: int, step: int, rows: range, length: in
             return _fixed_blockwise(config, length).expand(len(rows), length).clone()
     # Column 0 is the coin of a mixture, the others are keys of positions. Sorting random keys gives
     # a uniform permutation; ties among 64 bits (probability below T^2 / 2^65) go by position.
-    bits = philox_bits(seed, step, rows, length + 1)
+    bits = philox_bits(seed, step, rows, length + 1, stream)
     if config.kind in ("random", "mixture"):
         order = torch.from_numpy(bits[:, 1:].argsort(axis=1, kind="stable"))
         coin = torch.from_numpy(to_uniform(bits[:, :1]))
@@ -226,6 +229,11 @@ class Roles:
 
     predicted: Tensor
     given: Tensor
+
+    def __post_init__(self):
+        if {self.predicted.dtype, self.given.dtype} != {torch.bool}:
+            found = f"predicted is {self.predicted.dtype}, given is {self.given.dtype}"
+            raise UserError(f"{found}; give a boolean tensor for both")
 
     @classmethod
     def of(cls, roles: Tensor) -> "Roles":

@@ -21,8 +21,8 @@ from typing import Annotated, Literal
 import tyro
 
 from checkpoints.load import Loaded, load
-from data.tokenizers import Tokenizer, get_tokenizer
-from runtime.command_line import ModelOptions, run_script
+from data.tokenizers import Tokenizer
+from runtime.command_line import ModelOptions, run_script, show, visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines
@@ -38,21 +38,32 @@ class Arguments(SamplingOptions, ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
-    prompt: str | None = None  # Text that every sample begins with.
-    infill: str | None = None
+    prompt: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    """Text that every sample begins with."""
+    infill: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
     prompts: Path | None = None
-    """Many prompts: FILE.txt, one a line, or FILE.jsonl.
+    """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
+    truncate: Literal["no", "left"] = "no"
+    """Prompts that are too long. no: they are left out of --prompts. left: they lose their
+    beginning, so that --new-tokens, or else half of the length, are generated."""
+    stop: tuple[str, ...] = ()
+    """Cut each sample before the first of these texts."""
     until_end: bool = False
     """Cut each sample before its end-of-text; for models that were trained on records."""
     jsonl: Path | None = None
-    """Write a JSON object per sample: text, prompt, tokens, the step and log-probability of each,
-    settings. Log-probabilities, here and on the page, are the model's own, before temperature,
-    top-k and top-p. Model calls, token-forwards and seconds are those of all samples together."""
+    """Write a JSON object per sample instead of printing it: text, prompt, tokens, the step and
+    log-probability of each, the order in which they became known, settings. Log-probabilities, here
+    and on the page, are the model's own, before temperature, top-k and top-p. Model calls,
+    token-forwards and seconds are those of all samples together."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
+
+
+class TooLong(UserError):
+    """A prompt that leaves no room."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,10 @@ def main() -> None:
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
     # Mistakes are reported before the model is loaded, or else before it runs.
-    options = modes.with_mode_defaults(a.decoding)
+    if a.decoding.mode:
+        modes.with_mode_defaults(a.decoding)
+    if a.length and a.new_tokens:
+        raise UserError("--length counts the prompt, --new-tokens does not: give one of them")
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise UserError(
             "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold "
@@ -82,15 +96,17 @@ def sample(a: Arguments, procs: Processes) -> None:
         )
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
-    loaded = load(a.run, a.weights, procs.device, a.block_size)
-    dtype, tokenizer = pick_dtype(a.dtype, procs.device), get_tokenizer(loaded.tokenizer)
-    contexts = [encode(request, tokenizer, a.length, loaded) for request in requests]
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
+    dtype, tokenizer = pick_dtype(a.dtype, procs.device), loaded.get_tokenizer()
+    options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
     modes.check_mode(options, loaded.model.config)
+    numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
     options = modes.with_default_steps(options, contexts)
     started = time.perf_counter()
-    planned = modes.plan_samples(options, contexts, a.seed, a.num_samples)
+    planned = modes.plan_samples(options, contexts, a.seed, a.num_samples, numbers)
     model = loaded.model.to(dtype)
-    samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs)
+    end = {"end_token": tokenizer.eot if a.until_end else None}
+    samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
     if not procs.main:
         return
     seconds = round(time.perf_counter() - started, 3)
@@ -100,8 +116,10 @@ def sample(a: Arguments, procs: Processes) -> None:
     settings = origin.pop("settings")
     del settings["decoding"]  # `options` has its defaults
     settings |= vars(options) | origin
-    prompts = [(request.kind, request.text) for request in requests]
-    records = sample_records(samples, tokenizer, prompts, a.until_end)
+    prompts = [(requests[number].kind, requests[number].text) for number in numbers]
+    records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
+    for record in records:
+        record["prompt_index"] = numbers[record["prompt_index"]]
     with outputs:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
@@ -112,12 +130,13 @@ def sample(a: Arguments, procs: Processes) -> None:
             ]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(shown, known))
-        print_samples(records, tokenizer)
+        if not a.jsonl:
+            print_samples(records, tokenizer)
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
     made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
-    print(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
+    show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -125,11 +144,12 @@ def read_requests(a: Arguments) -> list[Request]:
         return [Request("--infill", "infill", a.infill)]
     if a.prompts is None:
         return [Request("--prompt", "prompt", a.prompt or "")]
-    if a.prompts.suffix not in (".txt", ".jsonl"):
+    stdin = str(a.prompts) == "/dev/stdin"
+    if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
         raise UserError(
             f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
         )
-    lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix == ".txt"
+    lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix != ".jsonl"
     requests = [
         Request(place, "prompt", line) if is_text else read_request(place, line)
         for place, line in lines
@@ -155,18 +175,41 @@ def read_request(place: str, line: str) -> Request:
     return Request(place, kind, row[kind], row.get("length"))
 
 
-def encode(request: Request, tokenizer: Tokenizer, length: int | None, loaded: Loaded) -> Context:
+def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tuple[list, list]:
+    """The numbers of the requests that fit, and their contexts; those that are too long are told.
+    Raises UserError where none fits."""
+    found, too_long = {}, []
+    for number, request in enumerate(requests):
+        try:
+            found[number] = encode(request, tokenizer, a, loaded)
+        except TooLong as error:
+            too_long.append(error)
+    if not found:
+        raise too_long[0]
+    if too_long and procs.main:
+        told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
+        show(f"{told} (or give --truncate left); the first is {too_long[0]}", file=sys.stderr)
+    return list(found), list(found.values())
+
+
+def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded) -> Context:
     """The tokens of a sample, None where they are to be generated; UserError for what the model
-    cannot do. length: of prompts that have none of their own."""
+    cannot do."""
     c = loaded.model.config
     if request.kind == "infill":
-        context = encode_infill(request, tokenizer, length, c.block_size)
+        context = encode_infill(request, tokenizer, a.length or a.new_tokens, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:
-            total, option = length or c.block_size, "--length"
+            total, option = a.length or c.block_size, "--length"
+            if a.new_tokens:
+                total, option = len(prompt) + a.new_tokens, "--new-tokens and prompt together"
+        if a.truncate == "left" and (len(prompt) >= total or total > c.block_size):
+            total = min(total, c.block_size)
+            room = min(a.new_tokens or (total + 1) // 2, total)
+            prompt = prompt[max(0, len(prompt) + room - total) :]
         if not len(prompt) < total <= c.block_size:
-            raise UserError(
+            raise TooLong(
                 f"{request.place}: the prompt has {len(prompt)} tokens and {option} is {total}: "
                 "the length must exceed the prompt and be at most the model's block size, "
                 f"{c.block_size}"
@@ -220,15 +263,15 @@ def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:
     """On a terminal, what was generated is bold where something was given as well."""
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
-        text, source = record["text"], f" of prompt {record['prompt_index'] + 1}" * several
+        text, source = visible(record["text"]), f" of prompt {record['prompt_index'] + 1}" * several
         if sys.stdout.isatty() and -1 in record["step"]:
             # Runs of pieces: few escape sequences, and none within a character.
             pieces = zip(tokenizer.pieces(record["tokens"]), record["step"], strict=True)
             text = ""
             for bold, run in itertools.groupby(pieces, key=lambda piece: piece[1] >= 0):
-                part = "".join(piece for piece, _ in run)
+                part = visible("".join(piece for piece, _ in run))
                 text += f"\033[1m{part}\033[0m" if bold else part
-        print(f"=== sample {number}{source} ===\n{text}\n")
+        sys.stdout.write(f"=== sample {number}{source} ===\n{text}\n\n")  # bold stays
 
 
 if __name__ == "__main__":

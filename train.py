@@ -32,21 +32,22 @@ import torch
 from torch import Tensor
 
 from checkpoints import CheckpointError
-from data.loader import TokenDataset
+from data.loader import TokenDataset, find_dataset
+from data.tokenizers import OWN, get_tokenizer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
 from runtime.devices import autocast, deterministic, pick_dtype, precision_note
 from runtime.errors import UserError
 from runtime.files import locked_for_all, write_text
 from runtime.processes import Processes, StopRequest, processes
-from runtime.randomness import philox_bits
+from runtime.randomness import DROPOUT, philox_bits
 from training import config as configuration
 from training.batches import Batch, PendingLosses, micro_batches
 from training.config import Config, refuse
 from training.metrics import Log, in_units
 from training.optimizers import learning_rates, optimizers
 from training.parallel import compiled, gradient_exchange, replicate
-from training.state import Saver, State, not_finite_message, start
+from training.state import Saver, State, newest_and_best, not_finite_message, start
 from training.validation import best_by, evaluate
 from variants import parameter_counts
 
@@ -63,12 +64,13 @@ def main() -> int:
 
 def train(config: Config, procs: Processes) -> int:
     """Start or resume the run, train until its last step or a signal, save it and say so."""
-    data = TokenDataset(config.data.folder, "train", config.model.block_size, config.data.verify)
+    source = find_dataset(config.data.folder)
+    data = TokenDataset(source, "train", config.model.block_size, config.data.verify)
     config = config.with_steps(data.num_blocks)
     folder, t = config.run_folder, config.train
     val_data = None
     if config.eval.interval:
-        val_data = TokenDataset(config.data.folder, "val", data.block_size, config.data.verify)
+        val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     with locked_for_all(folder, procs):
@@ -77,16 +79,17 @@ def train(config: Config, procs: Processes) -> int:
         if state.progress.step < t.steps:
             if procs.main:
                 write_text(folder / "config.toml", configuration.to_toml(config))
+                if data.meta["tokenizer"] == OWN:
+                    get_tokenizer(OWN, folder=source).keep(folder)
             counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
-            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, {tokens:,} tokens"
+            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, "
+            amount += f"{t.batch_size} examples" if data.of_records else f"{tokens:,} tokens"
             epochs = in_units(t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),))
-            size = config.micro_batch_size(procs.world_size)
-            procs.print0(f"{amount} a step in micro-batches of {size} sequences, {epochs}")
-            procs.print0(f"run folder {folder}")
-            for note in (*data.meta.get("notes", ()), precision_note(t.dtype, procs.device)):
-                procs.print0(note, end="\n" if note else "")
+            procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
+            notes = *data.meta.get("notes", ()), precision_note(t.dtype, procs.device)
+            procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
         raise CheckpointError(
@@ -98,7 +101,7 @@ def train(config: Config, procs: Processes) -> int:
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
         how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
-    procs.print0(how)
+    procs.print0(newest_and_best(config, state.progress), how, sep="\n")
     return 0
 
 
@@ -115,7 +118,8 @@ def training_loop(
     progress, t, changed = state.progress, config.train, None
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
-    batches = micro_batches(data, config, procs, progress.step)
+    data.shift = progress.sequences - progress.step * t.batch_size
+    batches, due = micro_batches(data, config, procs, progress.step), False
     graphs = compiled(state.model, procs) if t.compile else nullcontext()
     with closing(log), closing(saver), graphs, closing(batches):
         model, losses, saved_at = replicate(state.model, procs), PendingLosses(), time.monotonic()
@@ -124,35 +128,39 @@ def training_loop(
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
             try:
-                for dataset in filter(None, (data, val_data)):
-                    dataset.check_unchanged()
-            except UserError as error:
+                data.check_unchanged()
+                (val_data or data).check_unchanged()
+            except (UserError, OSError) as error:
                 changed, stop.signalled = error, True  # told after a checkpoint
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
             # All processes must leave the loop after the same step, and save after the same.
-            due = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
-            stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, due)
+            by_clock = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
+            stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, by_clock)
             if stop.failed:
                 what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
-                raise UserError(not_finite_message(config, progress.step, what))
+                raise UserError(not_finite_message(config, progress, what))
 
             last, best = progress.step == t.steps, progress.best
             validating = val_data and (last or progress.step % config.eval.interval == 0)
-            saving = last or stop.requested or stop.due
-            saving |= progress.step % config.checkpoint.interval == 0
-            if validating or saving:  # which wait for the device anyway
+            due |= last or stop.requested or stop.due
+            due |= progress.step % config.checkpoint.interval == 0
+            if validating or due:  # which wait for the device anyway
                 log.training(losses.arrived(wait=True))
                 saver.wait()  # it is known now whether the best checkpoint was written
                 best = progress.best
+            # A state whose step was skipped may be a bad one: it waits for a step that is not.
+            good = last or stop.requested or not progress.skipped_in_a_row
             if validating:
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
                 log.validation(val_losses, val_data.num_blocks)
                 val_loss = val_losses[""][best_by(config)].mean
-                if math.isfinite(val_loss) and (best is None or val_loss < best["loss"]):
+                better = best is None or val_loss < best["loss"]
+                if good and math.isfinite(val_loss) and better:
                     best = {"step": progress.step, "loss": val_loss}
-            if saving or best != progress.best:
+            if good and (due or best != progress.best):
                 saver.save(state, best)  # sets progress.best once the checkpoint exists
+                due = False
                 log.restart_clock()
                 saved_at = time.monotonic()
         saved = saver.wait()
@@ -168,7 +176,7 @@ def train_step(
     Returns loss and gradient norm, 0-dimensional, the same on every process."""
     if config.model.dropout:  # the same after a resume, and different on every process
         one_row = range(procs.rank, procs.rank + 1)
-        torch.manual_seed(int(philox_bits(config.seed, step, one_row, width=1)[0, 0]))
+        torch.manual_seed(int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0]))
     rates = learning_rates(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rates["muon_lr" if "parts" in group else "lr"]  # AdamW's have no parts

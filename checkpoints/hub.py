@@ -18,7 +18,7 @@ from data.tokenizers import END_OF_TEXT, GPT2_WORDS, BytePairTokenizer, Tokenize
 PROJECT = Path(__file__).resolve().parent.parent
 SOURCES = ["model.py", "runtime/errors.py", "variants/chunked_head.py", "variants/scoring.py"]
 SOURCES += ["variants/encoder.py", "variants/two_stream.py", "sampling/cached.py"]
-SOURCES += ["sampling/simple.py", "sampling/hub_model.py"]
+SOURCES += ["sampling/race.py", "sampling/simple.py", "sampling/hub_model.py"]
 AUTO_MAP = {"AutoConfig": "modeling_aogpt.AOGPTConfig", "AutoModel": "modeling_aogpt.AOGPTModel"}
 MASK = "[MASK]"
 

@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import torch
 from safetensors.torch import load_file
@@ -20,14 +20,15 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints import released, store
 from checkpoints.store import CheckpointError
+from data.tokenizers import RECORDED, Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from runtime.files import sha256_file
-from runtime.validation import Count, NonNegative, from_values, read_json, schema
+from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
-EXPORTED = ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system")  # of `Loaded`
+EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
     "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
     "released weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with "
@@ -48,6 +49,11 @@ class Loaded:
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     scored_from: int = 0  # the first left-to-right step that is scored: GPT-2 has no start token
     system: str | None = None  # the layout of released weights; None for a model trained here
+    tokenizer_sha256: str | None = None  # of its vocabulary; None where nothing records it
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; its file is read here. Raises UserError if it has changed."""
+        return get_tokenizer(self.tokenizer, self.tokenizer_sha256, Path(self.path))
 
     def describe(self) -> str:
         return f"{self.path} (step {self.step}, {self.weights} weights)"
@@ -58,30 +64,33 @@ def load(
     weights: Literal["ema", "raw"] = "ema",
     device="cpu",
     block_size: int | None = None,
+    checkpoint: str = "last",
 ) -> Loaded:
     """Load a model in eval mode.
 
     Args:
-        path: a run folder (its newest checkpoint); a checkpoint, or a run's file `best`; a file of
-            weights, or a folder with one and config.json; or a Hugging Face repo id "org/name".
+        path: a run folder; a checkpoint, or a run's file `best`; a file of weights, or a folder
+            with one and config.json; or a Hugging Face repo id "org/name".
         weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
         block_size: another sequence length than the model was trained with.
+        checkpoint: of a run folder: "last", "best" or the number of a step.
 
     Raises CheckpointError.
     """
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
-    path = Path(path) if Path(path).exists() else download(str(path))
+    path = expand_home(path) if expand_home(path).exists() else download(str(path))
     read = partial(_from_checkpoint, weights=weights)
+    if path.name == "best" and path.is_file() and checkpoint == "last":
+        path, checkpoint = path.parent, "best"
     file = path
     try:
-        if path.name == "best" and path.is_file():
-            file = store.best_of(path.parent)
-            model, origin = read(file)
-        elif (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
+        if checkpoint != "last" and not (path / "checkpoints").is_dir():
+            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is no run folder")
+        if (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
             model, origin = read(path)
-        elif path.is_dir() and (newest := store.read_newest(path, read)):
-            file, (model, origin) = newest
+        elif path.is_dir() and (found := store.read_newest(path, read, which=checkpoint)):
+            file, (model, origin) = found
         else:
             file = weights_file(path) if path.is_dir() else path
             model, origin = _from_file(file, weights)
@@ -89,6 +98,9 @@ def load(
         raise
     except UserError as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
+    limit, count = model.config.mask_token or model.config.vocab_size, origin["vocab_size"]
+    if count > limit:
+        raise CheckpointError(f"{file} has a vocabulary of {count}, but its model {limit} tokens")
     if block_size is not None:
         set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
@@ -97,9 +109,6 @@ def load(
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
-
-
-# ---- what a path means ---------------------------------------------------------------------------
 
 
 def weights_file(folder: Path) -> Path:
@@ -138,15 +147,12 @@ def download(repo: str) -> Path:
     return local
 
 
-# ---- reading: (model, the other fields of Loaded) ------------------------------------------------
-
-
 def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
     model = make_model(config, store.read_all(path, values, prefix))
-    origin = {key: values["data"][key] for key in ("tokenizer", "vocab_size")}
+    origin = {key: values["data"].get(key) for key in RECORDED}
     return model, origin | {"step": values["step"], "weights": weights}
 
 
@@ -167,7 +173,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return make_model(settings["model"], contents), {name: settings[name] for name in EXPORTED}
+    return make_model(settings["model"], contents), {name: settings.get(name) for name in EXPORTED}
 
 
 def read_file(path: Path) -> dict:
@@ -210,13 +216,11 @@ class Export(TypedDict):
     step: NonNegative
     weights: Literal["ema", "raw"]
     tokenizer: str
+    tokenizer_sha256: NotRequired[str | None]
     vocab_size: Count
     scored_from: Literal[0, 1]
     system: str | None
     files: dict[str, str]  # sha256 by file
-
-
-# ---- models --------------------------------------------------------------------------------------
 
 
 def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:

@@ -13,15 +13,17 @@ which is atomic: a kill at any moment leaves a whole checkpoint or none. No form
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NotRequired
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from runtime.command_line import show, visible
 from runtime.errors import UserError
 from runtime.files import sha256_file, sync_folder, write_text
 from runtime.processes import Processes
@@ -40,6 +43,7 @@ from runtime.validation import Count, NonNegative, from_values, read_json, schem
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
 ADVICE = "use another checkpoint of the run"
+TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
@@ -65,11 +69,10 @@ class State(TypedDict):
     best: Best | None
     skipped: NonNegative
     skipped_in_a_row: NonNegative
+    sequences: NotRequired[NonNegative]  # trained on so far
+    tokens: NotRequired[NonNegative]
     tensors: dict[str, list[Any]]  # [dtype without "torch.", *shape] by name
     parts: dict[str, str]  # sha256 by file
-
-
-# ---- finding -------------------------------------------------------------------------------------
 
 
 def path_of(run_folder: Path, step: int) -> Path:
@@ -105,11 +108,18 @@ def best_of(run_folder: Path) -> Path | None:
     return Path(run_folder) / "checkpoints" / name
 
 
+def candidates(run_folder: Path, which: str) -> list[Path]:
+    """What "best" or the number of a step means; of "last" all, for the newest may be damaged."""
+    found, best = find(run_folder), None if which == "last" else best_of(run_folder)
+    choices = {"best": best} | {str(step_of(path)): path for path in found}
+    if which != "last" and not choices.get(which):
+        there = ", ".join(name for name, path in choices.items() if path)
+        raise CheckpointError(f"{run_folder} has no checkpoint {which!r}; it has last, {there}")
+    return found if which == "last" else [choices[which]]
+
+
 def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-# ---- writing -------------------------------------------------------------------------------------
 
 
 def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
@@ -171,16 +181,27 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
 
     Called again when a run resumes, as a kill may have prevented it; the second call does nothing.
     """
-    if values["best"] is not None:  # first, so that it never names a checkpoint that was dropped
-        best = path_of(run_folder, values["best"]["step"])
-        if best.is_dir() and best_of(run_folder) != best:
+    best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
+    with only_warned(f"write {run_folder}/best"):
+        # first, so that it never names a checkpoint that was dropped
+        if best and best.is_dir() and best_of(run_folder) != best:
             write_text(Path(run_folder) / "best", best.name + "\n")
     for old in find(run_folder, up_to=values["step"])[:-keep]:
-        if old != best_of(run_folder):
+        if old not in (best, best_of(run_folder)):
             # Renamed first: a folder that is half removed must not look like a checkpoint.
             shutil.rmtree(temporary_of(old), ignore_errors=True)
-            os.rename(old, temporary_of(old))
+            with only_warned(f"remove the old checkpoint {old}"):
+                os.rename(old, temporary_of(old))
             shutil.rmtree(temporary_of(old), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_warned(what: str) -> Iterator[None]:
+    """An OSError in the block is told, no more: the newest checkpoint is whole all the same."""
+    try:
+        yield
+    except OSError as error:
+        show(f"warning: could not {what}: {reason_of(error)}", file=sys.stderr)
 
 
 def remove_partial(run_folder: Path) -> None:
@@ -202,9 +223,6 @@ def digest(contents: dict) -> str:
 def is_finite(tensor: Tensor) -> Tensor | bool:
     """Whether all numbers of a tensor are finite, without another tensor of its size."""
     return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
-
-
-# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
@@ -236,37 +254,46 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
 
 
 def read_newest(
-    run_folder: Path, read: Callable[[Path], Any] = read_values, procs: Processes | None = None
+    run_folder: Path,
+    read: Callable[[Path], Any] = read_values,
+    procs: Processes | None = None,
+    which: str = "last",
 ) -> tuple[Path, Any] | None:
     """The newest checkpoint that can be read, and read(path); None if the run has none.
 
-    A damaged checkpoint is passed over with a warning. procs: the processes of a run; all must call
-    and get the same checkpoint.
+    A damaged checkpoint is passed over with a warning. procs: the processes of the job that owns
+    the run; all must call and get the same checkpoint. Without, a job may be replacing checkpoints:
+    one that is gone is looked for again. which: see `candidates`; "best" or a step has no other.
 
     Raises CheckpointError if all checkpoints are damaged, UserError if the processes see different
     files."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
-    paths = find(run_folder)
-    if any(others != paths for others in gather(paths)):
-        raise UserError(
-            f"the processes see different checkpoints in {run_folder}; put --out on a shared disk"
-        )
-    for path in reversed(paths):
-        found, problem = None, None
-        try:
-            found = read(path)
-        except CheckpointError as error:
-            problem = str(error)
-        problems = [text for text in gather(problem) if text]  # of any process
-        if not problems:
-            return path, found
-        if main:
-            print(f"warning: {problems[0]}; trying the one before it", file=sys.stderr)
+    for attempt in range(1 if procs else TRIES):
+        paths = candidates(run_folder, which)
+        if any(others != paths for others in gather(paths)):
+            what = f"the processes see different checkpoints in {run_folder}"
+            raise UserError(f"{what}; put --out on a shared disk")
+        for path in reversed(paths):
+            found, problem = None, None
+            try:
+                found = read(path)
+            except CheckpointError as error:
+                problem = str(error)
+            problems = [text for text in gather(problem) if text]  # of any process
+            if not problems:
+                return path, found
+            if not procs and attempt < TRIES - 1 and not path.is_dir():
+                break
+            if main and which == "last":
+                told = f"warning: {problems[0]}; trying the one before it"
+                show(visible(told, one_line=True), file=sys.stderr)
+        else:  # an empty list can be one that was made while the only checkpoint was replaced
+            if paths or not (Path(run_folder) / "checkpoints").is_dir():
+                break
     if paths:
-        raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {run_folder} can be read; move the folder "
-            "away to start anew"
-        )
+        advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
+        what = f"none of the {len(paths)} checkpoints in {run_folder} can be read"
+        raise CheckpointError(what + advice)
     return None
 
 
@@ -283,20 +310,19 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
             raise CheckpointError(f"{path} lacks {name}")
         if found != expected:
             raise CheckpointError(f"{name} is {found} in {path}, but {expected} in the model")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
-            reader = dcp.HuggingFaceStorageReader(str(path))
-            dcp.load(targets, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+    with reading(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        check_names(path, reader.read_metadata())
+        dcp.load(targets, storage_reader=reader, no_dist=True)
 
 
 def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, whole, by the rest of their names."""
     import torch.distributed.checkpoint as dcp
 
-    found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    with reading(path):
+        found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in found.items()
@@ -304,6 +330,28 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     }
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A file that is gone, or not what was written, as a CheckpointError."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: of torch.load
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+
+
+def check_names(path: Path, metadata: Any) -> None:
+    """Raise CheckpointError for a tensor in a file of another kind, or with parts that overlap."""
+    for index, entry in metadata.storage_data.items():
+        file, kind = Path(entry.relative_path).stem, index.fqn.partition(".")[0]
+        if file != kind and not file.startswith("shard-"):
+            raise CheckpointError(f"{path} is damaged: {index.fqn} is in {file}.safetensors")
+    for name, entry in metadata.state_dict_metadata.items():
+        if sum(math.prod(part.sizes) for part in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f"{path} is damaged: it lacks parts of {name}, or has some twice")
 
 
 def reason_of(error: BaseException) -> str:

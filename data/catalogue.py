@@ -7,16 +7,16 @@ their splits. A row is a document, and its text is what the Hugging Face dataset
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data import sources
 from data.generators import generated, latin5, polya, shuffled
-from data.prompts import read_examples
+from data.prompts import Examples
 from data.puzzles import TASKS, Task, puzzle_corpus
-from data.sources import ROW_FILES, TEXT_FILES, Corpus, Reader, local_files, read_lines
+from data.sources import ROW_FILES, TEXT_FILES, Corpus, Reader, Reading, local_files, read_lines
 
 if TYPE_CHECKING:
     from data.prepare import Prepare
@@ -38,9 +38,8 @@ class Dataset:
     shipped: tuple[Path, ...] = ()  # files that are read where the user gives none
     hub: tuple[str, str | None] | None = None  # repository and configuration
     url: str | None = None  # of a file, with the split's name in it
-    readers: dict[str, Reader] | None = None  # by suffix; None: TEXT_FILES
-    field: str = "text"  # of a row, with the text
-    clean: Callable[[str], str] = str  # what was read -> text of the row
+    readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
+    clean: Callable[[str], str] | None = None  # what was read -> text of the row
     change: Callable[[Corpus, int], Corpus] | None = None  # (documents, seed) -> documents
     tokenizer: str = "gpt2"
     val_fraction: float | None = None  # of the documents; None: there are splits already
@@ -48,6 +47,7 @@ class Dataset:
     detokeniser: str | None = None
     split: str | None = None  # of an evaluation set, by default
     block_size: int | None = None  # of examples that all have one length
+    field: str = "text"  # of a row, with the text
 
     def corpora(self, args: Prepare) -> dict[str, Corpus]:
         """The documents of each split, not read yet."""
@@ -56,19 +56,21 @@ class Dataset:
             made = enumerate(numbers.items())
             return {split: self.make(split, [i, number], number) for i, (split, number) in made}
         first, paths = args.split or "train", args.source or self.shipped
-        readers = self.readers or TEXT_FILES
+        reading = Examples if self.protocol == "records" else Reading
+        reading = reading(args.field, args.prompt_field, args.split_at)
         files = {first: paths} | {s: p for s, p in (("val", args.val), ("test", args.test)) if p}
         if paths:
-            found = {s: local_files(p, readers, args.field) for s, p in files.items()}
+            found = {s: local_files(p, self.readers, reading) for s, p in files.items()}
         elif self.url:
             url = self.url.format(FILE_SPLITS[first])
-            found = {first: sources.downloaded_file(args.name, url, readers, args.field)}
+            found = {first: sources.downloaded_file(args.name, url, self.readers, reading)}
         else:
-            found = {first: sources.hub_rows(args.name, *self.hub, HUB_SPLITS[first], args.field)}
+            found = {first: sources.hub_rows(args.name, *self.hub, HUB_SPLITS[first], reading)}
         for i, (split, corpus) in enumerate(found.items()):
-            corpus.documents = map(self.clean, corpus.documents)
-            corpus.published = numbers.get(split)
+            if self.clean:
+                corpus.documents = map(self.clean, corpus.documents)
             found[split] = self.change(corpus, i) if self.change else corpus
+            found[split].published, found[split].counts = numbers.get(split), reading.counts
         return found
 
 
@@ -113,7 +115,7 @@ AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
 PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
 PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
-EXAMPLES = dict(readers={".jsonl": read_examples}, protocol="records", val_fraction=0.05)
+EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
 SHUFFLED = dict(change=shuffled, tokenizer="bytes", val_fraction=0.05)
 
 

@@ -11,6 +11,7 @@ Shapes: B sequences, T block_size.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -22,7 +23,7 @@ from runtime import randomness
 from runtime.errors import UserError
 from runtime.files import sha256_file
 from runtime.randomness import philox_bits, to_uniform
-from runtime.validation import Count, FileName, NonNegative, read_json, schema
+from runtime.validation import Count, FileName, NonNegative, expand_home, read_json, schema
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
@@ -49,6 +50,7 @@ class Meta(TypedDict):
 
     format: NonNegative
     tokenizer: str
+    tokenizer_sha256: NotRequired[str]  # of its vocabulary
     vocab_size: Count
     eot: NonNegative
     dtype: Literal["uint16"]
@@ -63,7 +65,7 @@ class Meta(TypedDict):
 def find_dataset(name) -> Path:
     """The prepared folder that `name` means: a path, or a name under the project's data/."""
     home = Path(__file__).resolve().parent
-    for folder in (Path(name), home / name):
+    for folder in (expand_home(name), home / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
     prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"
@@ -85,9 +87,9 @@ def load_meta(folder) -> Meta:
     """The contents of `folder`/meta.json, or what it would say of nanoGPT's token files. Raises
     FileNotFoundError or UserError."""
     path = Path(folder) / "meta.json"
-    if not path.is_file() and (Path(folder) / "train.bin").is_file():
-        return nanogpt_meta(Path(folder))
     if not path.is_file():
+        if path.with_name("train.bin").is_file():
+            return nanogpt_meta(Path(folder))
         raise FileNotFoundError(
             f"{folder} is no data set (no meta.json); make one with: python data/prepare.py NAME "
             f"--out {folder}"
@@ -101,14 +103,11 @@ def load_meta(folder) -> Meta:
 def nanogpt_meta(folder: Path) -> Meta:
     """Of train.bin and val.bin as nanoGPT writes them. Raises UserError for another tokenizer."""
     if (folder / "meta.pkl").exists():
-        what = "holds tokens of a vocabulary of its own (meta.pkl)"
-        raise UserError(f"{folder} {what}; prepare the text with: python data/prepare.py text")
-    sizes = {path.stem: path.stat().st_size for path in folder.glob("*.bin")}
-    splits = {
-        name: {"file": f"{name}.bin", "tokens": sizes[name] // DTYPE.itemsize, "sha256": ""}
-        for name in ("train", "val")
-        if sizes.get(name)
-    }
+        raise UserError(f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again")
+    splits = {}
+    for path in (folder / "train.bin", folder / "val.bin"):
+        if path.is_file() and (tokens := path.stat().st_size // DTYPE.itemsize):
+            splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
     note = f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, tokenizer gpt2"
     facts = {"format": 1, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16"}
     return {**facts, "splits": splits, "notes": [note]}
@@ -171,6 +170,7 @@ class TokenDataset:
             raise UserError(f"the {split} split of {folder} {few}: {advice}")
         self.block_size, self.num_blocks = block_size, count // block_size
         self._paths = [Path(folder) / self.meta["splits"][split]["file"]]
+        self.shift = 0  # not 0 where a run had batches of another size before
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
         roles = self.meta["splits"][split].get("roles")
         self.of_records = roles is not None  # whether a block is an example with a prompt
@@ -180,19 +180,14 @@ class TokenDataset:
         self._stamps = self._stamps_now()
 
     def _stamps_now(self) -> list[tuple[int, int]]:
-        stats = [path.stat() for path in self._paths]
-        return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        return [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, self._paths)]
 
     def check_unchanged(self) -> None:
-        """Raise UserError if a file has another size or time than when it was opened: of a shorter
-        one, reading the missing part would be SIGBUS."""
-        try:
-            unchanged = self._stamps_now() == self._stamps
-        except OSError:
-            unchanged = False
-        if not unchanged:
-            advice = "see that it is whole (--data.verify), then start again"
-            raise UserError(f"{self._paths[0]} has changed since it was opened; {advice}")
+        """Raise UserError or OSError if a file has another size or time than when it was opened: to
+        read the missing end of a shorter one would be SIGBUS."""
+        if self._stamps_now() != self._stamps:
+            changed = f"{self._paths[0]} has changed since it was opened"
+            raise UserError(f"{changed}: see that it is whole (--data.verify) and start again")
 
     def roles(self, indices) -> torch.Tensor:
         """The roles (prompts.py) of the tokens in these blocks, where they are examples: uint8
@@ -229,10 +224,10 @@ class TokenDataset:
 
     def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
         """The numbers of the blocks that `batch` reads, int64 (B,): sequence g = step *
-        global_batch + row of the run is block shuffle_e[g % num_blocks] of epoch
+        global_batch + row + self.shift of the run is block shuffle_e[g % num_blocks] of epoch
         e = g // num_blocks."""
         assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
-        sequence = step * global_batch + np.asarray(rows, dtype=np.int64)
+        sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)
         indices = np.empty_like(places)
         # Two epochs where the batch straddles them, more if it is larger than the dataset.

@@ -13,13 +13,9 @@ examples:
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
 """
 
-import contextlib
-import glob
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,22 +27,32 @@ if __name__ == "__main__":
 import tyro
 from annotated_types import Interval
 
-from data.catalogue import DATASETS, SPLITS, Dataset
+from data.catalogue import DATASETS, SPLITS, TASKS, Dataset
 from data.loader import load_meta, read_tokens
 from data.packing import SplitFile, batches, encode_documents, route
 from data.prompts import encode_example
-from data.sources import Corpus
-from data.tokenizers import Tokenizer, get_tokenizer
-from runtime.command_line import run_script
+from data.sources import Corpus, found_files
+from data.tokenizers import OWN, Tokenizer, get_tokenizer, other_tokenizer
+from runtime.command_line import run_script, show
 from runtime.errors import UserError
-from runtime.files import is_alive, sync_folder, write_json
+from runtime.files import staging, write_json
 from runtime.validation import Count, check_value, check_values
 
 HOME = Path(__file__).resolve().parent
-FILES = {"meta.json", *(f"{split}{kind}" for split in SPLITS for kind in (".bin", ".roles.bin"))}
+FILES = {"meta.json", OWN} | {f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
+EVALUATION = ", ".join(name for name, dataset in DATASETS.items() if dataset.protocol == "sedd")
+NAMES = f"""stories: nine books for children, 2.7 MB, no download.
+text: your own files, given with --source.
+shuffled: the same, in chunks of 63 characters in random order.
+records: your own prompts and answers, each in a block (docs/data.md).
+polya, latin5: made of random numbers, with a known entropy.
+{", ".join(TASKS)}: puzzles.
+openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
+{EVALUATION}: evaluation sets of the published zero-shot perplexities, detokenised; downloaded, or
+local copies in --source."""
 
 
 def _option(kind: Any, metavar: str, default: str) -> Any:
@@ -59,20 +65,12 @@ def _option(kind: Any, metavar: str, default: str) -> Any:
 class Prepare:
     """The command line of this script."""
 
-    name: str
-    """stories: nine books for children, 2.7 MB, no download.
-    text: your own files, given with --source.
-    shuffled: the same, in chunks of 63 characters in random order.
-    records: your own prompts and answers, .jsonl files, each in a block (docs/data.md).
-    polya, latin5: made of random numbers, with a known entropy.
-    sudoku6, star, addition, reversal, mirror, parity, colouring, copy, replace, shuffle: puzzles.
-    openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
-    wikitext2, wikitext103, ptb, lambada, lm1b, ag_news, pubmed, arxiv: evaluation sets of the
-    published zero-shot perplexities, detokenised; downloaded, or local copies in --source."""
+    name: Annotated[str, tyro.conf.arg(help=NAMES)]
     out: _option(Path | None, "DIR", "data/NAME in the project") = None
     """Folder to write."""
     source: _option(tuple[Path, ...], "FILE ...", "none") = ()
-    """.jsonl and .parquet files, a document a row;
+    """Files, folders, or patterns such as "texts/**/*.txt".
+    .jsonl and .parquet: a document a row;
     text: also .txt and .md files, one document each;
     wikitext: also .txt .tokens .raw files, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
     All but .parquet can end in .gz or .xz, too."""
@@ -80,10 +78,17 @@ class Prepare:
     """text, shuffled, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """The same: files of the test split."""
-    tokenizer: _option(str | None, "gpt2|english|bytes", "depends on NAME") = None
-    """GPT-2's byte-pair encoding, a small one of 2048 ids, or bytes as they are."""
+    tokenizer: _option(str | None, "gpt2|english|bytes|FILE.tiktoken", "depends on NAME") = None
+    """GPT-2's byte-pair encoding, a small one of 2048 ids, bytes as they are, or a vocabulary of
+    yours, which is copied into the folder."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
     """What holds the text in a row of a .jsonl or .parquet file."""
+    prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
+    """records: what holds the prompt in a row."""
+    split_at: _option(str | None, "TEXT", "none") = None
+    """text, shuffled: what separates documents in a text, such as "<|endoftext|>"."""
+    skip_long: bool = False
+    """records: leave out those that are longer than a block."""
     split: _option(str | None, "train|val|test", "the published one") = None
     """Evaluation sets: the split to download, or which --source is.
     Others: write all documents to this split."""
@@ -118,6 +123,8 @@ def prepare(args: Prepare) -> Path:
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
     dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
+    given = {"source": args.source, "val": args.val, "test": args.test}
+    args = replace(args, **{s: found_files(p, dataset.readers) for s, p in given.items()})
     check_options(args, dataset)
     keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
     chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
@@ -130,13 +137,15 @@ def prepare(args: Prepare) -> Path:
     corpora = dataset.corpora(args)
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
-        print(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
+        show(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
         return target
     with staging(target) as folder:
+        (folder / "meta.json").touch()  # token files without one would pass for nanoGPT's
+        tokenizer.keep(folder)
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
         write_json(folder / "meta.json", meta)
         is_finished(target, meta, args.overwrite)  # raises for what came there meanwhile
-    report(target, meta)
+    report(target, meta, next(iter(corpora.values())).counts)
     return target
 
 
@@ -156,6 +165,10 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),
         (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
+        (args.skip_long and not examples, "--skip-long is for records; leave it out"),
+        (args.prompt_field and name != "records", "--prompt-field is for records; leave it out"),
+        (args.split_at and (source != "always" or examples), "--split-at is for text, shuffled"),
+        (args.split_at == "", "--split-at is empty; give the text between documents"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
         (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),
@@ -174,11 +187,12 @@ def metadata(
 ) -> dict:
     """The contents of meta.json, without splits and notes. settings: what decides the result,
     beside the documents."""
-    keys = "split protocol block_size tokenizer field val_fraction limit".split()
+    keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
         "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "dtype": "uint16",
@@ -187,7 +201,8 @@ def metadata(
         "detokeniser": dataset.detokeniser,
         "split": args.split,
         "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
-        "settings": {"dataset": args.name} | {key: getattr(args, key) for key in keys},
+        "settings": {"dataset": args.name, "tokenizer": tokenizer.name}
+        | {key: getattr(args, key) for key in keys.split()},
     }
 
 
@@ -202,15 +217,26 @@ def write_splits(
         end = dataset.block_size is None  # examples of one length need no end
         encode = partial(map, partial(encode_example, tokenizer, args.block_size, end))
     files: dict[str, SplitFile] = {}
+    long: list[tuple[int, str]] = []  # records that are: tokens and place
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:  # None: unless in a terminal
         for batch in batches(route(corpora, args.val_fraction, args.limit, whole=examples)):
             splits, texts = zip(*batch, strict=True)
-            for split, (ids, roles) in zip(splits, encode(texts), strict=True):
+            for split, text, (ids, roles) in zip(splits, texts, encode(texts), strict=True):
+                if examples and ids.size > args.block_size:
+                    long.append((ids.size, text.place))
+                    continue
                 if split not in files:
                     path = folder / f"{split}.bin"
                     files[split] = SplitFile(path, args.protocol, args.block_size)
                 files[split].write(ids, roles)
                 bar.update(ids.size)
+    if long and not args.skip_long:
+        places = ", ".join(place for _, place in long[:3]) + ", ..." * (len(long) > 3)
+        raise UserError(
+            f"{len(long):,} records are longer than a block of {args.block_size} tokens ({places}; "
+            f"the longest has {max(long)[0]} tokens): give a larger --block-size, or --skip-long"
+        )
+    next(iter(corpora.values())).counts["records longer than a block are skipped"] += len(long)
     if not files:
         raise UserError(f"no document of {args.name} is left: give more text")
     entries = {split: files[split].close() for split in SPLITS if split in files}
@@ -238,57 +264,38 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     for split in found["splits"]:
         read_tokens(target, split, verify=True)
     before, now = ({**m.get("settings", {}), "source": m.get("source")} for m in (found, meta))
-    if changed := [key for key in now if before.get(key) != now[key]]:
+    changed = [key for key in now if before.get(key) != now[key] and (key in before or now[key])]
+    changed += ["vocabulary"] * (not changed and bool(other_tokenizer(found, meta)))
+    if changed:
         advice = "pass --overwrite to replace it, or choose another --out"
         raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
 
 
-@contextlib.contextmanager
-def staging(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which replaces it at the end. Whatever happens, nothing is left
-    beside it, and what killed runs have left there goes, too."""
-    prefix = f".{target.name}.partial-"
-    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            if (path / "old").exists() and not target.exists():  # killed between the two moves
-                (path / "old").rename(target)
-            shutil.rmtree(path, ignore_errors=True)
-    beside = target.with_name(f"{prefix}{os.getpid()}")
-    try:
-        (beside / "new").mkdir(parents=True)
-        yield beside / "new"
-        for path in (beside / "new").iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        if target.exists():
-            target.rename(beside / "old")
-        (beside / "new").rename(target)
-        sync_folder(target.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def report(target: Path, meta: dict) -> None:
-    """Print what was made, and which command comes next."""
+def report(target: Path, meta: dict, counts: dict[str, int]) -> None:
+    """Print what was made and noticed, and which command comes next."""
     name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
         dropped = f"{entry['dropped_tokens']:,} tokens dropped"
-        print(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
+        show(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
-    print(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
+    show(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
+    for what, count in counts.items():
+        if count:
+            show(f"note: {count:,} {what}")
     for note in meta["notes"]:
-        print(f"not comparable with the published tables: {note}")
+        show(f"not comparable with the published tables: {note}")
     if meta["protocol"] == "sedd" or meta["split"]:
-        print(f"next: python eval_ppl.py RUN --datasets {name}")
+        show(f"next: python eval_ppl.py RUN --datasets {name}")
         return
     named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
     config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
     options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
+    if meta["tokenizer"] == OWN:
+        options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
-    print(f"next: python train.py configs/{config}.toml{options}")
+    show(f"next: python train.py configs/{config}.toml{options}")
 
 
 if __name__ == "__main__":

@@ -15,15 +15,12 @@ Beside the token file lies the prompt mask, a byte for each token, its *role*:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import BinaryIO
 
 import numpy as np
 
-from data.sources import text_of
+from data.sources import Reading, text_of
 from data.tokenizers import Tokenizer
 from runtime.errors import UserError
-from runtime.files import json_object, lines_of
 
 PREDICTED, PROMPT, PADDING = range(3)
 BEGIN, END = "[GIVEN]", "[/GIVEN]"
@@ -49,33 +46,42 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
 def encode_example(
     tokenizer: Tokenizer, block_size: int, end: bool, example: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and roles, (block_size,) each, padded with end-of-text.
+    """Ids and roles, padded with end-of-text to (block_size,) each; longer examples stay longer.
 
     Every part is encoded by itself, so that the prompt's tokens do not depend on the rest. end:
-    whether a predicted end-of-text follows. Raises UserError for an example that is too long."""
+    whether a predicted end-of-text follows."""
     ids, roles = [], []
     for text, role in spans(example):
         part = tokenizer.encode(text)
         ids += part
         roles += [role] * len(part)
-    missing = block_size - len(ids) - end
-    if missing < 0:
-        size = f"{block_size - missing} tokens, more than a block of {block_size}"
-        raise UserError(f"the record {example[:40]!r}... has {size}: give a larger --block-size")
+    missing = max(0, block_size - len(ids) - end)
     ids += [tokenizer.eot] * (end + missing)
     roles += [PREDICTED] * end + [PADDING] * missing
     return np.array(ids, np.uint16), np.array(roles, np.uint8)
 
 
-def read_examples(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
-    """An example for each row of JSON: {"prompt": ..., "text": what follows it}, or {"text": with
-    marks}; `field` replaces "text"."""
-    for place, line in lines_of(stream, name):
-        row = json_object(line, place)
-        text = text_of(row, field, place)
-        if "prompt" in row:
-            if MARKS.search(text + text_of(row, "prompt", place)):
+class Example(str):
+    """The text of an example that was read from a file."""
+
+    place: str  # the file and the line
+
+
+class Examples(Reading):
+    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}.
+    `field` and `prompt_field` replace the names."""
+
+    @property
+    def fields(self):
+        return {self.field, self.prompt_field or "prompt"}
+
+    def document(self, row, place):
+        text, prompt = super().document(row, place), self.prompt_field or "prompt"
+        if prompt in row or self.prompt_field:
+            if MARKS.search(text + text_of(row, prompt, place)):
                 raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
-            text = as_prompt(row["prompt"]) + text
+            text = as_prompt(row[prompt]) + text
         spans(text, place)  # raises for what is wrong with it, while its place is known
-        yield text
+        example = Example(text)
+        example.place = place
+        return example

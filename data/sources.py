@@ -6,23 +6,73 @@ Rows of .jsonl and .parquet files are read one at a time; text files are held wh
 from __future__ import annotations
 
 import contextlib
+import glob
 import gzip
+import hashlib
 import io
 import lzma
+import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from data.tokenizers import END_OF_TEXT
 from runtime.errors import UserError
 from runtime.files import json_object, lines_of, sha256_file
 
 OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
-# (stream, its name for messages, the field of a row that holds the text) -> documents
-Reader = Callable[[BinaryIO, str, str], Iterator[str]]
+MOST_UNPACKED = 250  # times its size in a file that holds more than
+SMALL = 16 << 20  # bytes: text is not packed more densely than that
+MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
+MARKED = f"times {END_OF_TEXT} is read as ordinary text (--split-at '{END_OF_TEXT}' divides there)"
+LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
+
+
+@dataclass
+class Reading:
+    """How documents are read, and what was noticed on the way."""
+
+    field: str  # of a row, with the text
+    prompt_field: str | None = None  # of examples (prompts.py)
+    split_at: str | None = None  # what stands between the documents of a text
+    counts: Counter[str] = field(default_factory=Counter)  # what the user is told, and how often
+    left: float = math.inf  # bytes that the file may still become
+
+    @property
+    def fields(self) -> set[str]:  # of a row, that are read
+        return {self.field}
+
+    def document(self, row: dict, place: str) -> str:
+        """The document of a row. Raises UserError, which begins with `place`."""
+        for key in row.keys() - self.fields:
+            if len(self.counts) < MOST_LISTED:
+                self.counts[LEFT_OUT.format(key)] += 1
+        return text_of(row, self.field, place)
+
+    def spend(self, size: int, name: str) -> None:
+        """Raise UserError for a small file that becomes very large."""
+        self.left -= size
+        if self.left < 0:
+            much = f"more than {MOST_UNPACKED} times the size of the file; if it is right"
+            raise UserError(f"{name}: {much}, unpack it first")
+
+    def documents(self, text: str) -> Iterator[str]:
+        """The documents in what was read as one."""
+        if self.split_at:
+            yield from filter(None, (part.strip("\n") for part in text.split(self.split_at)))
+        else:
+            self.counts[MARKED] += text.count(END_OF_TEXT)
+            yield text
+
+
+# (stream, its name for messages, how) -> documents
+Reader = Callable[[BinaryIO, str, Reading], Iterator[str]]
 
 
 @dataclass
@@ -30,47 +80,73 @@ class Corpus:
     """The documents of a split, to be read once.
 
     description: for meta.json; equal ones mean equal documents. published: how many documents the
-    published split has."""
+    published split has. counts: of `Reading`."""
 
     documents: Iterable[str]
     description: list[dict]
     published: int | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
 
-def local_files(paths: Iterable[Path], readers: dict[str, Reader], field: str) -> Corpus:
+def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
+    """The files that paths mean: themselves, or those of a known kind in a folder or that match a
+    pattern such as texts/**/*.txt."""
+    files: list[Path] = []
+    for path in paths:
+        inside = [*path.rglob("*")] if path.is_dir() else glob.glob(str(path), recursive=True)
+        if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
+            files.append(path)
+        elif known := [p for p in map(Path, inside) if p.is_file() and reader_of(p, readers)]:
+            files += sorted(known)
+        else:
+            raise UserError(f"{path}: there is no file of a known kind ({', '.join(readers)})")
+    return tuple(files)
+
+
+def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Reading) -> Corpus:
     """The documents of some files. readers: how files of each suffix are read."""
     description, files = [], {}
     for path in paths:
         files[path] = find_reader(str(path), readers)
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         description.append({"file": path.name, **facts})
+    if len(files) > MOST_LISTED:
+        digest = hashlib.sha256(repr(description).encode()).hexdigest()
+        size = sum(file["bytes"] for file in description)
+        description = [{"file": f"{len(files):,} files", "bytes": size, "sha256": digest}]
 
     def documents() -> Iterator[str]:
+        empty = 0
         for path, read in files.items():
-            empty = True
+            before = reading.left = max(SMALL, MOST_UNPACKED * path.stat().st_size)
             with unpacked(path) as stream:
-                for text in read(stream, str(path), field):
-                    empty = False
-                    yield text
-            if empty:
-                raise UserError(f"{path} holds no document; leave it out")
+                for text in read(stream, str(path), reading):
+                    yield from reading.documents(text)
+            empty += reading.left == before
+        if empty == len(files):
+            raise UserError(f"{', '.join(map(str, [*files][:3]))} holds no document; leave it out")
+        reading.counts["empty files are skipped"] += empty
 
     return Corpus(documents(), description)
 
 
-def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+def reader_of(file: Path | str, readers: dict[str, Reader]) -> Reader | None:
     """The reader of a file, by its suffix."""
-    unpacked = file.lower().removesuffix(".gz").removesuffix(".xz")
-    for suffix, reader in readers.items():
-        if fnmatch(unpacked, f"*{suffix}"):
-            return reader
+    unpacked = str(file).lower().removesuffix(".gz").removesuffix(".xz")
+    return next((read for suffix, read in readers.items() if fnmatch(unpacked, f"*{suffix}")), None)
+
+
+def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+    if reader := reader_of(file, readers):
+        return reader
     known = f"{', '.join(readers)} (each also followed by .gz or .xz)"
     raise UserError(f"{file}: unknown kind of file; known here are {known}")
 
 
 @contextlib.contextmanager
 def unpacked(path: Path) -> Iterator[BinaryIO]:
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
+    xz = partial(lzma.open, format=lzma.FORMAT_XZ)  # .lzma files have no checksum
+    opener = {".gz": gzip.open, ".xz": xz}.get(path.suffix.lower(), open)
     try:
         with opener(path, "rb") as file:
             yield file
@@ -78,31 +154,35 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
         raise UserError(f"{path}: damaged, cut short, or not a {path.suffix} file") from error
 
 
-def read_whole(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
-    """The file as one document; none if it is empty."""
+def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+    """The file as one document, with line ends of Unix; none if it is empty."""
+    data = stream.read(-1 if reading.left == math.inf else int(reading.left) + 1)
+    reading.spend(len(data), name)
     try:
-        text = stream.read().decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
         raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
+    reading.counts["Windows line ends are converted"] += text.count("\r\n")
     if text:
-        yield text
+        yield text.replace("\r\n", "\n")
 
 
-def read_lines(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """A document for each line, with its end."""
-    for text in read_whole(stream, name, field):
-        lines = re.finditer(r"[^\n]*\n|[^\n]+", re.sub(r"\r\n?", "\n", text))
+    for text in read_whole(stream, name, reading):
+        lines = re.finditer(r"[^\n]*\n|[^\n]+", text.replace("\r", "\n"))
         for number, line in enumerate(lines, 1):
             if "\0" in line[0]:
                 raise UserError(f"{name} line {number}: this is not text; is it the right file?")
             yield line[0]
 
 
-def read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """A document for each row of JSON."""
     for place, line in lines_of(stream, name):
-        yield text_of(json_object(line, place), field, place)
+        reading.spend(len(line), place)
+        yield reading.document(json_object(line, place), place)
 
 
 def text_of(row: dict, field: str, place: str) -> str:
@@ -115,31 +195,43 @@ def text_of(row: dict, field: str, place: str) -> str:
     return row[field]
 
 
-def read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """A document for each row of a table."""
 
     def rows() -> Iterator[dict]:
+        from pyarrow import types
         from pyarrow.parquet import ParquetFile
 
-        for table in ParquetFile(stream).iter_batches(1000):
-            yield from table.to_pylist()
+        file = ParquetFile(stream)
+        names, about = file.schema_arrow.names, file.metadata
+        sizes = (about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+        if max(about.num_rows, sum(sizes)) > reading.left:
+            reading.spend(int(reading.left) + 1, name)
+        # A text that many rows share is one text in memory.
+        shared = [column.name for column in file.schema_arrow if types.is_string(column.type)]
+        file = ParquetFile(stream, read_dictionary=shared)
+        for batch in file.iter_batches(50, columns=[n for n in names if n in reading.fields]):
+            for i in range(len(batch)):
+                read = {n: batch[n][i].as_py() for n in batch.schema.names}
+                reading.spend(1 + len(str(read)), name)
+                yield dict.fromkeys(names) | read
 
-    return texts_of(rows(), field, name, "damaged, or not a .parquet file")
+    return texts_of(rows(), reading, name, "damaged, or not a .parquet file")
 
 
-def texts_of(rows: Iterable[dict], field: str, name: str, problem: str) -> Iterator[str]:
+def texts_of(rows: Iterable[dict], reading: Reading, name: str, problem: str) -> Iterator[str]:
     """The document in each row. problem: what it is where reading them fails."""
     number = 0
     try:
         for number, row in enumerate(rows, 1):
-            yield text_of(row, field, f"{name} row {number}")
+            yield reading.document(row, f"{name} row {number}")
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have errors of their own
         raise UserError(f"{name}: {problem} ({cause(error)}, after row {number})") from error
 
 
-def hub_rows(name: str, repository: str, config: str | None, split: str, field: str) -> Corpus:
+def hub_rows(name: str, repository: str, config: str | None, split: str, how: Reading) -> Corpus:
     """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here."""
 
     def hub() -> Iterator[dict]:
@@ -160,10 +252,10 @@ def hub_rows(name: str, repository: str, config: str | None, split: str, field: 
 
     problem = f"the hub failed; {OFFLINE.format(name)}"
     source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(texts_of(hub(), field, repository, problem), [source])
+    return Corpus(texts_of(hub(), how, repository, problem), [source])
 
 
-def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str) -> Corpus:
+def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Reading) -> Corpus:
     """The file at an address, held in memory."""
 
     def documents() -> Iterator[str]:
@@ -175,7 +267,7 @@ def downloaded_file(name: str, url: str, readers: dict[str, Reader], field: str)
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
             raise UserError(f"{url}: {cause(error)}; {OFFLINE.format(name)}") from error
-        yield from read(stream, url, field)
+        yield from read(stream, url, reading)
 
     return Corpus(documents(), [{"url": url}])
 

@@ -1,33 +1,65 @@
-"""Tokenizers: text <-> ids, under three names.
+"""Tokenizers: text <-> ids, under three names, or of a file of yours.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models, whose
          parameters and time a large vocabulary would use up
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
+
+A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports.
 """
 
 import base64
 import codecs
 import functools
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.validation import check_value
+from runtime.files import write_atomically
+from runtime.validation import check_value, expand_home, read_bounded
 
 TOKENIZERS = ("gpt2", "english", "bytes")
+OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
+RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
 END_OF_TEXT = "<|endoftext|>"
+ENGLISH = Path(__file__).with_name("english.tiktoken")
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
     """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have a
-    name, these numbers, encode_array(text), unsigned integers (n,), in which "<|endoftext|>" is
-    plain text, and to_bytes(ids), in which end-of-text has the bytes of its name."""
+    name, these numbers, ranks (ids by the bytes of a token), encode_array(text), unsigned integers
+    (n,), in which "<|endoftext|>" is plain text, and to_bytes(ids), in which end-of-text has the
+    bytes of its name."""
+
+    @functools.cached_property
+    def file(self) -> bytes:
+        """The vocabulary as a .tiktoken file, in the order of the ids."""
+        lines = sorted((i, base64.b64encode(token)) for token, i in self.ranks.items())
+        return b"".join(b"%b %d\n" % (token, i) for i, token in lines)
+
+    @functools.cached_property
+    def sha256(self) -> str:  # the identity of the vocabulary
+        return hashlib.sha256(self.file).hexdigest()
+
+    def keep(self, folder: Path) -> None:
+        """Write a vocabulary of the user's into a folder, where `get_tokenizer` finds it."""
+        if self.name == OWN:
+            write_atomically(folder / OWN, lambda file: file.write(self.file))
+
+    def check(self, sha256: str | None) -> None:
+        """Raise UserError if metadata record another vocabulary; None: they record none."""
+        if sha256 not in (None, self.sha256):
+            raise UserError(
+                f"the vocabulary of the tokenizer {self.name} has changed since the data or the "
+                f"model was made (sha256 {self.sha256[:12]}, was {sha256[:12]}): put its file back"
+            )
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -61,6 +93,7 @@ class Tokenizer:
 
 class BytesTokenizer(Tokenizer):
     name, vocab_size, eot = "bytes", 257, 256
+    ranks = {bytes([i]): i for i in range(256)}
 
     def encode_array(self, text: str) -> np.ndarray:
         data = without_lone_surrogates(text).encode()
@@ -76,6 +109,7 @@ class BytePairTokenizer(Tokenizer):
     def __init__(self, name: str, encoding):
         self.name, self.encoding, self.to_bytes = name, encoding, encoding.decode_bytes
         self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
+        self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
         text = without_lone_surrogates(text)
@@ -94,20 +128,55 @@ def without_lone_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple]:
+    """{key: (theirs, ours)} of what differs in the tokenizers that two descriptions of data record,
+    such as meta.json or fields of `Loaded`, where both say it."""
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
+    return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
+
+
+def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken, or OWN in `folder` or up
+    to two folders above it. Raises UserError if its vocabulary has another sha256."""
+    if name == OWN and folder:
+        places = [place / OWN for place in (folder, *folder.absolute().parents[:2])]
+        name = str(next((file for file in places if file.is_file()), places[0]))
+    tokenizer = _read_file(expand_home(name)) if name.endswith(".tiktoken") else _get_known(name)
+    tokenizer.check(sha256)
+    return tokenizer
+
+
+def _read_file(path: Path) -> BytePairTokenizer:
+    """The tokenizer of a .tiktoken file: the base64 of a token and its id a line, ids from 0."""
+    import tiktoken
+
+    # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
+    name, ranks = "english" if path == ENGLISH else OWN, {}
+    for number, line in enumerate(read_bounded(path).splitlines(), 1):
+        try:
+            token, i = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(i)
+        except ValueError:
+            raise UserError(f"{path} line {number}: not the base64 of a token and its id") from None
+        if len(ranks) != number:
+            raise UserError(f"{path} line {number}: this token is in it twice")
+    if sorted(ranks.values()) != [*range(len(ranks))] or not 256 <= len(ranks) < 2**16:
+        raise UserError(f"{path}: ids must be 0, 1, ... each once, at least 256 and below 65,536")
+    if any(bytes([i]) not in ranks for i in range(256)):
+        raise UserError(f"{path}: each of the 256 bytes must be a token")
+    words = {"pat_str": GPT2_WORDS, "special_tokens": {END_OF_TEXT: len(ranks)}}
+    return BytePairTokenizer(name, tiktoken.Encoding(name, mergeable_ranks=ranks, **words))
+
+
 @functools.cache
-def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of this name, one of TOKENIZERS."""
+def _get_known(name: str) -> Tokenizer:
     check_value(name, Literal[TOKENIZERS], "the tokenizer")
     if name == "bytes":
         return BytesTokenizer()
+    if name == "english":
+        return _read_file(ENGLISH)
     import tiktoken
 
-    if name == "english":
-        # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
-        lines = Path(__file__).with_name("english.tiktoken").read_bytes().splitlines()
-        ranks = {base64.b64decode(token): int(i) for token, i in map(bytes.split, lines)}
-        words = {"pat_str": GPT2_WORDS, "special_tokens": {END_OF_TEXT: len(ranks)}}
-        return BytePairTokenizer(name, tiktoken.Encoding(name, mergeable_ranks=ranks, **words))
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
     except Exception as error:  # of requests, an OSError, a wrong hash: one remedy for all

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from checkpoints import Loaded
 from data.puzzles import TASKS, Task
-from data.tokenizers import get_tokenizer
 from evaluation.eval_sets import open_eval_set
 from evaluation.text_measures import mean_and_error
 from orders import Roles
 from runtime.errors import UserError
 from runtime.processes import Processes
 from sampling.engine import Generation
-from sampling.modes import DecodingOptions, PlannedSamples, generate_distributed, mode_plan
+from sampling.modes import DecodingOptions, contexts_of, generate_distributed, plan_samples
 from sampling.page import PageSample, render
 from sampling.plans import Plan, group_sizes
 
@@ -94,24 +93,20 @@ def answer(
     """Answer all questions. options: with the mode's defaults; seed: of all that is random."""
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
-    generator = torch.Generator().manual_seed(seed)
-    lengths = questions.roles.lengths
-    tokens, given = (x[:, : int(lengths.max())] for x in (questions.tokens, questions.roles.given))
-    plan = mode_plan(options, lengths, given, generator)
-    uniforms = torch.rand(plan.order.shape, generator=generator, dtype=torch.float64)
-    planned = PlannedSamples(plan, tokens, uniforms)
+    roles = questions.roles
+    planned = plan_samples(options, contexts_of(questions.tokens, roles.given, roles.lengths), seed)
     started = time.perf_counter()
     samples = generate_distributed(
         loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
     )
     seconds = time.perf_counter() - started
-    limit = limit_of(questions.task, plan, options)
+    limit = limit_of(questions.task, planned.plan, options)
     return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
 
 
 def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
     """Every row as it is and as it was filled in, up to its end-of-text."""
-    tokenizer, records = get_tokenizer(loaded.tokenizer), []
+    tokenizer, records = loaded.get_tokenizer(), []
     is_right = questions.task.is_right if questions.task else str.__eq__
 
     def text(tokens: list[int]) -> str:
@@ -139,7 +134,7 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
-    pieces, shown = get_tokenizer(loaded.tokenizer).pieces, []
+    pieces, shown = loaded.get_tokenizer().pieces, []
     board = questions.task.board if questions.task else None
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from orders import OrderConfig, orders_at
-from runtime.randomness import philox_bits, to_uniform
+from runtime.randomness import ENSEMBLES, philox_bits, to_uniform
 
 MAX_DRAWS, MAX_MEMBERS = 2**24, 2**16  # what the fields of a RandomStream hold
-CONTEXTS = 1  # the use of random numbers by ensembles; the orders of `token_nll` are use 0
+CONTEXTS = 1  # the use of random numbers by `cheap_gains`
 
 
 class RandomStream(NamedTuple):
-    """Which random numbers of a seed: no two uses share any."""
+    """Which random numbers of the stream ENSEMBLES of a seed: no two uses share any."""
 
     draw: int  # number of the Monte Carlo sample, below MAX_DRAWS
     use: int  # CONTEXTS, below 2**24
@@ -47,7 +47,8 @@ class RandomStream(NamedTuple):
         return self.draw + (self.use << 24) + (self.member << 48)  # of `philox_bits`
 
     def uniform(self, seed: int, rows: range, width: int) -> Tensor:  # (len(rows), width) in [0, 1)
-        return torch.from_numpy(to_uniform(philox_bits(seed, self.index, rows, width)))
+        bits = philox_bits(seed, self.index, rows, width, ENSEMBLES)
+        return torch.from_numpy(to_uniform(bits))
 
 
 def permute_context(
@@ -77,7 +78,7 @@ def cheap_gains(
     result. Returns (B, S) float64, nats per token, on the CPU; at most 0, up to rounding."""
     T, members = tokens.shape[1], max(sizes)
     stream = RandomStream(draw, CONTEXTS)
-    order = orders_at(OrderConfig("random"), seed, stream.index, rows, T)
+    order = orders_at(OrderConfig("random"), seed, stream.index, rows, T, ENSEMBLES)
     # A uniform order leaves the first of its T + 1 columns of random numbers unused.
     known = (stream.uniform(seed, rows, T + 1)[:, :1] * T).long()
     orders = [order]

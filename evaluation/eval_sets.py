@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoints import Loaded
 from data import loader
 from data.loader import TokenDataset
-from data.tokenizers import get_tokenizer
+from data.tokenizers import get_tokenizer, other_tokenizer
 from orders import Roles
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -38,8 +38,8 @@ class EvalSet:
         return self.dataset.blocks(self._chosen[rows])
 
     def roles(self, rows: range) -> Roles | None:  # None for text without prompts
-        chosen = self._chosen[rows]
-        return Roles.of(self.dataset.roles(chosen)) if self.dataset.of_records else None
+        of = self.dataset
+        return Roles.of(of.roles(self._chosen[rows])) if of.of_records else None
 
     @cached_property
     def _chosen(self) -> np.ndarray:  # the numbers of the blocks
@@ -69,9 +69,11 @@ class EvalSet:
         """Mean UTF-8 bytes of text per token that is predicted; end-of-text has none. NaN where the
         tokenizer's file is missing, which scoring does not need."""
         try:
-            lengths = get_tokenizer(self.dataset.meta["tokenizer"]).byte_lengths()
+            tokenizer = get_tokenizer(self.dataset.meta["tokenizer"], folder=self.folder)
         except ValueError:
             return math.nan
+        tokenizer.check(self.dataset.meta.get("tokenizer_sha256"))
+        lengths = tokenizer.byte_lengths()
         rows = range(self.count)
         if roles := self.roles(rows):
             tokens = self.tokens(rows)[roles.predicted].numpy()
@@ -104,10 +106,11 @@ def open_eval_set(
     model."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
-    if meta["tokenizer"] != loaded.tokenizer:
+    if other_tokenizer(vars(loaded), meta):
+        other = " of another vocabulary" * (meta["tokenizer"] == loaded.tokenizer)
         raise UserError(
             f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens; prepare the text again with --tokenizer {loaded.tokenizer}"
+            f"{loaded.tokenizer} tokens{other}; prepare the text again with the model's --tokenizer"
         )
     preferred = preferred_split if preferred_split in meta["splits"] else None
     split = split or preferred or loader.evaluation_split(meta)

@@ -30,17 +30,16 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from checkpoints import Loaded, load
-from data.tokenizers import get_tokenizer, without_lone_surrogates
+from data.tokenizers import without_lone_surrogates
 from orders import OrderConfig, orders_at
 from runtime.command_line import ModelOptions
 from runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.processes import Processes
-from runtime.randomness import philox_bits, to_uniform
+from runtime.randomness import REQUESTS, philox_bits, to_uniform
 from runtime.validation import Count, check_value, check_values
 from sampling.engine import generate
-from sampling.modes import BATCH_SIZE, DecodingOptions, mode_plan, with_mode_defaults
-from sampling.plans import stack_plans
+from sampling.modes import BATCH_SIZE, DecodingOptions, plan_samples, with_mode_defaults
 from sampling.token_choice import TokenChoice
 from variants import log_linear_noise
 
@@ -109,9 +108,9 @@ class HarnessModel(TemplateLM):
         self._rank, self._world_size = self.procs.rank, self.procs.world_size
         self._device = self.procs.device
         if not isinstance(run, Loaded):
-            run = load(str(run), a.weights, self.device, a.block_size)
+            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
         self.loaded, self.model = run, run.model.to(self.device)
-        self.tokenizer, self.dtype = get_tokenizer(run.tokenizer), pick_dtype(a.dtype, self.device)
+        self.tokenizer, self.dtype = run.get_tokenizer(), pick_dtype(a.dtype, self.device)
         config = self.model.config
         self.block_size, self.is_encoder = config.block_size, config.is_encoder
         order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
@@ -250,12 +249,13 @@ class HarnessModel(TemplateLM):
         # The request itself is the key of its random numbers: neither its place among the others
         # nor the process that scores it changes them.
         key = digest(context, continuation)
-        order = orders_at(OrderConfig("random"), a.seed, key, range(draw, draw + 1), n)[0]
+        row = range(draw, draw + 1)
+        order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
             return ScoringPass(tokens, order, first=c, weight=1.0)
         # A uniform order leaves the first of its n + 1 random numbers unused.
-        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1))[0, 0])
+        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
         masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
         return ScoringPass(tokens, order, first=c + n - masked, weight=n / masked)
 
@@ -331,20 +331,15 @@ class HarnessModel(TemplateLM):
 
     def complete(self, contexts, repeats, settings: tuple, progress) -> list[str]:
         """The text after each context, a function of (seed, context, repeat) alone."""
-        (choice, most, until), plans, tokens, uniforms = settings, [], [], []
-        for context, repeat in zip(contexts, repeats, strict=True):
-            seed = digest(context, [self.settings.seed, repeat]) % 2**63
-            generator, length = torch.Generator().manual_seed(seed), len(context) + most
-            drawn = torch.rand(most, generator=generator, dtype=torch.float64)
-            uniforms.append(torch.cat([torch.zeros(len(context)).double(), drawn]))
-            tokens.append(torch.tensor(context + [0] * most))
-            known = (torch.arange(length) < len(context))[None]
-            plans.append(mode_plan(self.decoding, torch.tensor([length]), known, generator))
+        choice, most, until = settings
+        keys = [digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)]
+        rows = [context + [None] * most for context in contexts]
+        plan, tokens, uniforms = plan_samples(self.decoding, rows, self.settings.seed, keys=keys)
         made = generate(
             self._generator,
-            stack_plans(plans),
-            pad_sequence(tokens, batch_first=True),
-            uniforms=pad_sequence(uniforms, batch_first=True),
+            plan,
+            tokens,
+            uniforms=uniforms,
             choice=choice,
             vocab_size=self.loaded.vocab_size,
             batch_size=self.batch_size,

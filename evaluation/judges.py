@@ -102,18 +102,20 @@ class DecoderJudge(Judge):
         self.name, self.source, self.device = name, loaded.describe(), device
         self.model = loaded.model.to(device, torch.float32)
         self.tokenizer, self.vocab_size = loaded.tokenizer, config.vocab_size
+        self.get_tokenizer = loaded.get_tokenizer
         self.context, self.start = config.block_size, loaded.scored_from == 0
         self.parameters = sum(parameter_counts(loaded.model).values())
 
     def encode(self, text):
-        tokenizer = get_tokenizer(self.tokenizer)
+        tokenizer = self.get_tokenizer()
         ids, *documents = [tokenizer.encode(document) for document in text.split(END_OF_TEXT)]
         for document in documents:
             ids += [tokenizer.eot, *document]
         return ids
 
     def has_ids_of(self, tokenizer):
-        return tokenizer == self.tokenizer
+        # The samples' tokenizer is in memory already: the judge's must not be another of that name.
+        return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
 
     def nll(self, tokens):
         left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -25,6 +25,7 @@ from evaluation.eval_sets import EvalSet
 from model import AOGPT
 from objectives import token_nll, token_score_entropy
 from orders import OrderConfig, Roles
+from runtime.command_line import visible
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
 from runtime.processes import Processes
 from sampling.engine import generate
@@ -152,7 +153,7 @@ class BatchRunner:
         """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on the CPU of every process."""
         eval_set, device, parts = task.eval_set, self.procs.device, []
         share, blocks = self.procs.share(eval_set.count), eval_set.dataset.num_blocks
-        title, quiet = f"{eval_set.name} {task.name}", None if self.procs.main else True
+        title, quiet = visible(f"{eval_set.name} {task.name}"), None if self.procs.main else True
         row = share.start
         with tqdm(total=len(share), desc=title, unit="seq", leave=False, disable=quiet) as bar:
             while row < share.stop:

@@ -1,14 +1,19 @@
-"""How a script runs: options that several scripts have, and mistakes told in one line."""
+"""How a script runs: options that several scripts have, mistakes told in one line, and printing."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from runtime.errors import UserError
-from runtime.validation import Count, Seed
+from runtime.validation import Count, Seed, expand_home
+
+# Control characters except newline and tab, line separators, and marks that reverse the direction.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,8 @@ class ModelOptions:
     """Seed of everything random."""
     weights: Literal["ema", "raw"] = "ema"
     """The averaged weights, where there are any, or the last ones."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best (the lowest validation loss) or a step's number."""
     block_size: Count | None = None
     """Another length than in training; only for models without position tables."""
     device: str = "auto"
@@ -27,32 +34,66 @@ class ModelOptions:
     """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
 
 
+def visible(text: Any, one_line: bool = False) -> str:
+    """Text from elsewhere with control characters, and with `one_line` newlines, as escapes."""
+    text = CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
+    return text.replace("\n", "\\n") if one_line else text
+
+
+def show(*values: Any, sep: str = " ", **options: Any) -> None:
+    """`print`, for everything that is printed: control characters in it are escaped."""
+    print(visible(sep.join(map(str, values))), **options)  # noqa: T201
+
+
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. UserError, OSError and too little memory end in one line and
-    status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line and status 130. Any
-    other exception keeps its traceback."""
+    """Run a script's main and exit. UserError, OSError and too little memory or too few processes
+    end in one line and status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line
+    and status 130. Any other exception keeps its traceback."""
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        status = main() or 0
+        with _paths_with_home():
+            status = main() or 0
         if sys.stdout:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        show("\ninterrupted", file=sys.stderr)
         status = 130
     except Exception as error:
-        if full := not isinstance(error, UserError | OSError):
+        advice = ""
+        if not isinstance(error, UserError | OSError):
             from runtime.devices import out_of_memory  # imports torch: a mistake need not wait
 
-            if not out_of_memory(error):
+            if out_of_memory(error):
+                advice = "out of memory; use a smaller batch or fewer samples: "
+            elif "can't start new thread" in str(error):
+                advice = "too many processes; raise their limit (ulimit -u): "
+            else:
                 raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        advice = "out of memory; use a smaller batch or fewer samples: " if full else ""
-        print(f"error{rank}: {advice}{error}", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            advice = "the output cannot be written: "  # of a full disk, which names no file
+        show(visible(f"error{rank}: {advice}{error}", one_line=True), file=sys.stderr)
         status = 2
     sys.exit(status)
+
+
+def _paths_with_home():
+    """A registry of tyro in which "~" is the home directory in every option that is a path."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    spec = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: expand_home(words[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+    registry = ConstructorRegistry()
+    registry.primitive_rule(lambda info: spec if info.type is Path else None)
+    return registry

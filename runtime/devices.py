@@ -46,10 +46,10 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def precision_note(dtype: str, device: torch.device) -> str:
-    """What to tell a user who may expect bfloat16 and does not get it; else nothing."""
-    wanted = dtype == "bfloat16" or dtype == "auto" and device.type != "cpu"
-    missing = wanted and pick_dtype(dtype, device) == torch.float32
-    return f"{device} has no bfloat16 here: everything is computed in float32" if missing else ""
+    """What to tell a user who expects bfloat16 and does not get it; else nothing."""
+    expected = dtype != "float32" and (dtype, device.type) != ("auto", "cpu")
+    missing = expected and pick_dtype(dtype, device) == torch.float32
+    return f"no bfloat16 on {device}: everything is computed in float32" if missing else ""
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

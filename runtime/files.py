@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,16 +20,19 @@ if TYPE_CHECKING:
     from runtime.processes import Processes
 
 LINE_BYTES = 64 << 20  # of rows of JSON and prompts
+MOST_VALUES = 4_000_000  # in a row of JSON, each of some 200 bytes of memory
+MOST_BLANK = 1_000_000  # blank lines in a row
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bool = False) -> None:
     """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError."""
+    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError.
+    exclusive: so is a file that is there when it is moved."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():
@@ -35,16 +40,15 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if exclusive:
+            open(path, "xb").close()
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # that of a full disk
+            error.filename = str(path)
         raise
-
-
-def temporary_beside(path: Path) -> Path:
-    """A hidden name in the same folder that no other file has."""
-    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
 
 
 def is_alive(pid: int) -> bool:
@@ -65,6 +69,33 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def staging(target: Path, replace: bool = True) -> Iterator[Path]:
+    """A new folder beside `target`, which becomes it at the end. Whatever happens, nothing is left
+    beside it, and what killed runs have left there goes, too. Without `replace`, a target that
+    exists by then is an OSError."""
+    prefix = f".{target.name}.partial-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            if (path / "old").exists() and not target.exists():  # killed between the two moves
+                (path / "old").rename(target)
+            shutil.rmtree(path, ignore_errors=True)
+    beside = target.with_name(f"{prefix}{os.getpid()}")
+    try:
+        (beside / "new").mkdir(parents=True)
+        yield beside / "new"
+        for path in (beside / "new").iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if replace and target.exists():
+            target.rename(beside / "old")
+        (beside / "new").rename(target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -118,7 +149,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N"."""
-    if not path.is_file():
+    if not path.is_file() and str(path) != "/dev/stdin":
         what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
         raise UserError(f"{option} {path}: {what}")
     with open(path, "rb") as file:
@@ -128,8 +159,14 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
     """`read_lines` of an open file, one line in memory at a time."""
     # Lines of bytes: text would also be split at characters that JSON strings may hold.
+    blank = 0
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
+        blank = blank + 1 if data.isspace() else 0
+        if 0 < blank <= MOST_BLANK:
+            continue
         place = f"{name} line {number}"
+        if blank:
+            raise UserError(f"{place}: the {MOST_BLANK:,} lines before it are blank, too")
         if len(data) > LINE_BYTES:
             raise UserError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
         try:
@@ -142,6 +179,8 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 def json_object(line: str, place: str) -> dict:
     """The object on one line of JSON. Raises UserError that begins with the place of the line."""
+    if sum(map(line.count, "{[,")) > MOST_VALUES:
+        raise UserError(f"{place}: more than {MOST_VALUES:,} values of JSON; write shorter rows")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep

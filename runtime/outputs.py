@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.command_line import show, visible
 from runtime.errors import UserError
 from runtime.files import to_json, write_atomically
 
@@ -42,7 +44,8 @@ class Outputs:
         """files: by the option that names them. inputs: what the script reads; anything that is not
         an existing path is ignored. Raises UserError for a file that cannot or must not be written.
         """
-        self.failed: list[str] = []
+        self.failed: dict[Path, str] = {}
+        self.new: set[Path] = set()  # another process may be about to write them, too
         inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
         options: dict[str, str] = {}
         for option, path in files.items():
@@ -62,10 +65,13 @@ class Outputs:
             if not overwrite and path.is_file() and path.stat().st_size:
                 advice = "pass --overwrite to replace it, or name another file"
                 raise UserError(f"{option} {path} exists already; {advice}")
+            if not overwrite and not path.exists():
+                self.new.add(path)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
         """Write a result, whole or not at all; None is nowhere. It replaces earlier ones of this
-        script. Text that cannot be written is printed."""
+        script. Text that cannot be written is printed; where another process has written the file
+        meanwhile, the result goes to another beside it."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
@@ -74,14 +80,22 @@ class Outputs:
             if _is_device(path):
                 path.write_bytes(data)
             else:
-                write_atomically(path, lambda file: file.write(data))
+                write_atomically(path, lambda file: file.write(data), path in self.new)
+            self.new.discard(path)
+        except FileExistsError:
+            beside = path.with_name(f"{path.name}.{os.getpid()}")
+            write_atomically(beside, lambda file: file.write(data))
+            self.failed[path] = f"another process has written {path}: this result is in {beside}"
         except OSError as error:
-            self.failed.append(f"could not write {path}: {error}")
+            self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
-                print(f"---- {path}, which could not be written ----\n{content}", flush=True)
+                show(f"---- {path}, which could not be written ----\n{content}", flush=True)
 
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")
+
+    def write_markdown(self, path: Path | None, lines: Iterable[str]) -> None:
+        self.write(path, "\n".join(map(escaped, lines)) + "\n")
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
@@ -92,7 +106,7 @@ class Outputs:
     def __exit__(self, kind, *error) -> None:
         """Raise OSError if a result could not be written, once the others are."""
         if self.failed and kind is None:
-            raise OSError("; ".join(self.failed))
+            raise OSError("; ".join(self.failed.values()))
 
 
 def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
@@ -141,9 +155,16 @@ def provenance(
 # ---- tables and pictures -------------------------------------------------------------------------
 
 
+def escaped(line: str) -> str:
+    """A line of Markdown in which text from elsewhere, such as a name, is no HTML and no line."""
+    return re.sub(r"(?<!\\)<(?=[a-zA-Z/!?])", r"\\<", visible(line, one_line=True))
+
+
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
     """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
     left-aligned, then numbers, right-aligned."""
+    cleaned = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
+    head, *rows = cleaned
     widths = [max(3, *map(len, cells)) for cells in zip(head, *rows, strict=True)]
     rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
     lines = []

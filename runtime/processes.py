@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from runtime.command_line import show
 from runtime.devices import pick_device
 
 MEETING_SECONDS = 300.0  # for the processes of a job to start: some import PyTorch from a slow disk
@@ -36,7 +37,7 @@ class Processes:
 
     def print0(self, *values, **options) -> None:
         if self.main:
-            print(*values, **options)
+            show(*values, **options)
 
     def share(self, total: int) -> range:
         """This process's contiguous part of range(total); parts differ by at most one."""

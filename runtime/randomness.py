@@ -3,8 +3,11 @@ or has another number of processes, gets the same numbers without a state to sav
 
 import numpy as np
 
-# Uses of one seed that must not share numbers: the top word of the 256-bit counter.
-ORDERS, SHUFFLE, SPLIT, LENGTHS = range(4)
+# Uses of one seed that must not share numbers: the top word of the 256-bit counter. ORDERS: of
+# training, or an encoder's masks. PLANS, TOKENS: of samples. SCORED_ORDERS, SCORED_MASKS: of
+# likelihoods. REQUESTS: of likelihoods in lm-evaluation-harness. A new use is a new name.
+ORDERS, SHUFFLE, SPLIT, LENGTHS, PLANS, TOKENS, SCORED_ORDERS, SCORED_MASKS = range(8)
+ENSEMBLES, REQUESTS, DROPOUT = range(8, 11)
 
 
 def philox_bits(seed: int, index: int, rows: range, width: int, stream: int = ORDERS) -> np.ndarray:

@@ -24,7 +24,7 @@ NonNegative = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
 Ratio = Probability  # the same numbers, where nothing is random
-Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
+Seconds = Annotated[float, Interval(gt=0, le=1e6)]  # of a timeout
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a dropout rate
 FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))]
@@ -145,7 +145,18 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise FileError(f"{path} has more than {most >> 20} MB: it is no file of settings")
+    # Each value of JSON or TOML takes some 200 bytes of memory, whatever it takes in the file.
+    if most <= MAX_BYTES and sum(map(data.count, (b"{", b"[", b",", b"="))) > MAX_VALUES:
+        raise FileError(f"{path} holds more than {MAX_VALUES:,} values: it is no file of settings")
     return data
+
+
+def expand_home(path: str | Path) -> Path:
+    """The path with the home directory for "~"."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # of a user without one
+        raise UserError(f"{path}: {error} Write the path without ~.") from None
 
 
 @contextlib.contextmanager
@@ -162,6 +173,17 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
 
 # ---- messages ------------------------------------------------------------------------------------
 
+OTHER_NAMES = {  # keys, and what other projects call them
+    "lr": "learning_rate max_lr",
+    "warmup_steps": "warmup_iters num_warmup_steps",
+    "steps": "max_iters max_steps num_steps",
+    "epochs": "num_epochs max_epochs num_train_epochs",
+    "n_layer": "n_layers num_layers num_hidden_layers",
+    "n_head": "n_heads num_heads num_attention_heads",
+    "n_embd": "hidden_size d_model dim embed_dim",
+    "block_size": "seq_len context_length max_seq_len",
+    "folder": "dataset data_dir",
+}
 KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
 KINDS |= dict.fromkeys(("tuple", "list"), "a list")
 KINDS |= dict.fromkeys(("dict", "dataclass"), "a table of keys")
@@ -224,23 +246,13 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any) -> str:
-    """What to write instead of an unknown key."""
-    near = similar_key(key, table)
-    return f"; did you mean {near!r}?" if near else f"; the keys are {', '.join(_here(key, table))}"
-
-
-def similar_key(key: str, table: Any) -> str | None:
-    """A key that an unknown one may mean: similar, of that name elsewhere, or by another name."""
-    keys, here, name = list(keys_of(table)), _here(key, table), key.rpartition(".")[2]
+    """What to write instead of an unknown key: a similar one, or one of that name elsewhere, as we
+    or other projects call it."""
+    keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
+    names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
+    here, last = [prefix + name for name in dict.fromkeys(names)], key.removeprefix(prefix)
     near = difflib.get_close_matches(key, here, 1, 0.9)
-    near = near or [other for other in keys if other.split(".")[-1] == name]
-    near = near or [x for n, x in getattr(table, "other_names", {}).items() if n == name]
+    last = next((ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last)
+    near = near or [name for name in keys if name.split(".")[-1] == last]
     near = near or difflib.get_close_matches(key, [*here, *keys], 1)
-    return near[0] if near else None
-
-
-def _here(key: str, table: Any) -> list[str]:
-    """The keys of the table that a dotted key is in."""
-    prefix = "".join(key.rpartition(".")[:2])
-    names = [n.removeprefix(prefix).split(".")[0] for n in keys_of(table) if n.startswith(prefix)]
-    return [prefix + name for name in dict.fromkeys(names)]
+    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"

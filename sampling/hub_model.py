@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from model import AOGPT, ModelConfig
-from sampling.simple import draw, simple_generate
+from sampling.race import draw
+from sampling.simple import simple_generate
 from variants.encoder import Encoder, log_linear_noise
 from variants.scoring import Decoder
 from variants.two_stream import TwoStream
@@ -85,22 +86,23 @@ class AOGPTModel(PreTrainedModel):
         self,
         input_ids: Tensor,
         max_new_tokens: int = 0,
-        order: str | Tensor = "random",
+        order: str | Tensor | None = None,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The sequences with every [MASK] filled in, one position a step, and after them
         max_new_tokens that are generated, (B, T + max_new_tokens).
 
-        input_ids (B, T). order: "random", "l2r", or (B, T + max_new_tokens) permutations, in which
-        positions that are known move to the front. temperature: 0 takes the likeliest tokens."""
+        input_ids (B, T). order: "random" (default), "l2r" (a plain GPT's only order), or
+        (B, T + max_new_tokens) permutations, in which positions that are known move to the front.
+        temperature: 0 takes the likeliest tokens."""
         tokens = F.pad(input_ids, (0, max_new_tokens), value=self.config.mask_token_id)
         unknown = tokens == self.config.mask_token_id
         shape, device = tokens.shape, tokens.device
         uniforms = torch.rand(2, *shape, generator=generator, dtype=torch.float64).to(device)
         if isinstance(order, Tensor):
             place = order.argsort(dim=1)
-        elif order == "l2r":
+        elif order == "l2r" or self.model.config.l2r_only:
             place = torch.arange(shape[1], device=device).expand(shape)
         else:
             place = uniforms[0].argsort(dim=1).argsort(dim=1)
@@ -113,7 +115,8 @@ class AOGPTModel(PreTrainedModel):
 
     def _fill_encoder(self, model, order, sizes, uniforms, tokens, temperature, vocab_size):
         for position in order[len(order) - len(sizes) :]:
-            logits = self(tokens[None]).logits[0, position, :vocab_size]
-            tokens = tokens.clone()
-            tokens[position] = draw(logits[None], uniforms[position, None], temperature)[0]
+            logits = self(tokens[None]).logits[0, position, None, :vocab_size].double()
+            weights = (logits / (temperature or 1)).softmax(dim=-1)
+            token = draw(weights, uniforms[position, None]) if temperature else weights.argmax(-1)
+            tokens = tokens.index_put((position[None],), token)
         return tokens, None

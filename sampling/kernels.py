@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sampling.token_choice import FIRST_FACTOR, INCREMENT, REDRAWN, SECOND_FACTOR, TokenChoice
+from sampling.race import BLOCK, FIRST_FACTOR, INCREMENT, RACES, SECOND_FACTOR
+from sampling.token_choice import REDRAWN, TokenChoice
 
 LARGEST_VOCABULARY = 2**18  # of which a sum of weights fits into 62 bits
 TILE = 4096
@@ -24,6 +25,7 @@ KNOWN_FIELDS = {"temperature", "top_p", "top_k", "noise", "crossing"}  # of `Tok
 # What kernels read must be constants of Triton's.
 _ONE, _LEAST, _ALL = tl.constexpr(2.0**44), tl.constexpr(2.0**-53), tl.constexpr(2**53)
 _INCREMENT, _REDRAWN = tl.constexpr(INCREMENT), tl.constexpr(REDRAWN)
+_BLOCK, _RACES = tl.constexpr(BLOCK), tl.constexpr(RACES)
 _FIRST, _SECOND = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 
 
@@ -62,7 +64,7 @@ def _choose(logits, uniforms, tokens, log_probs, stride, V, temperature, top_p, 
         # 1. A token drawn from all.
         uniform = tl.load(uniforms + row)
         bound = tl.full((), -1, tl.int32)
-        token = _draw(logits, V, largest, heat, _point(uniform, total), bound, 0, TILE)
+        token = _draw(logits, V, largest, heat, uniform, bound, 0, TILE)
         if top_p < _ALL:
             share = top_p.to(tl.float64) * _LEAST
             wanted = tl.maximum(tl.math.ceil(total.to(tl.float64) * share).to(tl.int64), 1)
@@ -74,8 +76,8 @@ def _choose(logits, uniforms, tokens, log_probs, stride, V, temperature, top_p, 
                 least, above = _least_kept(logits, V, largest, heat, wanted, TILE)
                 weight = _weight(least)
                 kept = (wanted - above + weight - 1) // tl.maximum(weight, 1)
-                point = _point(_fresh(uniform, _REDRAWN), above + kept * weight)
-                token = _draw(logits, V, largest, heat, point, least, kept, TILE)
+                again = _hash(uniform, _REDRAWN).to(tl.float64) * _LEAST
+                token = _draw(logits, V, largest, heat, again, least, kept, TILE)
     tl.store(tokens + row, token)
     logit = tl.load(logits + token).to(tl.float32)
     tl.store(log_probs + row, logit - largest - tl.log(exponentials))
@@ -125,30 +127,42 @@ def _weight(bits):
 
 
 @triton.jit
-def _point(uniform, total):
-    """Where a uniform number falls in a sum of weights: 0 to total - 1."""
-    point = (uniform * total.to(tl.float64)).to(tl.int64)
-    return tl.maximum(tl.minimum(point, total - 1), 0)
-
-
-@triton.jit
-def _draw(logits, V, largest, heat, point, least, ties, TILE: tl.constexpr):
-    """The first token at which the running sum of weights exceeds `point`: of all tokens whose bits
-    are above `least`, and of those whose bits equal it the first `ties`."""
-    token, sum_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-    ties_before = tl.full((), 0, tl.int64)
+def _draw(logits, V, largest, heat, uniform, least, ties, TILE: tl.constexpr):
+    """`token_choice.draw`: of all tokens whose bits are above `least`, and of those whose bits
+    equal it the first `ties`."""
+    token, ties_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    best = tl.full((), -float("inf"), tl.float64)
+    of_column = _noise(uniform, _RACES + tl.arange(0, _BLOCK))
+    row = tl.arange(0, TILE // _BLOCK)
     for start in range(0, V, TILE):
         ids, x = _load_tile(logits, start, V, TILE)
         bits, weights = _bits_and_weight(x, largest, heat)
         equal = ((bits == least) & (ids < V)).to(tl.int64)
         rank = ties_before + tl.cumsum(equal, axis=0)
         weights = tl.where((bits > least) | ((equal > 0) & (rank <= ties)), weights, 0)
-        running = sum_before + tl.cumsum(weights, axis=0)
-        # Tokens whose running sum is not beyond the point come before the one looked for.
-        token += tl.sum(((running <= point) & (ids < V)).to(tl.int64), axis=0)
-        sum_before += tl.sum(weights, axis=0)
+        weights = tl.reshape(weights, (TILE // _BLOCK, _BLOCK))
+        of_block = _noise(uniform, _RACES + _BLOCK + start // _BLOCK + row)
+        noise = _over(of_block, tl.sum(weights, axis=1))
+        column = tl.argmax(_over(tl.expand_dims(of_column, 0), weights), axis=1)
+        here, first = tl.max(noise, axis=0), tl.argmax(noise, axis=0)
+        found = start + first * _BLOCK + tl.sum(tl.where(row == first, column, 0), axis=0)
+        token = tl.where(here > best, found.to(tl.int64), token)
+        best = tl.maximum(best, here)
         ties_before += tl.sum(equal, axis=0)
     return tl.minimum(token, V - 1)
+
+
+@triton.jit
+def _noise(uniform, salt):
+    """Minus an exponential number for each salt, as `token_choice.draw` has them."""
+    return tl.log((_hash(uniform, salt) | 1).to(tl.float64) * _LEAST)
+
+
+@triton.jit
+def _over(noise, weights):
+    """noise / weights, minus infinity where the weight is 0."""
+    quotient = noise / tl.where(weights == 0, 1, weights).to(tl.float64)
+    return tl.where(weights == 0, -float("inf"), quotient)
 
 
 @triton.jit
@@ -179,13 +193,13 @@ def _least_kept(logits, V, largest, heat, wanted, TILE: tl.constexpr):
 
 
 @triton.jit
-def _fresh(uniform, salt):
-    """`token_choice.fresh_uniforms` of one number."""
+def _hash(uniform, salt):
+    """`token_choice._hash` of one number."""
     z = uniform.to(tl.int64, bitcast=True) * _INCREMENT + salt
     z = (z ^ _shift_right(z, 30)) * _FIRST
     z = (z ^ _shift_right(z, 27)) * _SECOND
     z = z ^ _shift_right(z, 31)
-    return _shift_right(z, 11).to(tl.float64) * _LEAST
+    return _shift_right(z, 11)
 
 
 @triton.jit

@@ -18,21 +18,24 @@ from tqdm import tqdm
 
 from data.tokenizers import Tokenizer
 from model import AOGPT, ModelConfig
-from orders import parse_order
+from orders import inverse_permutation, orders_at, parse_order
+from runtime.command_line import visible
 from runtime.errors import UserError
 from runtime.processes import Processes
+from runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from runtime.validation import LARGEST, Count, check_value, check_values, flag
 from sampling import plans
 from sampling.engine import Generation, generate
 from sampling.plans import Plan, Schedule, Score
 from sampling.token_choice import TokenChoice
+from variants.scoring import check_boolean
 
 Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
 UnmaskFirst = Literal[Score, "random"]
 Context = list[int | None]  # the tokens of a sample, None where they are to be generated
 
-# The options that only some modes have: their default there, and these modes. The default of
-# `steps` depends on what is generated (see `with_default_steps`).
+# The options that only some modes have: their default there, and these modes. Without `steps` a
+# sample takes one for each of its tokens to generate.
 MODE_OPTIONS = {
     "steps": (None, ("mdm", "even")),
     "schedule": ("linear", ("mdm", "even")),
@@ -56,8 +59,8 @@ class DecodingOptions(TokenChoice):
     `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
 
     mode: Mode | None = None
-    """mdm (default): masked diffusion, exact: every position unmasks at its own random time, drawn
-    from --seed.
+    """mdm (default; l2r for a plain GPT): masked diffusion, exact: every position unmasks at its
+    own random time, drawn from --seed.
     even: a random order in groups of equal size.
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
@@ -94,7 +97,7 @@ class DecodingOptions(TokenChoice):
     follows the token on the left in the sample so far."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
-    In float32 it does not change the samples, in bfloat16 rounding depends on it."""
+    In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
     kernels: bool = False
@@ -114,17 +117,19 @@ class SamplingOptions:
 
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
+    new_tokens: Count | None = None  # Instead: tokens after the prompt.
     num_samples: Count = 4  # Samples of each prompt.
 
     def __post_init__(self):
         check_values(self)
 
 
-def with_mode_defaults(options: DecodingOptions) -> DecodingOptions:
-    """The options with the defaults of their mode. Raises UserError for options without meaning in
-    it, and for values that exclude each other."""
+def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> DecodingOptions:
+    """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
+    options without meaning in it, and for values that exclude each other."""
     if options.mode is None:
-        options = dataclasses.replace(options, mode="mdm" if options.order is None else "order")
+        mode = "order" if options.order is not None else "l2r" if l2r_only else "mdm"
+        options = dataclasses.replace(options, mode=mode)
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
             raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
@@ -164,11 +169,12 @@ def with_mode_defaults(options: DecodingOptions) -> DecodingOptions:
 
 
 def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> DecodingOptions:
-    """The options with the steps that mdm and even take by default: one per token of the longest
-    context."""
-    if options.steps or options.mode not in ("mdm", "even"):
+    """The options with the steps that mdm and even take by default, one per token to generate, if
+    that is the same for all contexts."""
+    counts = {context.count(None) for context in contexts}
+    if options.steps or options.mode not in MODE_OPTIONS["steps"][1] or len(counts) > 1:
         return options
-    return dataclasses.replace(options, steps=max(context.count(None) for context in contexts))
+    return dataclasses.replace(options, steps=counts.pop())
 
 
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
@@ -200,47 +206,66 @@ class PlannedSamples(NamedTuple):
     uniforms: Tensor  # float64 (B, T) in [0, 1), by position: what tokens are drawn with
 
 
-def mode_plan(
-    options: DecodingOptions, length: Tensor, given: Tensor, generator: torch.Generator
-) -> Plan:
-    """The plan of a mode. options: with the mode's defaults; without steps, mdm and even take one
-    per token of the row with most to generate. length (B,), given BoolTensor (B, T). Rows that each
-    have a generator of their own are planned one by one and joined by `stack_plans`."""
-    o, B, group = options, len(length), options.group_size
-    match o.mode:
-        case "mdm" | "even":
-            steps = o.steps or max(1, int((length - given.sum(dim=1)).max()))
-            even = o.mode == "even"
-            return plans.mdm_plan(B, length, steps, generator, given, even, o.schedule)
-        case "l2r":
-            return plans.l2r_plan(B, length, given, group)
-        case "random":
-            return plans.random_plan(B, length, generator, given, group)
-        case "order":
-            orders = parse_order(o.order, "--order")
-            return plans.order_plan(B, length, orders, generator.initial_seed(), given, group)
-        case "adaptive":
-            limits = o.threshold, o.entropy_bound, o.block
-            return plans.adaptive_plan(B, length, o.unmask_by, generator, given, group, *limits)
-        case "speculative":
-            shuffled = generator if o.order == "random" else None
-            return plans.speculative_plan(B, length, o.draft, shuffled, given, o.draft_by)
+def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
+    """Contexts of rows: tokens (B, T), given BoolTensor (B, T), length (B,)."""
+    check_boolean(given, "given")
+    rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
+    return [[t if g else None for t, g in zip(ts[:n], gs[:n], strict=True)] for ts, gs, n in rows]
 
 
 def plan_samples(
-    options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int
+    options: DecodingOptions,
+    contexts: Sequence[Context],
+    seed: int,
+    num_samples: int = 1,
+    keys: Sequence[int] | None = None,
 ) -> PlannedSamples:
-    """The plan of all samples, `num_samples` in a row for each context, a function of the seed.
-    options: with the mode's defaults."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.tensor([token or 0 for token in context]) for context in contexts]
-    given = [torch.tensor([token is not None for token in context]) for context in contexts]
-    length = torch.tensor([len(context) for context in contexts])
-    padded = length, pad_sequence(tokens, batch_first=True), pad_sequence(given, batch_first=True)
-    length, tokens, given = (rows.repeat_interleave(num_samples, dim=0) for rows in padded)
-    plan = mode_plan(options, length, given, generator)
-    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
+    """The plan of all samples, `num_samples` in a row for each context. A sample is a function of
+    (seed, key of its context, its number among those of the context, its length), whatever else is
+    planned. options: with the mode's defaults. keys: below 2**64, by default the place of each."""
+    tokens, given, steps, keys_, uniforms = [], [], [], [], []
+    keys = range(len(contexts)) if keys is None else keys
+    for key, context in zip(keys, contexts, strict=True):
+        which = seed, key, range(num_samples), len(context)
+        tokens += [torch.tensor([token or 0 for token in context])] * num_samples
+        given += [torch.tensor([token is not None for token in context])] * num_samples
+        steps += [options.steps or max(1, context.count(None))] * num_samples
+        keys_ += _sort_keys(options, *which)
+        uniforms += torch.from_numpy(to_uniform(philox_bits(*which, TOKENS)))
+    length = torch.tensor([len(row) for row in tokens])
+    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, keys_, uniforms))
+    tokens, given, keys_, uniforms = rows
+    plan = _mode_plan(options, length, given, torch.tensor(steps), keys_)
     return PlannedSamples(plan, tokens, uniforms)
+
+
+def _sort_keys(options: DecodingOptions, seed: int, key: int, rows: range, length: int) -> Tensor:
+    """The numbers (rows, length) in [0, 1) by which a plan puts positions in order."""
+    if options.mode == "order":
+        orders = parse_order(options.order, "--order")
+        order = orders_at(orders, seed, key, rows, length, PLANS)
+        return inverse_permutation(order).double() / length
+    return torch.from_numpy(to_uniform(philox_bits(seed, key, rows, length, PLANS)))
+
+
+def _mode_plan(
+    options: DecodingOptions, length: Tensor, given: Tensor, steps: Tensor, keys: Tensor
+) -> Plan:
+    """The plan of a mode. length, steps (B,), given BoolTensor (B, T), keys (B, T)."""
+    o, B, group = options, len(length), options.group_size
+    match o.mode:
+        case "mdm" | "even":
+            return plans.mdm_plan(B, length, steps, keys, given, o.mode == "even", o.schedule)
+        case "l2r":
+            return plans.l2r_plan(B, length, given, group)
+        case "random" | "order":
+            return plans.random_plan(B, length, keys, given, group)
+        case "adaptive":
+            limits = o.threshold, o.entropy_bound, o.block
+            return plans.adaptive_plan(B, length, o.unmask_by, keys, given, group, *limits)
+        case "speculative":
+            shuffled = keys if o.order == "random" else None
+            return plans.speculative_plan(B, length, o.draft, shuffled, given, o.draft_by)
 
 
 def generate_distributed(
@@ -251,16 +276,19 @@ def generate_distributed(
     procs: Processes,
     *,
     label: str | None = None,
+    end_token: int | None = None,
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
-    before the progress bar. Raises UserError as `generate` does."""
+    before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
     share, part = procs.share(len(planned.plan)), None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
     settings = {"choice": options.choice, "vocab_size": vocab_size}
-    settings |= {"compile": options.compile, "kernels": options.kernels}
+    settings |= {"compile": options.compile, "kernels": options.kernels, "end_token": end_token}
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
-    with tqdm(total=total, unit="token", desc=label, disable=quiet, leave=False) as bar:
+    with tqdm(
+        total=total, unit="token", desc=visible(label or ""), disable=quiet, leave=False
+    ) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
             part = generate(model, plan, tokens, **random, **batch, **settings)
@@ -272,23 +300,34 @@ def sample_records(
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
     until_end: bool = False,
+    stop: Sequence[str] = (),
 ) -> list[dict]:
     """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
-    step -1: given; log_probs: nats.
+    step -1: given; log_probs: nats; order: the positions in the order in which they became known.
 
     prompts: of each, "prompt" or "infill" and its text; samples are in equal number for each, those
     of a prompt one after the other. until_end: leave out what follows the first end-of-text that
-    was generated."""
+    was generated. stop: and the first of these texts, after what is given at the beginning."""
     records, nfe = [], samples.nfe.tolist()
-    for number, (tokens, step, log_probs) in enumerate(samples.rows()):
+    rows = zip(samples.rows(), samples.order.tolist(), strict=True)
+    for number, ((tokens, step, log_probs), order) in enumerate(rows):
+        end = len(tokens)
         if until_end:
             ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
-            end = next(ends, len(tokens))
-            tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
+            end = next(ends, end)
+        text = tokenizer.decode(tokens[:end])
+        first = next((i for i, s in enumerate(step) if s >= 0), end)
+        after = len(tokenizer.decode(tokens[:first]))
+        if places := [place for s in stop if (place := text.find(s, after)) >= 0]:
+            text = text[: min(places)]
+            while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
+                end -= 1
+        tokens, step, log_probs = tokens[:end], step[:end], log_probs[:end]
         prompt_index = number * len(prompts) // len(samples)
-        kind, text = prompts[prompt_index]
-        record = {"text": tokenizer.decode(tokens), "prompt_index": prompt_index, kind: text}
+        kind, prompt = prompts[prompt_index]
+        record = {"text": text, "prompt_index": prompt_index, kind: prompt}
         record |= {"length": len(tokens), "tokens": tokens, "step": step}
+        record["order"] = [position for position in order if position < end]
         record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
         records.append(record)
     return records

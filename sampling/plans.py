@@ -4,34 +4,35 @@ In masked diffusion a position unmasks at a time that does not depend on the mod
 be drawn first, and the model evaluated only where something unmasks: the distribution is the same
 (the paper, Lemma 4.1). So the plan of a sample is drawn before the model runs, and every way of
 generating is a plan: autoregressive (`l2r_plan`), in groups, in any distribution over orders
-(`order_plan`), masked diffusion (`mdm_plan`), adaptive, speculative; with given positions it is
+(a `random_plan`), masked diffusion (`mdm_plan`), adaptive, speculative; with given positions it is
 prompting or infilling.
 
 Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
 Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
-(B, T) of positions that are context, or None; generator a CPU generator.
+(B, T) of positions that are context, or None; generator a CPU generator, or the numbers that it
+would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its own alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from orders import OrderConfig, inverse_permutation, orders_at
 from runtime.errors import UserError
 from runtime.validation import LARGEST, check_value
+from variants.scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
 UnmaskBy = Literal["order", Score]
 Length = int | Tensor
 Given = Tensor | None
+Generator = torch.Generator | Tensor
 
 
 @dataclass(frozen=True)
@@ -149,43 +150,31 @@ def l2r_plan(batch_size: int, length: Length, given: Given = None, group: int = 
 def random_plan(
     batch_size: int, length: Length, generator: Generator, given: Given = None, group: int = 1
 ) -> Plan:
-    """A uniformly random order, `group` positions a step."""
+    """A uniformly random order, `group` positions a step: positions by rising random number."""
     samples = _Samples(batch_size, length, given)
     return samples.in_groups(samples.uniforms(generator), group)
-
-
-def order_plan(
-    batch_size: int, length: Length, orders: OrderConfig, seed: int, given: Given = None, group=1
-) -> Plan:
-    """Orders drawn from a distribution, `group` positions a step. That of row b is
-    `orders_at(orders, seed, 0, [b], its length)`, with given positions moved to the front."""
-    samples, start = _Samples(batch_size, length, given), 0
-    step_of = samples.position.clone()
-    for n, run in itertools.groupby(samples.length.tolist()):  # rows of equal length at once
-        rows = range(start, start := start + len(list(run)))
-        if n:
-            drawn = orders_at(orders, seed, 0, rows, n)
-            step_of[rows.start : rows.stop, :n] = inverse_permutation(drawn)
-    return samples.in_groups(step_of, group)
 
 
 def mdm_plan(
     batch_size: int,
     length: Length,
-    steps: int,
+    steps: int | Tensor,
     generator: Generator,
     given: Given = None,
     even: bool = False,
     schedule: Schedule = "linear",
 ) -> Plan:
-    """Masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma 4.1).
+    """Masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma 4.1), or in a
+    number of its own for each row, LongTensor (B,).
 
     Exact: every masked position unmasks at its own random time, so that the number of positions
     differs from step to step. Even: a random order in groups of the expected sizes, rounded.
     schedule: the share of masked positions at time t, which runs from 1 down to 0. linear: t.
     cosine: sin(pi t / 2), few positions at first and many at the end (MaskGIT)."""
-    if not 1 <= steps <= LARGEST:
-        raise UserError(f"steps is {steps}; sampling takes at least 1 and at most 2**31 steps")
+    steps = torch.as_tensor(steps).cpu().expand(batch_size)[:, None]
+    wrong = steps[(steps < 1) | (steps > LARGEST)].tolist()
+    if wrong:
+        raise UserError(f"steps is {wrong[0]}; sampling takes at least 1 and at most 2**31 steps")
     check_value(schedule, Schedule, "the schedule")
     samples = _Samples(batch_size, length, given)
     # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its uniform
@@ -194,11 +183,11 @@ def mdm_plan(
     order, index = samples.order_by(uniforms)
     if not even:
         step = (_elapsed(uniforms.gather(1, order), schedule) * steps).long()
-        return samples.plan(order, index, step.clamp(max=steps - 1))
+        return samples.plan(order, index, step.minimum(steps - 1))
     # Entry `index` of n unmasks where the share of unmasked positions is expected to pass it. More
     # steps than positions would leave some empty: a row takes n at most.
     n = (samples.length - samples.given.sum(dim=1))[:, None]
-    row_steps = n.clamp(max=steps)
+    row_steps = n.minimum(steps)
     if schedule == "linear":  # in integers, so that groups differ by at most one
         step = index * row_steps // n.clamp(min=1)
     else:
@@ -308,6 +297,7 @@ class _Samples:
         self.length, self.B = length.expand(B), B
         self.T = int(length.max()) if length.numel() else 0
         given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given
+        check_boolean(given, "given")
         if given.shape != (B, self.T):
             raise UserError(f"given is {tuple(given.shape)}, but the samples are {(B, self.T)}")
         self.position = torch.arange(self.T).expand(B, self.T)
@@ -316,6 +306,10 @@ class _Samples:
 
     def uniforms(self, generator: Generator) -> Tensor:
         """A number in [0, 1) for each position, (B, T)."""
+        if torch.is_tensor(generator):
+            if generator.shape != (self.B, self.T):
+                raise UserError(f"numbers are {tuple(generator.shape)}, not {(self.B, self.T)}")
+            return generator
         return torch.rand(self.B, self.T, generator=generator, dtype=torch.float64)
 
     def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:

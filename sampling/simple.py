@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model import AOGPT
 from sampling.cached import KVCache, cached_hidden, make_steps
+from sampling.race import draw
 
 
 @torch.no_grad()
@@ -26,8 +27,8 @@ def simple_generate(
 
     order: (T,) positions, in the order of prediction. sizes: how many are predicted in each step;
     positions before these are given, in tokens (T,). uniforms: (T,) in [0, 1), float64, by
-    position: the token is the first whose cumulative probability is above this number.
-    temperature: 0 takes the likeliest tokens. vocab_size: no id from it on is drawn."""
+    position: what `draw` turns into tokens. temperature: 0 takes the likeliest ones. vocab_size: no
+    id from it on is drawn."""
     T = len(order)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     x = torch.zeros_like(order) if tokens is None else tokens[order]  # in prediction order
@@ -41,21 +42,15 @@ def simple_generate(
         (step,) = make_steps(*(torch.tensor([[n]]) for n in numbers), order.device)
         hidden = cached_hidden(model, x[None], order[None], step, cache)  # (inputs, D)
         # 2. Draw the next tokens, each from its own distribution given the known ones.
-        logits, new = model.head_logits(hidden[-size:]), slice(known, known + size)  # (size, V)
-        x[new] = draw(logits[:, :vocab_size], uniforms[order[new]], temperature)
-        log_probs[new] = (
-            logits.double().log_softmax(dim=-1).gather(1, x[new, None]).squeeze(1).float()
-        )
+        log_p = model.head_logits(hidden[-size:]).double().log_softmax(dim=-1)  # (size, V)
+        new, allowed = slice(known, known + size), log_p[:, :vocab_size]
+        if temperature == 0:
+            x[new] = allowed.argmax(dim=-1)
+        else:
+            x[new] = draw((allowed / temperature).softmax(dim=-1), uniforms[order[new]])
+        log_probs[new] = log_p.gather(1, x[new, None]).squeeze(1).float()
         # 3. Input `known`, that of the first target, was a true one, so inputs 0 to `known` are
         #    cached now. The copies will be overwritten.
         cached, known = known + 1, known + size
     place = order.argsort()
     return x[place], log_probs[place]
-
-
-def draw(logits: Tensor, uniforms: Tensor, temperature: float = 1.0) -> Tensor:
-    """Tokens (n,) from logits (n, V), by inverse CDF at uniform numbers (n,)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    cdf = (logits.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
-    return (cdf <= uniforms[:, None]).sum(dim=-1).clamp(max=logits.shape[1] - 1)

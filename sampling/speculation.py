@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sampling.plans import Plan
-from sampling.token_choice import ACCEPTED, CORRECTED, draw, fresh_uniforms, probabilities
+from sampling.race import draw, fresh_uniforms
+from sampling.token_choice import ACCEPTED, CORRECTED, probabilities
 
 
 def speculate(engine, plan: Plan, tally) -> None:

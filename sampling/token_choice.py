@@ -1,15 +1,13 @@
 """Token choice: from logits and one uniform number to a token.
 
 A categorical draw must not lose probability mass: Gumbel noise of float32 cannot reach improbable
-tokens and silently lowers the temperature (Zheng et al. 2024). By default a token is therefore
-drawn without noise: one uniform number of 53 bits is looked up in the cumulative distribution,
-summed in float64 (inverse CDF). Shapes: N rows, V vocabulary.
+tokens and silently lowers the temperature (Zheng et al. 2024). By default the noise has 53 bits: it
+is hashed from the uniform number (`draw`). Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -18,6 +16,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from runtime.validation import Count, Probability, check_values
+from sampling.race import draw, fresh_uniforms, race
 
 Temperature = Annotated[float, Ge(0)]
 Noise = Literal["float64", "float32", "bfloat16"]
@@ -26,13 +25,7 @@ Crossing = Literal["keep", "drop"]
 GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could overflow
 
 # What a token's uniform number is used for beyond its first use: salts of `fresh_uniforms`.
-ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3
-
-# splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the factors of
-# the two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap around.
-INCREMENT = 0x9E3779B97F4A7C15 - 2**64
-FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
-SECOND_FACTOR = 0x94D049BB133111EB - 2**64
+ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3  # and from `race.RACES` on: of `draw`
 
 
 @dataclass(frozen=True)
@@ -70,8 +63,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
 
     The nucleus is not sorted: a token is drawn from all, and the mass ranked before it says whether
     it is in the nucleus. If not, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) /
-    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first: the
-    first, stretched to [0, 1), would amplify the rounding of the logits, which varies by batch.
+    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first.
     """
     if choice.greedy:
         return logits.argmax(dim=-1)
@@ -81,7 +73,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
     if choice.crossing == "drop":
         return draw(_top_p(probs, choice), uniforms)
-    drawn, total = _inverse_cdf(probs, uniforms)
+    drawn, total = race(probs, uniforms)
     if choice.top_p == 1:
         return drawn
     wanted = choice.top_p * total
@@ -89,8 +81,9 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     again = fresh_uniforms(uniforms, REDRAWN)
     if not _may_branch(probs):  # all rows, since to look which need it would be to wait
         return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)
-    for row in outside.nonzero().flatten().tolist():
-        drawn[row] = _draw_again(probs[row], drawn[row], wanted[row], again[row])
+    if len(rows := outside.nonzero().flatten()):
+        kept = [_nucleus_of_row(probs[row], drawn[row], wanted[row]) for row in rows.tolist()]
+        drawn[rows] = draw(torch.stack(kept), again[rows])
     return drawn
 
 
@@ -101,26 +94,6 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
         return certain.scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
     probs = _top_p(_truncated(logits, choice), choice).double()
     return probs / probs.sum(dim=-1, keepdim=True)
-
-
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index a row with probability proportional to its weight: (N, V) >= 0, (N,) ->
-    LongTensor (N,)."""
-    return _inverse_cdf(weights, uniforms)[0]
-
-
-def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
-    """Other uniform numbers (53 bits), a hash of the bits of these and of `salt`, which broadcast:
-    the output function of splitmix64."""
-    z = uniforms.view(torch.int64) * INCREMENT + salt
-    z = (z ^ _shift_right(z, 30)) * FIRST_FACTOR
-    z = (z ^ _shift_right(z, 27)) * SECOND_FACTOR
-    z = z ^ _shift_right(z, 31)
-    return _shift_right(z, 11).double() * 2.0**-53
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # a shift of int64 copies the sign
 
 
 def _may_branch(x: Tensor) -> bool:
@@ -150,7 +123,7 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 
 # The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it, the lower id
 # first among equals", in three forms here; change all: `_nucleus`, `_outside_nucleus`,
-# `_draw_again`. kernels.py has it in integers; it declines fields of `TokenChoice` that are new.
+# `_nucleus_of_row`. kernels.py has it in integers; it declines new fields of `TokenChoice`.
 
 
 def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
@@ -221,39 +194,14 @@ def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     return (earlier.mul_(equal).sum(dim=-1, keepdim=True) >= ties).squeeze(1)
 
 
-def _draw_again(probs: Tensor, rejected: Tensor, wanted: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from the nucleus of one row (V,). A token outside it is known, so only what is at least
-    as probable, a small part of the vocabulary, has to be sorted."""
+def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
+    """Zero outside the nucleus of one row (V,). A token outside it is known, so only what is at
+    least as probable, a small part of the vocabulary, has to be sorted."""
     ids = (probs >= probs[rejected]).nonzero().squeeze(1)
     ranked, place = probs[ids].sort(descending=True, stable=True)
     mass_before = ranked.double().cumsum(dim=0) - ranked
     kept = torch.where(mass_before < wanted, ranked, 0)
-    by_id = torch.empty_like(kept).scatter_(0, place, kept)  # as `draw` has them in the whole row
-    return ids[draw(by_id[None], uniform[None])[0]]
-
-
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The index (N,) where each uniform number falls in the cumulative weights of its row, and the
-    total weight (N, 1). In two stages, so that no float64 sum as long as the vocabulary is written
-    to memory; fastest where V is a multiple of 64."""
-    size = math.gcd(weights.shape[-1], 64)
-    blocks = weights.unflatten(-1, (-1, size))
-    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    total = ends[:, -1:]
-    block, point = _look_up(ends, uniforms.unsqueeze(-1) * total)
-    before = ends.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
-    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, size)).squeeze(1).double()
-    column, _ = _look_up(before + within.cumsum(dim=-1), point)
-    return (block * size + column).squeeze(1), total
-
-
-def _look_up(cumulative: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index (N, 1) whose cumulative weight exceeds the point (N, 1); and the point, moved
-    below the last one if rounding put it there, so that nothing of weight 0 is ever taken."""
-    last = cumulative[:, -1:]
-    point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
-    index = torch.searchsorted(cumulative, point, right=True)
-    return index.clamp(max=cumulative.shape[-1] - 1), point  # weights may be no numbers
+    return torch.zeros_like(probs).scatter_(0, ids[place], kept)
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.devices import pick_device
 from runtime.files import write_json
 from runtime.outputs import command, commit, versions
@@ -25,7 +25,7 @@ from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.runs import run_alone
 from studies.step_speed import TrainOptions, bench_train
 from training.config import Config, TrainConfig
-from training.plan import find_gpu, plan_run
+from training.plan import GPUS, plan_run
 
 MFU_GOALS = {"small": 0.45, "medium": 0.50}
 HEAD = ["check", "target", "measured", "verdict"]
@@ -52,17 +52,17 @@ def bench_gpu(out: Path = Path("out") / "gpu") -> int:
     """
     device, rows = pick_device("auto"), []
     if device.type != "cuda":
-        print("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
+        show("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
     out.mkdir(parents=True, exist_ok=True)
     made = {"command": command(), "commit": commit(), "versions": versions()}
     made["machine"] = common.machine(device)
     for row in on_a_gpu(out, device) if device.type == "cuda" else on_a_cpu(out):
         rows.append(row)
-        print("  ".join(row), flush=True)
+        show("  ".join(row), flush=True)
         checks = [dict(zip(HEAD, row, strict=True)) for row in rows]
         write_json(out / "gpu.json", made | {"rows": checks})
     wrong = sum(row[-1] == "FAILS" for row in rows)
-    print(f"\n{len(rows)} lines, {wrong} miss their target; {out / 'gpu.json'}")
+    show(f"\n{len(rows)} lines, {wrong} miss their target; {out / 'gpu.json'}")
     return 1 if wrong else 0
 
 
@@ -92,7 +92,7 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
         train = TrainConfig(batch_size=batch_size, micro_batch_size=batch_size)
         config = Config(model=SIZES[size][0], train=train)
         # What `python -m training.plan` says of the same step.
-        planned = plan_run(config, 1, find_gpu("NVIDIA H100 80GB HBM3")).memory_total
+        planned = plan_run(config, 1, GPUS["NVIDIA H100 80GB HBM3"]).memory_total
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
     for steps in (1024, 256, 64):

@@ -3,6 +3,7 @@
 import dataclasses
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from model import AOGPT, ModelConfig
+from runtime.command_line import show
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.validation import Count, check_values
 from variants import build_model
@@ -71,6 +73,11 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def tell(text: str, end: str = "\n") -> None:
+    """Progress, at once."""
+    show(text, end=end, file=sys.stderr, flush=True)
+
+
 def machine(device: torch.device) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     threads = torch.get_num_threads()
@@ -107,9 +114,9 @@ def publish(o: BenchOptions, outputs: Outputs, dtype, device, figures, report: C
     with outputs:
         outputs.write_json(o.json, result)
         m = result["machine"]
-        print(f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.")
-        print("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
-        print(*report(result), sep="\n")
+        show(f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.")
+        show("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
+        show(*report(result), sep="\n")
     return result
 
 

@@ -8,7 +8,6 @@ scaled to all of them (`~` in the table).
 import itertools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -74,6 +73,8 @@ def bench_decode(o: DecodeOptions) -> dict:
         bench = DecodeBench(o, batch_size, length, device, dtype)
         for steps in [math.ceil(length / o.group)] if o.group else o.steps:
             rows += bench.rows(steps)
+            # After every measurement, so that a run that is cut short leaves its rows.
+            outputs.write_json(o.json, {"rows": rows})
     figures = {"rates": bench.rates, "rows": rows}
     if o.group and len(o.lengths) > 1:
         figures["exponents"] = exponents(rows)
@@ -90,9 +91,11 @@ class DecodeBench:
         self.engines: dict[AOGPT, Engine] = {}
         self.models = {}
         for system in (s for s in known if s == "ours" or s in OTHER_MODELS):
+            common.tell(f"{o.size}, {T} tokens: weights of {system}")
             config, self.vocab_size = common.config_of(system, o.size, T), SIZES[o.size][1]
             self.models[system] = common.random_model(config, device).to(dtype)
             scale_logits(self.models[system], self.vocab_size)
+        common.tell("rates of this machine")
         self.rates = common.measure_rates(self.models["ours"].config, B * T, dtype, device)
 
     def rows(self, steps: int) -> list[dict]:
@@ -105,10 +108,10 @@ class DecodeBench:
         timings: dict[str, list[dict]] = {system: [] for system in self.systems}
         for number, plan in enumerate(drawn):
             for system, of in timings.items():
+                common.tell(f"{self.T} tokens, {steps} steps, {system}: ", end="")
                 timing = self.time(system, plan)
                 of += [timing] * (number > 0)
-                told = f"{self.T} tokens, {steps} steps, {system}: {timing['seconds']:.3g} s"
-                print(told, file=sys.stderr, flush=True)
+                common.tell(f"{timing['seconds']:.3g} s")
         rows = [self.row(system, steps, of, drawn[0]) for system, of in timings.items()]
         ours, model = rows[0], self.models["ours"]
         shape = model.config, self.vocab_size, model.wte.weight.dtype.itemsize
@@ -152,7 +155,7 @@ class DecodeBench:
 
     def decode(self, system: str, parts: list[Plan]) -> tuple[float, list[Generation]]:
         """Decode plans with the model of a system, one after the other; the seconds, too."""
-        engine, generator = self.engine(system, (self.B, self.T)), common.seeded()
+        engine, generator = self.engine(system, (self.B, self.T)), common.seeded(1)
         tokens = torch.randint(self.vocab_size, (self.B, self.T), generator=generator)
         synchronize(self.device)
         started = time.perf_counter()

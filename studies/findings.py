@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from data.prepare import Prepare, prepare
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.files import to_json, write_atomically, write_text
 from runtime.outputs import versions
 from runtime.validation import check_values
@@ -41,7 +41,7 @@ def main() -> None:
     check_values(a)
     if a.experiment == "page":
         write_text(PAGE, pages.page())
-        print(f"wrote {PAGE.relative_to(ROOT)}")
+        show(f"wrote {PAGE.relative_to(ROOT)}")
     else:
         run(load_experiment(a.experiment), a)
 
@@ -70,7 +70,7 @@ def run(experiment: Experiment, a: Arguments) -> None:
     write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
     image = figure(experiment, found)
     write_atomically(file.with_suffix(".png"), lambda f: f.write(image))
-    print(*lines, f"wrote {file}, its table (.md) and its figure (.png)", sep="\n")
+    show(*lines, f"wrote {file}, its table (.md) and its figure (.png)", sep="\n")
 
 
 def judgements(experiment: Experiment, trained: Found) -> dict:

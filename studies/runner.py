@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.loader import find_dataset
+from runtime.command_line import show
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines, write_jsonl
 from runtime.outputs import commit
@@ -182,7 +183,7 @@ class Runner:
                     finished_run(helper)
             result = result_of(config, finished_run(config, self.processes))
             loss = result["losses"].get("training", ["diverged"])[-1]
-            print(f"{config.name}: {loss}", flush=True)
+            show(f"{config.name}: {loss}", flush=True)
             for command in commands if result["tokens"] else ():
                 result["measured"] |= measured_by(command)
             if any(name.startswith("judge_") for name in result["measured"]):

@@ -21,7 +21,7 @@ from typing import Annotated
 import tyro
 
 from evaluation.text_measures import mean_and_reach
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import write_json
 from runtime.outputs import command, commit, markdown_table, versions
@@ -70,11 +70,11 @@ def main() -> None:
             raise UserError(f"{name} has no results: run it first, without --repetitions")
     if a.repetitions and a.run_configs:
         measure_speeds(benchmark, entries, a)
-        print(*time_table(benchmark), sep="\n")
+        show(*time_table(benchmark), sep="\n")
     elif a.run_configs:
         train(benchmark, entries, a)
     else:
-        print(*table(benchmark), sep="\n")
+        show(*table(benchmark), sep="\n")
 
 
 def train(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None:
@@ -88,7 +88,7 @@ def train(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None
     made = {"experiment": benchmark.name, "recipes": {RECIPE: entries}}
     write_json(file_of(benchmark, ".json"), made | {"torch": versions()["torch"]})
     lines = [line(name, entries[name], benchmark.goal) for name in chosen]
-    print(*markdown_table(HEAD, lines), sep="\n")
+    show(*markdown_table(HEAD, lines), sep="\n")
 
 
 def load_benchmark(name: str) -> Experiment:
@@ -139,7 +139,7 @@ def measure_speeds(benchmark: Experiment, entries: dict[str, dict], a: Arguments
         run_config, tuned = benchmark.recipes[RECIPE][name], entries[name]["tuned"]
         config = benchmark.config(RECIPE, run_config, 0, tuned)
         speeds[name].append(speed_of_short_run(config, a.processes))
-        print(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
+        show(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
     made = {"command": command(), "commit": commit(), "cpu": cpu_name(), "versions": versions()}
     write_json(file_of(benchmark, ".speeds.json"), {"tokens_per_second": speeds} | made)
 

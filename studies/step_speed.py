@@ -6,7 +6,6 @@ step counts; ratios come with the least and the largest over the repetitions.
 
 import dataclasses
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -73,6 +72,7 @@ class Trainee:
     """A system with its own weights, average and optimizer, as in training."""
 
     def __init__(self, name: str, options: TrainOptions, device: torch.device, dtype: torch.dtype):
+        common.tell(f"{options.size}: weights of {name}")
         self.name, self.options, self.device, self.dtype = name, options, device, dtype
         self.vocab_size = SIZES[options.size][1]
         self.config = Config(
@@ -110,7 +110,7 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=True)
         synchronize(self.device)
         done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
-        print(f"step {step}, {self.name}: {done['seconds']:.3g} s", file=sys.stderr, flush=True)
+        common.tell(f"step {step}, {self.name}: {done['seconds']:.3g} s")
         return done
 
     def warm_up(self) -> list[dict]:

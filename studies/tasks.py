@@ -22,7 +22,7 @@ from checkpoints import load
 from data.prepare import Prepare, prepare
 from data.puzzles import TASKS
 from evaluation.answers import answer, open_questions
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import write_atomically, write_json, write_text
 from runtime.outputs import versions
@@ -103,7 +103,7 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
     folder = RESULTS if complete else OUT / ("quick" if a.quick else "part") / "tasks"
     file, origin = folder / f"{task}.json", {"torch": versions()["torch"]}
     write_json(file, {"experiment": experiment.name, "recipes": found} | origin)
-    print(*task_table(entries), f"wrote {file}", sep="\n")
+    show(*task_table(entries), f"wrote {file}", sep="\n")
     return complete
 
 
@@ -134,7 +134,7 @@ def write_page(known: dict[str, Experiment]) -> None:
     text, image = page(known, results), figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS.with_suffix(".md"), text)
-    print(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")
+    show(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

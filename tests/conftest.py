@@ -54,7 +54,6 @@ THINNED = (
     "test_the_training_forward_of_every_system_compiles_to_one_graph_once",
     "test_the_peak_of_a_step_is_the_plans_within_a_factor",
     "test_prepared_splits_hold_the_records_of_their_keys",
-    "test_one_seed_gives_the_same_samples_whatever_the_batch_size_and_another_seed_others",
     "test_a_debug_config_trains_resumes_evaluates_and_samples",
     "test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens",
     "test_a_prompt_is_kept_and_only_the_rest_is_generated",

@@ -2,21 +2,27 @@
 cut, damaged, foreign or hostile is refused."""
 
 import contextlib
+import errno
 import json
 import os
 import pickle
 import random
+import re
 import shutil
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import Hostile, assert_same, flip_byte, read_checkpoint
+from helpers import ROOT, Hostile, assert_same, flip_byte, read_checkpoint, wait_for
 from safetensors.torch import save_file
 
 from checkpoints import CheckpointError, load, load_model, store
+from convert import convert
 from model import ModelConfig
-from runtime.files import write_atomically
+from runtime.files import sha256_file, write_atomically
 from training.config import Config
 from training.optimizers import EMA
 from training.state import Progress, State, named_tensors, plain_values
@@ -272,6 +278,27 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
         assert_same(weights(load_model(path)), tiny_state(1).averages[0].weights)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("exchange", "model.* in ema.safetensors|ema.* in model.safetensors"), ("twice", "twice")],
+)
+def test_tensors_of_another_file_and_tensors_in_two_files_are_refused(tmp_path, change, says):
+    """Though every checksum is right."""
+    path = save(tmp_path, 1)
+    files = {name: path / f"{name}.safetensors" for name in ("model", "ema")}
+    if change == "exchange":
+        contents = [file.read_bytes() for file in files.values()]
+        for file, data in zip(files.values(), reversed(contents), strict=True):
+            file.write_bytes(data)
+    else:
+        (path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(
+            files["ema"].read_bytes()
+        )
+    change_state(path, parts={file.name: sha256_file(file) for file in store.parts(path)})
+    with pytest.raises(CheckpointError, match=says):
+        load(path)
+
+
 @pytest.mark.parametrize("text", ["step_00000009", "../../other/checkpoints/step_00000001", ""])
 def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(tmp_path, text):
     save(tmp_path / "run", 1)
@@ -291,3 +318,104 @@ def test_what_is_not_there_is_a_clear_error(tmp_path):
             load(path)
     with pytest.raises(ValueError, match="'last'; give 'ema' or 'raw'"):
         load(tmp_path, "last")
+
+
+def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9, best=2)
+    for which, step in (("last", 3), ("best", 2), ("1", 1), ("2", 2)):
+        loaded = load(tmp_path, checkpoint=which)
+        assert loaded.step == step and loaded.path == str(store.path_of(tmp_path, step))
+        assert_same(weights(loaded.model), tiny_state(step).averages[0].weights)
+    for which in ("4", "01", "newest", "../x", "-1"):
+        with pytest.raises(CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"):
+            load(tmp_path, checkpoint=which)
+    with pytest.raises(CheckpointError, match="--checkpoint best: .* is no run folder"):
+        load(store.path_of(tmp_path, 1), checkpoint="best")
+    (tmp_path / "best").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint 'best'; it has last, 1, 2, 3$"):
+        load(tmp_path, checkpoint="best")
+
+
+WRITER = """
+import sys
+import test_checkpoint
+for step in range(1, 1_000_000):
+    test_checkpoint.save(sys.argv[1], step, keep=1, best=step)
+"""
+
+
+@pytest.mark.parametrize("checkpoint", ["last", "best"])
+def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
+    tmp_path, checkpoint, capfd
+):
+    """Both as fast as they can."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env=env) as writer:
+        try:
+            wait_for((tmp_path / "best").exists, writer)
+            steps = []
+            for _ in range(40):
+                loaded = load(tmp_path, checkpoint=checkpoint)
+                steps.append(loaded.step)
+                assert_same(weights(loaded.model), tiny_state(steps[-1]).averages[0].weights)
+        finally:
+            writer.kill()
+    assert steps == sorted(steps) and len(set(steps)) > 5
+    assert capfd.readouterr().err == "", "nothing is told of checkpoints that were replaced"
+
+
+def test_a_checkpoint_that_stays_damaged_is_told_without_advice_to_move_a_folder(tmp_path):
+    """A reader does not know whether a job owns it."""
+    flip_byte(save(tmp_path, 1) / "ema.safetensors", 200)
+    with pytest.raises(CheckpointError, match="none of the 1 .*checksum of ema") as error:
+        load(tmp_path)
+    assert "move" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["step_00000001", "best"])
+def test_a_new_checkpoint_is_written_where_an_old_one_or_best_cannot_be_replaced(
+    tmp_path, monkeypatch, capsys, what
+):
+    save(tmp_path, 1, keep=1, best=1)
+    rename, replace = os.rename, os.replace
+
+    def fail(move):
+        def call(source, target):
+            if Path(source if what != "best" else target).name == what:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            move(source, target)
+
+        return call
+
+    monkeypatch.setattr(os, "rename", fail(rename))
+    monkeypatch.setattr(os, "replace", fail(replace))
+    save(tmp_path, 2, keep=1, best=2)
+    assert load(tmp_path).step == 2
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"warning: could not (remove the old|write) .*{what}", warning)
+    assert "No space left" in warning
+    monkeypatch.undo()
+    save(tmp_path, 3, keep=1, best=2)
+    assert [store.step_of(path) for path in store.find(tmp_path)] == [2, 3]
+    assert load(tmp_path, checkpoint="best").step == 2
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
+    def fail(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/file'"):
+        write_atomically(tmp_path / "file", fail)
+
+
+def test_what_a_killed_convert_left_is_removed_by_the_next(tmp_path):
+    save(tmp_path / "run", 1)
+    script = "import os, convert; convert.write_json = lambda *a: os.kill(os.getpid(), 9)\n"
+    script += f"convert.convert({str(tmp_path / 'run')!r}, convert.Path({str(tmp_path / 'to')!r}))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
+    assert done.returncode == -9 and len(list(tmp_path.iterdir())) == 2
+    convert(str(tmp_path / "run"), tmp_path / "to")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "to"]
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(str(tmp_path / "run"), tmp_path / "to")

@@ -1,11 +1,30 @@
 """How scripts end: one line for a user's mistake, a traceback for a bug, and no result lost."""
 
+import contextlib
+import io
 import os
+import re
 import subprocess
 import sys
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, run_script
+from helpers import ALONE, ROOT, prepared, run_script
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import sample
+from checkpoints import load
+from data.loader import find_dataset
+from data.tokenizers import get_tokenizer
+from runtime import command_line
+from runtime.command_line import show, visible
+from runtime.errors import UserError
+from runtime.outputs import Outputs, markdown_table
+from training.config import Config
+from training.metrics import Log
 
 MAIN = """
 import os, signal, sys
@@ -17,6 +36,8 @@ def main():
 run_script(main)
 """
 SMALLER = "use a smaller batch or fewer samples:"
+RAISE = "raise their limit (ulimit -u)"
+NO_THREAD = """raise RuntimeError("can't start new thread")"""
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 
@@ -29,6 +50,7 @@ INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
         ("raise UserError('give --x')", 2, "", "error (rank 3): give --x"),
         ("open('/x')", 2, "", "error (rank 3): [Errno 2] No such file or directory: '/x'"),
         ("raise MemoryError", 2, "", f"error (rank 3): out of memory; {SMALLER}"),
+        (NO_THREAD, 2, "", f"error (rank 3): too many processes; {RAISE}: can't start new thread"),
         ("return 5", 5, "", ""),
     ],
 )
@@ -69,3 +91,86 @@ def test_a_reader_that_leaves_ends_the_script_without_a_traceback():
     piped = f"{sys.executable} -c '{body}' | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", piped], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (141, "0\n", "")
+
+
+def fail(text):
+    def main():
+        raise UserError(text)
+
+    with contextlib.suppress(SystemExit):
+        command_line.run_script(main)
+
+
+def draw(text):
+    tokens = get_tokenizer("bytes").encode(text)
+    half = len(tokens) // 2
+    record = {"text": text, "prompt_index": 0, "tokens": tokens}
+    record["step"] = [-1] * half + [0] * (len(tokens) - half)
+    sample.print_samples([record], get_tokenizer("bytes"))
+
+
+def warn(text):
+    Log.warn(SimpleNamespace(_print=lambda line, file: show(line)), text)
+
+
+ROUTES = {"print": show, "print0": ALONE.print0, "error": fail, "sample": draw, "warning": warn}
+ROUTES["table"] = lambda text: show(*markdown_table([text], [[text]]), sep="\n")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@given(st.text())
+@example("\x1b]0;title\x07\r\x9b31m\u202e\u2028<b>\nerror: forged")
+def test_no_foreign_text_controls_the_terminal_or_forges_a_line(route, text):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        ROUTES[route](text)
+    shown = stream.getvalue()
+    if route == "sample":  # what was generated is bold
+        shown = re.sub("\x1b\\[[01]m", "", shown)
+    assert not {c for c in shown if unicodedata.category(c) == "Cc"} - {"\n", "\t"}
+    assert not set(shown) & set("\u2028\u2029\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069")
+    if route in ("error", "warning"):
+        assert shown.count("\n") == 1
+    if route == "print":
+        assert shown == visible(text) + "\n"
+
+
+@given(st.text(min_size=1))
+@example("<script>alert(1)</script>\n<img src=x>|")
+def test_no_name_is_html_or_a_cell_or_a_line_of_a_markdown_page(tmp_path_factory, name):
+    path = tmp_path_factory.mktemp("page") / "page.md"
+    table = markdown_table(["run", "loss"], [[name, "1"]])
+    Outputs({}).write_markdown(path, [f"# {name}", *table])
+    lines = path.read_text().split("\n")
+    assert len(lines) == 5 and not any(re.search(r"(?<!\\)<[a-zA-Z/!?]", line) for line in lines)
+    assert len(re.findall(r"(?<!\\)\|", lines[3])) == 3
+
+
+def test_a_tilde_is_the_home_directory_in_options_and_keys(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 9)
+    options = ("text", "--source=~/a.txt", "--tokenizer", "bytes", "--out=~/o")
+    run_script("data/prepare.py", *options, HOME=str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_dataset("~/o") == tmp_path / "o"
+    assert Config(out="~/runs", name="x").run_folder == tmp_path / "runs" / "x"
+    (tmp_path / "w.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=f"{tmp_path}/w.pt cannot be read"):
+        load("~/w.pt")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for use in (find_dataset, load, lambda path: Config(out=path).run_folder):
+        with pytest.raises(UserError, match="~/o: .*Write the path without ~"):
+            use("~/o")
+
+
+@pytest.mark.parametrize("size", [200, 255])
+def test_a_long_name_works_or_is_refused_in_a_line(tmp_path, size):
+    source = tmp_path / ("n" * (size - 4) + ".txt")
+    source.write_text("some text " * 9)
+    try:
+        out = prepared("text", tmp_path / ("o" * size), source)
+    except OSError as error:
+        assert size == 255 and "File name too long" in str(error)
+    else:
+        assert (Path(out) / "meta.json").is_file()

@@ -1,10 +1,16 @@
 """training/config.py: files, overrides, and errors that name key, file and nearest valid name."""
 
+import math
+from dataclasses import asdict
+
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, change
+from hypothesis import given
+from hypothesis import strategies as st
 
 import train
+from runtime.errors import UserError
 from runtime.validation import keys_of
 from training import config as configuration
 from training.config import Config
@@ -34,7 +40,7 @@ def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(p
         build_model(config.model)
     assert load(configuration.to_toml(config)) == config
     assert configuration.differences(config, config) == {}
-    assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
+    assert configuration.from_dict(asdict(config), "a checkpoint") == config
 
 
 SIZES_OF_THE_PAPER = {"small": (12, 12, 768, 6e-4), "medium": (24, 16, 1024, 3e-4)}
@@ -106,7 +112,9 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ("[model]\nn_embd = 100\nn_head = 3", "model.n_embd (100)", "model.n_head (3)"),
     ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", "_steps (11)", "train.steps (10)"),
     ("[optim]\nema_decay = 0.9\nmore_ema_decays = [0.8, 0.9]", "a decay twice"),
-    ("[train]\nbatch_size = 8\nmicro_batch_size = 3", "batch_size (8)", "micro_batch_size (3)"),
+    ("[train]\nsteps = 8\nepochs = 3", "train.steps and train.epochs: leave one of them out"),
+    ("[train]\ntimeout = 1e30", "train.timeout is 1", "at most 1000000"),
+    ("[train]\nmax_iters = 2", UNKNOWN.format("train.max_iters", "train.steps")),
     ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "(2048)", "model.block_size (1024)"),
     ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),
@@ -146,7 +154,6 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--optim.lrr", "1"], ["--optim.lrr", "--optim.lr"]),
         (["--order.kind", "randm"], ["--order.kind", "'random'"]),
         (["--model.target", "none"], ["model.target", "order.kind"]),
     ],
@@ -159,6 +166,65 @@ def test_a_bad_override_exits_with_status_2_and_names_the_key_and_the_file(optio
     message = "".join(capsys.readouterr().err.replace("│", " ").split())
     for word in [*words, "quickstart.toml"]:
         assert "".join(word.split()) in message
+
+
+def parsed(*options):
+    return configuration.from_command_line(
+        [str(ROOT / "configs" / "quickstart.toml"), *options], ""
+    )
+
+
+@pytest.mark.parametrize(
+    "option, meant",
+    [
+        ("--optim.learning-rate", "--optim.lr"),
+        ("--optim.learning_rate=3", "--optim.lr"),
+        ("--max-iters", "--train.steps"),
+        ("--model.n-layers", "--model.n-layer"),
+        ("--model.seq-len", "--model.block-size"),
+        ("--train.epoch", "--train.epochs"),
+        ("--lr", "--optim.lr"),
+        ("--optim.lrr", "--optim.lr"),
+    ],
+)
+def test_an_option_by_another_name_is_one_line_with_ours(option, meant):
+    with pytest.raises(UserError) as error:
+        parsed(option, "3")
+    said = f"unknown option {option.partition('=')[0]}; did you mean {meant}?"
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("option", KEYS)
+def test_every_key_is_an_option(option, capsys):
+    with pytest.raises(SystemExit):  # --help, as no value fits all of them
+        parsed("--" + option.replace("_", "-"), "--help")
+
+
+def test_whole_numbers_may_have_exponents_and_epochs_become_steps(load, tmp_path):
+    assert parsed("--train.steps", "1e3", "--name", "1e3").train.steps == 1000
+    config = parsed("--train.steps=2.5e3", "--name", "1e3", "--eval.interval", "1E2")
+    assert (config.train.steps, config.name, config.eval.interval) == (2500, "1e3", 100)
+    assert load("[train]\nsteps = 1e4\n[optim]\nlr = 1e0").train.steps == 10_000
+    by_epochs = tmp_path / "epochs.toml"
+    by_epochs.write_text("[train]\nepochs = 3")
+    steps = configuration.from_command_line([str(by_epochs), "--train.steps", "4000"], "")
+    assert (steps.train.steps, steps.train.epochs) == (4000, 0)
+    config = parsed("--train.epochs", "2.5").with_steps(num_blocks=1001)
+    assert (config.train.steps, config.train.epochs) == (math.ceil(2.5 * 1001 / 16), 0)
+    again = configuration.from_dict(asdict(config), "")
+    assert again == config == again.with_steps(5)
+    with pytest.raises(UserError, match="give one of --train.steps and --train.epochs"):
+        parsed("--train.epochs", "2", "--train.steps=3")
+
+
+@given(world=st.integers(1, 40), share=st.integers(1, 60), most=st.integers(1, 70))
+def test_micro_batches_fit_the_number_of_processes(world, share, most):
+    config = change(Config(), train__batch_size=world * share, train__micro_batch_size=most)
+    size = config.micro_batch_size(world)
+    assert share % size == 0 and size <= most
+    assert not any(share % larger == 0 for larger in range(size + 1, min(share, most) + 1))
+    with pytest.raises(UserError, match=f"multiple of the {world * share + 1} processes"):
+        config.micro_batch_size(world * share + 1)
 
 
 @pytest.mark.parametrize(

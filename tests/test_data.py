@@ -1,9 +1,11 @@
 """Tokenizers, which document goes into which split, and the loader."""
 
+import base64
 import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import shutil
 from pathlib import Path
@@ -11,14 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import flip_byte, needs_gpt2
+from helpers import ALONE, flip_byte, needs_gpt2, prepared, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import loader, packing, sources
-from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens
-from data.tokenizers import get_tokenizer
+import train
+from checkpoints import load, store
+from convert import convert
+from data import loader, packing, sources, tokenizers
+from data.loader import TokenDataset, evaluation_split, find_dataset, load_meta, read_tokens, spread
+from data.tokenizers import get_tokenizer, other_tokenizer
+from evaluation.eval_sets import open_eval_set
 from runtime.errors import UserError
+from runtime.files import sha256_file
 
 every_tokenizer = pytest.mark.parametrize(
     "tokenizer", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
@@ -156,6 +163,42 @@ def test_blocks(numbered):
             numbered.blocks(np.array([wrong]))
 
 
+@given(count=st.integers(1, 300), total=st.integers(1, 10**12))
+def test_chosen_blocks_are_spread_over_all_of_them(count, total):
+    """Each part of the split has its share, to within one."""
+    chosen = spread(count, total)
+    assert len(set(chosen.tolist())) == len(chosen) == min(count, total)
+    for first in (total // 10, total // 2, 9 * total // 10):
+        assert abs((chosen < first).sum() - first / total * len(chosen)) < 1
+    assert count < total or chosen.tolist() == list(range(total))
+
+
+@pytest.mark.parametrize("how", ["cut", "overwritten", "gone"])
+def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, how):
+    dataset = TokenDataset(write_dataset(tmp_path, np.arange(64)), "train", 4)
+    assert dataset.blocks([15]).tolist() == [[60, 61, 62, 63]]
+    path = tmp_path / "train.bin"
+    os.utime(path, ns=(0, 0)) if how == "overwritten" else os.truncate(path, 0)
+    if how == "gone":
+        path.unlink()
+    with pytest.raises((UserError, OSError), match="train.bin"):
+        dataset.blocks([15])
+
+
+@needs_gpt2
+def test_token_files_of_nanogpt_are_read(tmp_path):
+    ids = get_tokenizer("gpt2").encode_array("No meta.json at all. " * 40)
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    assert find_dataset(tmp_path) == tmp_path
+    dataset = TokenDataset(tmp_path, "val", 4, verify=True)
+    assert dataset.tokens.tolist() == ids.tolist() and dataset.meta["tokenizer"] == "gpt2"
+    assert "tokenizer gpt2" in dataset.meta["notes"][0]
+    (tmp_path / "meta.pkl").write_bytes(b"")  # of characters, e.g.
+    with pytest.raises(UserError, match="a vocabulary of its own"):
+        load_meta(tmp_path)
+
+
 @given(seed=st.integers(0, 2**64 - 1), global_batch=st.integers(1, 60), start=st.integers(0, 4))
 def test_every_block_once_per_epoch(numbered, seed, global_batch, start):
     # batches straddle epochs, or hold several
@@ -264,3 +307,97 @@ def test_find_dataset(tmp_path, monkeypatch):
     assert find_dataset("mine") == Path("mine")
     with pytest.raises(FileNotFoundError, match=r"in .* \(mine\); make it.* data/prepare.py ptb "):
         find_dataset("ptb")
+
+
+def write_vocabulary(path, change=lambda lines: lines):
+    lines = [(bytes([i]), i) for i in range(256)] + [(b"the", 256), (b" cat", 257)]
+    lines = [f"{base64.b64encode(token).decode()} {i}" for token, i in lines]
+    path.write_text("".join(f"{line}\n" for line in change(lines)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda lines: [*lines, "QQ== 258"], "line 259: this token is in it twice"),
+        (lambda lines: [*lines, "IHRoZQ== 257"], "ids must be 0, 1, ... each once"),
+        (lambda lines: [*lines, "IHRoZQ== 259"], "ids must be 0, 1, ... each once"),
+        (lambda lines: ["A*== 0", *lines[1:]], "line 1: not the base64 of a token"),
+        (lambda lines: ["AA== x", *lines[1:]], "line 1: not the base64 of a token"),
+        (lambda lines: ["IHRoZQ== 0", *lines[1:]], "each of the 256 bytes must be a token"),
+        (lambda lines: [], "at least 256"),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused_in_a_line(tmp_path, change, says):
+    with pytest.raises(UserError, match=says):
+        get_tokenizer(str(write_vocabulary(tmp_path / "v.tiktoken", change)))
+
+
+def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
+    """Not by its name or the order of its lines; that of GPT-2 is the one that tiktoken checks."""
+    one = write_vocabulary(tmp_path / "one.tiktoken")
+    same = write_vocabulary(tmp_path / "same.tiktoken", lambda lines: lines[::-1])
+    swapped = [*range(256), 257, 256]
+    other = write_vocabulary(
+        tmp_path / "other.tiktoken",
+        lambda lines: [f"{lines[i].split()[0]} {n}" for n, i in enumerate(swapped)],
+    )
+    found = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
+    assert found[0] == found[1] != found[2] and found[0] == sha256_file(one)
+    with pytest.raises(UserError, match="tokenizer.tiktoken has changed .* put its file back"):
+        get_tokenizer(str(other), found[0])
+    english = Path(tokenizers.__file__).with_name("english.tiktoken")
+    assert get_tokenizer("english").sha256 == sha256_file(english)
+    known = {"tokenizer": "english", "tokenizer_sha256": found[0]}
+    assert not other_tokenizer(known, known) and not other_tokenizer(
+        known, {"tokenizer": "english"}
+    )
+    for change in ({"tokenizer_sha256": found[2]}, {"tokenizer": "bytes"}):
+        assert other_tokenizer(known, known | change)
+
+
+@needs_gpt2
+def test_gpt2s_vocabulary_is_the_published_one():
+    expected = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    assert get_tokenizer("gpt2").sha256 == expected
+
+
+def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the cat, " * 60)
+    options = {"tokenizer": str(write_vocabulary(tmp_path / "v.tiktoken"))}
+    data = prepared("text", tmp_path / "data", tmp_path / "a.txt", **options)
+    meta = load_meta(data)
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("tokenizer.tiktoken", 259)
+    config = tiny_config(data, tmp_path / "out", steps=5)
+    train.train(config, ALONE)
+    convert(str(config.run_folder), tmp_path / "export")
+    (tmp_path / "v.tiktoken").unlink()
+    for path in (config.run_folder, store.find(config.run_folder)[0], tmp_path / "export"):
+        loaded = load(path)
+        assert loaded.tokenizer_sha256 == meta["tokenizer_sha256"] == loaded.get_tokenizer().sha256
+        assert loaded.get_tokenizer().encode("the cat") == [256, 257]
+        assert open_eval_set(data, None, loaded).bytes_per_token > 1.2
+
+    swap = {"tokenizer": str(tmp_path / "w.tiktoken"), "overwrite": True}
+    lines = (data / "tokenizer.tiktoken").read_text().splitlines()
+    lines[256:] = [lines[256].replace("256", "257"), lines[257].replace("257", "256")]
+    (tmp_path / "w.tiktoken").write_text("\n".join(lines))
+    (tmp_path / "export" / "tokenizer.tiktoken").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="has changed"):
+        loaded.get_tokenizer()
+    with pytest.raises(UserError, match="made with another vocabulary"):
+        prepared("text", data, tmp_path / "a.txt", **swap | {"overwrite": False})
+    prepared("text", data, tmp_path / "a.txt", **swap)
+    with pytest.raises(UserError, match="of another vocabulary"):
+        open_eval_set(data, None, loaded)
+    with pytest.raises(UserError, match="data.tokenizer"):
+        train.train(config, ALONE)
+
+
+def test_data_is_found_by_name_in_training_as_in_evaluation(tmp_path, monkeypatch, data):
+    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
+    shutil.copytree(data, tmp_path / "words")
+    monkeypatch.chdir(data)
+    config = tiny_config("words", tmp_path / "out", steps=5)
+    train.train(config, ALONE)
+    assert store.find(config.run_folder)

@@ -8,6 +8,7 @@ import http.server
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def test_text_in_each_format(tmp_path, compression):
         (tmp_path / name).write_bytes(content)
     *source, val, test = (pack(tmp_path / name, compression) for name in contents)
     folder = prepared("text", tmp_path / "o", *source, val=(val,), test=(test,))
-    texts = ["first file,\r\n\r\nas it is\n", "# second\n", "third", "", "naïve"]
+    texts = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
     found = {split: documents(folder, split) for split in ("train", "val", "test")}
     assert found == {"train": texts, "val": ["validation"], "test": ["test"]}
     told = [(part["split"], part["file"], part["sha256"]) for part in load_meta(folder)["source"]]
@@ -348,6 +349,11 @@ FILES = {
     "cut.txt.gz": gzip.compress(NOISE)[:-3000],
     "fake.parquet": b"no parquet at all",
     "page.html": b"<p>",
+    "lzma.txt.xz": lzma.compress(b"some text " * 99, format=lzma.FORMAT_ALONE),
+    "newlines.jsonl.xz": lzma.compress(b"\n" * 3_000_000),
+    "newlines.txt.xz": lzma.compress(b"\n" * 30_000_000),
+    "rows.jsonl.gz": gzip.compress((b'{"text": "' + b" " * 10_000 + b'"}\n') * 2_000),
+    "objects.jsonl": b'{"text": "a", "b": [' + b'{"":0},' * 2_000_001 + b"0]}\n",
 }
 
 
@@ -365,6 +371,11 @@ FILES = {
         ("text", "cut.txt.gz", {}, "cut.txt.gz.*cut short"),
         ("text", "fake.parquet", {}, "fake.parquet: damaged"),
         ("text", "page.html", {}, "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz"),
+        ("text", "lzma.txt.xz", {}, "not a .xz file"),
+        ("text", "newlines.jsonl.xz", {}, "line 1000001: the 1,000,000 lines before it are blank"),
+        ("text", "newlines.txt.xz", {}, "more than 250 times the size .* unpack it first"),
+        ("text", "rows.jsonl.gz", {}, "line .*more than 250 times the size"),
+        ("text", "objects.jsonl", {}, "line 1: more than 4,000,000 values of JSON"),
         ("openwebtext", "good.txt", {}, "unknown kind of file; known here are .jsonl, .parquet"),
         ("ptb", "good.jsonl", {}, "line 1: no field 'sentence', but 'text'"),
         ("ptb", "binary.txt", {}, "binary.txt line 1: this is not text"),
@@ -380,6 +391,11 @@ FILES = {
         ("text", "good.txt", {"val_fraction": 0.7}, "--val-fraction is 0.7; .* at most 0.5"),
         ("text", "good.txt", {"split": "val", "val_fraction": 0.1}, "--split is of all documents"),
         ("ptb", "good.txt", {"block_size": 8, "protocol": "full"}, "--block-size is for --protoc"),
+        ("text", "good.txt", {"skip_long": True}, "--skip-long is for records"),
+        ("text", "good.txt", {"prompt_field": "q"}, "--prompt-field is for records"),
+        ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, shuffled"),
+        ("text", "good.txt", {"split_at": ""}, "--split-at is empty"),
+        ("text", "*.csv", {}, "csv: there is no file of a known kind"),
         ("lambada", "good.jsonl", {"split": "val"}, "--split of lambada is 'val'.*one of 'test'"),
     ],
 )
@@ -393,6 +409,75 @@ def test_refusals(tmp_path, name, file, options, says):
     with pytest.raises((UserError, FileNotFoundError), match=says):
         prepared(name, tmp_path / "out" / "o", *source, **options)
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_small_parquet_file_that_becomes_gigabytes_is_refused_before_it_fills_the_memory(
+    tmp_path,
+):
+    million, path = "x" * 1_000_000, tmp_path / "bomb.parquet"
+    arrow, parquet_module = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"text": arrow.array([million] * 1000)})
+    parquet_module.write_table(table, path, compression="zstd")
+    del table
+    arrow.default_memory_pool().release_unused()
+    assert path.stat().st_size < 2000
+    before = arrow.default_memory_pool().max_memory()
+    with pytest.raises(UserError, match="bomb.parquet: more than 250 times the size of the file"):
+        prepared("text", tmp_path / "o", path)
+    assert arrow.default_memory_pool().max_memory() <= max(before, 100_000_000)
+
+
+def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.txt.gz", "c.MD", "empty.txt", "deep/other.csv"):
+        text = "" if "empty" in name else f"{name} one\r\ntwo\r\n<|endoftext|>\nthree"
+        data = text.encode()
+        (tmp_path / "in" / name).write_bytes(gzip.compress(data) if "gz" in name else data)
+    rows = [{"text": "a\r\nb", "id": 1, "title": "t"}] * 3
+    (tmp_path / "in" / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = prepared("text", tmp_path / "o", tmp_path / "in", split="test")
+    cut = [
+        text
+        for name in ("a.txt", "c.MD", "deep/b.txt.gz")
+        for text in (f"{name} one\ntwo", "three")
+    ]
+    said = capsys.readouterr().out
+    for note in (
+        "note: 6 Windows line ends are converted",
+        "note: 3 times <|endoftext|> is read as ordinary text (--split-at",
+        "note: 3 rows have a field 'id', which is left out (see --field and --prompt-field)",
+        "note: 3 rows have a field 'title', which is left out",
+        "note: 1 empty files are skipped",
+    ):
+        assert note in said
+    assert load_meta(folder)["splits"]["test"]["documents"] == 6
+    options = {"split": "test", "split_at": "<|endoftext|>"}
+    folder = prepared("text", tmp_path / "p", tmp_path / "in" / "**" / "*.[tT]*", **options)
+    assert documents(folder) == [*cut[:2], *cut[4:]]
+    assert "ordinary text" not in capsys.readouterr().out
+    for number in range(101):  # meta.json does not grow with the number of files
+        write(tmp_path / "in" / f"{number}.txt", "text")
+    folder = prepared("text", tmp_path / "q", tmp_path / "in", split="test")
+    assert [part["file"] for part in load_meta(folder)["source"]] == ["106 files"]
+    write(tmp_path / "in" / "7.txt", "more")
+    with pytest.raises(UserError, match="another source"):
+        prepared("text", tmp_path / "q", tmp_path / "in", split="test")
+
+
+def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    meta = json.loads((prepared("text", tmp_path / "o", source) / "meta.json").read_text())
+    del meta["tokenizer_sha256"]
+    for key in ("prompt_field", "split_at", "skip_long"):
+        del meta["settings"][key]
+    write(tmp_path / "o" / "meta.json", json.dumps(meta))
+    prepared("text", tmp_path / "o", source)
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_help_names_every_dataset():
+    told = run_script("data/prepare.py", "--help").stdout
+    assert all(re.search(rf"\b{name}\b", told) for name in catalogue.DATASETS)
 
 
 NOBODY = "http://127.0.0.1:9"  # a proxy that is not there: no network, and no waiting for it either
@@ -556,8 +641,8 @@ def test_kill_in_the_middle(tmp_path, big_text):
         process.wait()
     assert not out.exists()
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".o.partial-") and not (left / "new" / "meta.json").exists()
-    with pytest.raises(FileNotFoundError):
+    assert left.name.startswith(".o.partial-") and not (left / "new" / "meta.json").read_text()
+    with pytest.raises(UserError, match=r"meta.json.*prepare the dataset again"):
         TokenDataset(left / "new", "train", 8)
     prepared("text", out, big_text)
     assert names(tmp_path) == ["o"]

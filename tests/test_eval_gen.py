@@ -364,3 +364,18 @@ def test_what_is_no_judge_is_refused(fails, write, run, encoder, bigram, tmp_pat
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install transformers" in fails(*options, bigram)
     assert load(run).parameters > 0, "a judge of our own needs none"
+
+
+@pytest.mark.parametrize("judge", ["GPT-2", "own"])
+def test_empty_samples_and_those_of_one_token_are_counted_and_said(
+    script, run, byte_judge, tmp_path, judge
+):
+    """As --until-end writes them. A judge without a start token scores none of them."""
+    rows = [{"text": text, "tokens": list(text.encode())} for text in ("", "a", "any model")]
+    for name, some in (("all", rows), ("empty", rows[:1])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+        words = "--samples", path, "--judge", run if judge == "own" else byte_judge
+        status, out, err = script(eval_gen, *words)
+        unscored = 1 if judge == "own" or name == "empty" else 2
+        assert status == 0 and f"{unscored} of them too short to be scored" in out, err

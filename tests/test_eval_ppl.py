@@ -16,11 +16,12 @@ import eval_ppl
 import train
 from checkpoints import load_model, store
 from convert import convert
-from data.loader import TokenDataset, read_tokens
+from data.loader import TokenDataset, read_tokens, spread
 from data.prepare import Prepare, prepare
 from evaluation.likelihood import BatchRunner, Task
 from objectives import ObjectiveConfig, token_score_entropy
 from orders import OrderConfig, orders_at
+from runtime.randomness import SCORED_ORDERS
 
 
 @pytest.fixture
@@ -41,12 +42,18 @@ def by_name(report):
     return {(r["orders"], r["ensemble"]): r for r in report["results"]}
 
 
+def blocks_of(data, count):
+    """The blocks that --max-sequences chooses."""
+    dataset = TokenDataset(data, "val", LENGTH)
+    return dataset.blocks(spread(count, dataset.num_blocks))
+
+
 def direct(run, data, kind, draws, seed, count, weights="ema"):
     """Nats per token (count, draws, T) in sequence order, from the model alone."""
     model, rows, nll = load_model(run, weights), range(count), []
-    tokens = TokenDataset(data, "val", LENGTH).blocks(rows)
+    tokens = blocks_of(data, count)
     for draw in range(draws):
-        order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH)
+        order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH, SCORED_ORDERS)
         along = -model.token_log_probs(tokens, order).double()
         nll.append(torch.empty_like(along).scatter_(1, order, along))
     return torch.stack(nll, dim=1).numpy()
@@ -195,7 +202,7 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
     paced = "confidence:threshold=1.0", "entropy:most=2,block=8"
     report = by_name(evaluate("--max-sequences 3 --orders confidence margin", *paced))
     model, total = load_model(run), {"confidence": 0.0, "margin": 0.0}
-    for tokens in TokenDataset(data, "val", LENGTH).blocks(range(3)):
+    for tokens in blocks_of(data, 3):
         for rule in total:
             context: list[int] = []
             while len(context) < LENGTH:
@@ -225,9 +232,9 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
     report = evaluate(options, path=path)
     results = by_name(report)
     model, rows = load_model(path), range(4)
-    tokens = TokenDataset(data, "val", LENGTH).blocks(rows)
+    tokens = blocks_of(data, len(rows))
     for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:  # else an ELBO
-        order, nll = orders_at(OrderConfig(name), 0, 0, rows, LENGTH), 0.0
+        order, nll = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS), 0.0
         step_of = order.argsort(dim=1)
         for start in range(0, LENGTH, size):
             now = (step_of >= start) & (step_of < start + size)
@@ -253,7 +260,7 @@ def test_sedd_is_scored_as_probabilities_and_by_its_own_bound(evaluate, data, tm
     results = by_name(report)
     assert list(results) == [("random", 1), ("score_entropy", 1)]
     model = load_model(config.run_folder)
-    tokens = TokenDataset(data, "val", LENGTH).blocks(range(4))
+    tokens = blocks_of(data, 4)
     with torch.no_grad():
         draws = [token_score_entropy(model, tokens, 0, d, range(4), 4).mean() for d in range(8)]
     assert results["score_entropy", 1]["nll"] == pytest.approx(float(sum(draws)) / 8, rel=1e-6)

@@ -1,8 +1,8 @@
 """Experiments: run configs tuned alike, trained and resumed; verdicts and pages made of them."""
 
+import dataclasses
 import functools
 import importlib
-import dataclasses
 import json
 import math
 import re

@@ -1,6 +1,7 @@
 """training/plan.py: its bytes against those of real models, optimizers, averages, shards,
 checkpoints and steps."""
 
+import re
 import weakref
 
 import pytest
@@ -13,10 +14,10 @@ from model import ModelConfig
 from training import config as configuration
 from training import plan as planning
 from training.config import Config, TrainConfig
-from training.metrics import GPU
+from training.metrics import GPU, GPUS
 from training.optimizers import EMA, make_optimizer, named_state
 from training.parallel import checkpoint_activations
-from training.plan import find_gpu, memory_of, meta_model, plan_run, plan_text, state_bytes
+from training.plan import memory_of, meta_model, plan_run, plan_text, state_bytes
 from variants import build_model, chunked_head
 
 B, T, D, V = 4, 128, 64, 320
@@ -158,16 +159,18 @@ def test_the_command_prints_the_plan_of_a_config_with_overrides(script, tmp_path
     status, text, err = script(planning, path, *options, "--out", tmp_path / "run")
     assert status == 0, err
     config = change(loaded("aogpt_1b"), optim__kind="muon")
-    plan = plan_run(config, 2, find_gpu("NVIDIA A10G"), 0.3)
+    plan = plan_run(config, 2, GPUS["NVIDIA A10G"], 0.3)
     assert plan_text(plan) in text and not (tmp_path / "run").exists()
-    assert f"{sum(plan.parameters.values()) / 1e6:,.1f} M" in text and "does NOT fit" in text
+    assert f"{sum(plan.parameters.values()) / 1e6:,.0f} M" in text and "does NOT fit" in text
+    status, text, err = script(planning, ROOT / "configs" / "quickstart.toml")
+    assert status == 0 and not re.search(r"(?<![\d.])0[.0]* (GiB|MiB|GB|s|days|M)", text), text
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         ("configs/aogpt_1b.toml --world-size 0", "--world-size is 0"),
-        ("configs/aogpt_1b.toml --world-size 32", "micro_batch_size (32) times 32 GPUs"),
+        ("configs/aogpt_1b.toml --world-size 7", "must be a multiple of the 7 processes"),
         ("configs/aogpt_1b.toml --gpu H100", "H100"),
         ("", "give a config file first"),
     ],
@@ -180,7 +183,7 @@ def test_a_plan_that_cannot_be_made_is_an_error(script, monkeypatch, options, wo
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_configs_and_documentation_say_of_plans_is_not_stale(name):
-    plan = plan_run(loaded(name), LARGE[name], find_gpu(H100))
+    plan = plan_run(loaded(name), LARGE[name], GPUS[H100])
     text = (ROOT / "configs" / f"{name}.toml").read_text()
     total, seconds = sum(plan.parameters.values()), plan.seconds_per_step
     days, share = plan.config.train.steps * seconds / 86400, plan.parameters["conditioning"] / total

@@ -7,18 +7,22 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, LENGTH, change, encoder_config, newest, run_script, tiny_config
+from helpers import ALONE, LENGTH, change, encoder_config, newest, prepared, run_script, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 import train
 from checkpoints import load_model
-from data.loader import TokenDataset
+from data.loader import TokenDataset, spread
 from objectives import evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
+from runtime.randomness import SCORED_ORDERS
 from training import metrics, plot, validation
 from training.config import ObjectiveConfig, StageConfig
 from training.metrics import read_metrics
 from training.state import Progress
+from variants import build_model
 
 RANDOM = OrderConfig("random")
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
@@ -29,7 +33,8 @@ def lines_of(folder):
 
 
 def val_data(data, count):
-    return TokenDataset(data, "val", LENGTH).blocks(range(count))
+    dataset = TokenDataset(data, "val", LENGTH)
+    return dataset.blocks(spread(count, dataset.num_blocks))
 
 
 def any_order(model, data, config):
@@ -80,7 +85,7 @@ def test_what_is_no_row_is_left_out_and_later_rows_are_dropped(data, tmp_path):
     path.parent.mkdir()
     path.write_bytes("\n".join([*lines, '{"step": 4, "lo']).encode() + b"\xff")
     assert read_metrics(path) == rows
-    metrics.Log(config, ALONE, Progress(step=2), LENGTH).close()
+    metrics.Log(config, ALONE, Progress(step=2), TokenDataset(data, "train", LENGTH)).close()
     assert path.read_text() == json.dumps(rows[0]) + "\n"
     assert read_metrics(tmp_path / "nowhere") == []
 
@@ -105,17 +110,57 @@ def test_progress_is_told_in_plain_lines_or_by_a_bar_on_a_terminal(
     config = tiny_config(data, tmp_path, steps=25, train__log_interval=10, eval__interval=20)
     train.train(config, ALONE)
     out, err = capsys.readouterr()
-    step = r"step {}/25  loss \d\.\d{{4}}  [\d,]+ tokens/s  \d+ s left\n"
-    for number in (10, 20, 25):
-        assert len(re.findall(step.format(number), out)) == 1
-    said = "step 20/25  validation loss of the averaged weights, nats per token: left to right"
-    assert re.search(said + r" \d\.\d{4}, any order \d\.\d{4}\n", out)
+    step = r"step {}/25  loss \d\.\d{{4}}  [\d,]+ tokens/s  gradient norm [\d.]+  lr 0\.00\d+"
+    for number, left in {1: "", 10: r"  [\d.]+ s left", 20: r"  [\d.]+ s left", 25: ""}.items():
+        assert len(re.findall(step.format(number) + left + "\n", out)) == 1
+    blocks = TokenDataset(data, "val", LENGTH).num_blocks
+    said = f"step 20/25  validation loss of the averaged weights on 7 of {blocks} blocks, nats per"
+    assert re.search(said + r" token: left to right \d\.\d{4}, any order \d\.\d{4}\n", out)
     assert "MFU" not in out and not err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: (80, 0))  # no rows: no bar
+    train.train(change(config, name="no rows"), ALONE)
+    assert len(re.findall("tokens/s", capsys.readouterr().out)) == 4
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: (80, 24))
     train.train(change(config, name="terminal"), ALONE)
     out, err = capsys.readouterr()
     assert "tokens/s" not in out and said in out
+    every = train_losses(change(config, name="every", train__log_interval=1))
+    means = {1: every[1], 10: mean(every, 2, 10), 20: mean(every, 11, 20), 25: mean(every, 21, 25)}
+    rows = [line for line in lines_of(config.run_folder) if "loss" in line]
+    assert {row["step"]: row["loss"] for row in rows} == pytest.approx(means)
+    assert means[1] == pytest.approx(np.log(320), abs=0.1)  # before training
     assert re.search(r"25/25 \[.*loss \d\.\d{4}  [\d,]+ tokens/s", err)
+
+
+def train_losses(config):
+    train.train(config, ALONE)
+    return {line["step"]: line["loss"] for line in lines_of(config.run_folder) if "loss" in line}
+
+
+def mean(losses, first, last):
+    return np.mean([losses[step] for step in range(first, last + 1)])
+
+
+@pytest.mark.parametrize("kind", ["ao_ar", "lambda_dce"])
+def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
+    """A split whose first quarter is another text than the rest, under a model that tells them
+    apart; a draw is exact to 1% of what the first blocks would be wrong by."""
+    text = tmp_path / "text.txt"
+    text.write_text("a" * 1600 + "b" * 4800)
+    folder = prepared("text", tmp_path / "data", text, split="val")
+    config = tiny_config(folder, tmp_path, eval__sequences=100)
+    config = encoder_config(config) if kind == "lambda_dce" else config
+    model = build_model(config.model).eval()
+    torch.nn.init.zeros_(model.head.weight)
+    with torch.no_grad():
+        model.head.bias[ord("a")] = 5.0
+    dataset, found = TokenDataset(folder, "val", LENGTH), {}
+    for count in (100, dataset.num_blocks):
+        config = change(config, eval__sequences=count)
+        found[count] = validation.validation_loss(model, dataset, RANDOM, config, ALONE).mean
+    part, whole = found.values()
+    assert part == pytest.approx(whole, abs=0.2) and whole > 3
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])
@@ -130,7 +175,8 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run
             masks = evaluation_masks(7, draw, range(7), 7, LENGTH)
             nll = -model.masked_log_probs(tokens, masks.masked) * masks.weight[:, None]
         else:
-            nll = -model.token_log_probs(tokens, orders_at(RANDOM, 7, draw, range(7), LENGTH))
+            order = orders_at(RANDOM, 7, draw, range(7), LENGTH, SCORED_ORDERS)
+            nll = -model.token_log_probs(tokens, order)
         means.append(float(nll.double().mean()))
     loss, error = any_order(model, data, change(config, eval__draws=3))
     assert loss == pytest.approx(np.mean(means), rel=1e-5)
@@ -198,3 +244,12 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
         status, _, err = script(plot, *runs, "--out", file)
         assert status == 2 and words in err, err
     assert not list(tmp_path.glob("out.*"))
+
+
+@given(value=st.floats(1e-7, 1e12), digits=st.integers(2, 4))
+def test_a_number_in_units_is_never_shown_as_zero_and_is_right_to_its_digits(value, digits):
+    text, unit = metrics.in_units(value, metrics.TIME, digits).split()
+    size = {name: size for size, name in metrics.TIME}[unit]
+    assert float(text.replace(",", "")) * size == pytest.approx(
+        value, rel=0.51 * 10 ** (1 - digits)
+    )

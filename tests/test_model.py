@@ -1,5 +1,6 @@
 """The decoder computes the formulas of the paper, forwards and backwards, however it is called."""
 
+import functools
 import math
 
 import pytest
@@ -19,7 +20,11 @@ from reference import (
     seeded,
 )
 
+import orders
+import sampling
 from model import ModelConfig, PermutationGather
+from runtime.errors import UserError
+from sampling.modes import contexts_of
 from variants import (
     build_model,
     check_config,
@@ -266,3 +271,36 @@ def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_sho
     longer, order = random_tokens(TOKENS, 2, 2 * LENGTH, 3), random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
     assert (model.token_log_probs(longer, order) - reference).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32])
+def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
+    tokens, mask = random_tokens(11, 2, 4, 0), torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
+    order = torch.arange(4).expand(2, 4)
+    decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
+    roles = orders.Roles(mask.bool(), ~mask.bool())
+    for take in (
+        *(functools.partial(m.masked_log_probs, tokens) for m in (decoder, two_stream, encoder)),
+        lambda m: encoder(tokens, m),
+        lambda m: encoder.logits(tokens, m),
+        lambda m: encoder.parallel_log_probs(tokens, order, torch.ones(2), steps=m),
+        lambda m: sampling.l2r_plan(2, 4, m),
+        lambda m: sampling.random_plan(2, 4, torch.Generator(), m),
+        lambda m: contexts_of(tokens, m, torch.tensor([4, 4])),
+        lambda m: orders.Roles(m, roles.given),
+        lambda m: orders.Roles(roles.predicted, m),
+    ):
+        take(mask.bool())
+        with pytest.raises(UserError, match=f"is {dtype}.* give a boolean tensor"):
+            take(mask)
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "AO-GPT, rotary", "RADD", "SEDD"])
+def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
+    model, tokens = make_system(system), random_tokens(11, 3, 6, 0)
+    masked, lengths = torch.rand(3, 6) < 0.5, torch.tensor([6, 2, 4])
+    masked[:, 0] = True
+    got = model.masked_log_probs(tokens, masked, lengths)
+    for b, n in enumerate(lengths.tolist()):
+        alone = model.masked_log_probs(tokens[b : b + 1, :n], masked[b : b + 1, :n])[0]
+        assert (got[b, :n] - alone).abs().max() < 1e-5 and not got[b, n:].any()

@@ -16,6 +16,7 @@ from reference import (
 
 from objectives import ao_ar_loss, evaluation_masks, token_nll
 from orders import OrderConfig, orders_at
+from runtime.randomness import SCORED_ORDERS
 
 N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
 
@@ -79,7 +80,7 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
 def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     model, rows = enumerable_system("AO-GPT", 0)[0].float(), range(2, 7)
     tokens = random_tokens(V, 5, N, seed=0)
-    order = orders_at(OrderConfig(kind), 3, 1, rows, N)
+    order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
     assert nll.dtype == torch.float64 and nll.shape == (5, N)
     assert torch.equal(nll.gather(1, order), -model.token_log_probs(tokens, order).double())

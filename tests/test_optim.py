@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import NoHostReads, change, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
 from reference import SYSTEMS, make_system
 
 from training import muon as muon_module
@@ -45,6 +47,24 @@ def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
         longer = change(config, train__steps=steps, optim__decay_steps=100)
         expected = [*rates, *[rates[100]] * 30][:steps]
         assert [learning_rate(step, longer) for step in range(steps)] == expected
+
+
+@given(steps=st.integers(1, 200), warmup=st.integers(0, 40), share=st.floats(0, 1))
+def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(steps, warmup, share):
+    end = steps + warmup
+    config = tiny_config("", "", steps=400, optim__schedule="wsd", optim__lr=0.5)
+    config = change(config, optim__warmup_steps=warmup, train__steps=end)
+    config = change(config, optim__decay_share=share, optim__min_lr_ratio=0.2)
+    start = max(warmup, end - round(share * end))
+    for step in range(end):
+        expected = 0.5
+        if step < warmup:
+            expected = 0.5 * (step + 1) / warmup
+        elif step >= start:
+            expected = 0.5 - 0.4 * (step - start) / (end - start)
+        assert learning_rate(step, config) == pytest.approx(expected)
+        if step < start:
+            assert learning_rate(step, change(config, train__steps=2 * end)) == expected
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -95,3 +95,21 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     with pytest.raises(FileExistsError, match="fifo is no regular file and is not replaced"):
         write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
     assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_of_two_processes_that_write_one_file_neither_loses_its_result(tmp_path):
+    """Both began when it was not there. Later writes of the first are its own to replace."""
+    path = tmp_path / "o.json"
+    with pytest.raises(OSError, match=f"another process has written .*o.json.*{os.getpid()}"):
+        with Outputs({"--json": path}) as first, Outputs({"--json": path}) as second:
+            first.write(path, "first row")
+            second.write(path, b"other")
+            first.write(path, ANSWER)
+            second.write(path, b"others")
+    assert path.read_text() == ANSWER
+    assert {file.name: file.read_text() for file in tmp_path.iterdir() if file != path} == {
+        f"o.json.{os.getpid()}": "others"
+    }
+    with Outputs({"--json": path}, overwrite=True) as third:
+        third.write(path, "third")
+    assert path.read_text() == "third"

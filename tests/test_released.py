@@ -544,6 +544,7 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
     refused(raw, "lacks", "tokenizer")
     for changes, words in (
         ({"files": {"model.safetensors": "0" * 64}}, "model.safetensors is damaged (checksum)"),
+        ({"vocab_size": 999}, "has a vocabulary of 999, but its model"),
         ({"step": "3"}, "config.json: step is '3', but it must be an integer"),
         ({"model": settings["model"] | {"x": 1}}, "unknown key 'model.x'"),
         ({"format": "aogpt-export-9"}, "of format aogpt-export-9"),

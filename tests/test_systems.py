@@ -126,8 +126,7 @@ def listed_conditionals(model, length, seed):
     known = torch.tensor([len(context) for context, _ in keys])[:, None]
     plan = Plan(order, (torch.arange(length) - known).clamp(min=-1))
     tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed).expand(len(keys), length)
-    uniforms = torch.zeros(order.shape, dtype=torch.float64)  # always the first token
-    got = generate(model, plan, tokens, uniforms=uniforms)
+    got = generate(model, plan, tokens, forced=torch.zeros_like(order))  # always the first token
     return {key: float(row[key[1]]) for key, row in zip(keys, got.log_probs, strict=True)}
 
 
@@ -559,7 +558,7 @@ def test_training_of_an_encoder_minimises_its_objective(system):
 def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line(tmp_path):
     encoder = ModelConfig(**TINY | SYSTEMS["RADD"])
     for config in (curriculum_config(), Config(model=encoder, objective=ObjectiveConfig("k_dce"))):
-        assert configuration.from_dict(configuration.to_dict(config), "a checkpoint") == config
+        assert configuration.from_dict(dataclasses.asdict(config), "a checkpoint") == config
     shorter = curriculum_config(schedule=CURRICULUM[:2])
     assert list(configuration.differences(curriculum_config(), shorter)) == ["schedule"]
     path = tmp_path / "run.toml"

@@ -2,6 +2,7 @@
 run folder holds."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -35,10 +36,12 @@ from helpers import (
     read_lines,
     run_script,
     tiny_config,
+    torchrun,
     wait_for,
     write_config,
 )
 
+import sample
 import train
 from checkpoints import CheckpointError, store
 from data.loader import TokenDataset, batch_lengths
@@ -50,6 +53,8 @@ from training import config as configuration
 from training.batches import micro_batches
 from training.config import WandbConfig
 from training.optimizers import learning_rate, make_optimizer
+from training.state import named_tensors
+from training.validation import Loss
 from variants import build_model
 
 
@@ -428,32 +433,69 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
+    seen, update = {}, train.update
+
+    def note(state, *arguments):
+        update(state, *arguments)
+        tensors = named_tensors(state) | {"updates": state.averages[0].updates}
+        seen[state.progress.step] = {name: t.clone() for name, t in tensors.items()}
+
+    monkeypatch.setattr(train, "update", note)
     train.train(config, ALONE)
-    states = [None, *map(read_checkpoint, store.find(config.run_folder))]
     for good, bad in ((3, 5), (6, 8)):
-        for key in ("tensors", "ema"):
-            assert_same(states[good][key], states[bad][key])
-    before, after = (states[step]["tensors"]["model.start"] for step in (5, 6))
-    assert not torch.equal(before, after), "training must go on"
+        assert_same(seen[good], seen[bad])
+    assert not torch.equal(seen[5]["model.start"], seen[6]["model.start"]), "training must go on"
+    saved = {store.step_of(p): read_checkpoint(p) for p in store.find(config.run_folder)}
+    assert list(saved) == [1, 2, 3, 6, 9], "no checkpoint has a skipped step pending"
+    assert not any(checkpoint["skipped_in_a_row"] for checkpoint in saved.values())
     assert list(metrics(config, "skipped_steps").values()) == [0, 0, 0, 1, 2, 2, 3, 4, 4]
     assert [step for step, value in metrics(config, empty).items() if value is None] == [4, 5, 7, 8]
     train.train(change(config, train__steps=20, train__log_interval=10), ALONE)
     assert metrics(config, "skipped_steps")[20] == 4, "the count must survive a resume"
 
 
-def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_last_good_checkpoint(
-    data, tmp_path, script
+@pytest.mark.parametrize("interval, keep, good", [(1, 1, 5), (1, 9, 5), (2, 1, 4), (6, 1, None)])
+def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
+    data, tmp_path, monkeypatch, script, interval, keep, good
 ):
-    config = tiny_config(data, tmp_path, steps=30, optim__lr=1e30, optim__warmup_steps=0)
-    config = change(config, checkpoint__interval=1, train__max_skipped_steps=4)
-    status, _, err = script(train, write_config(config))
-    assert status == 2 and "gradient of 4 steps in a row is not finite" in err
-    assert "--optim.lr" in err
-    good = re.search(r"the last good checkpoint is (\S+)\. Lower", err)[1]
-    weights = read_checkpoint(Path(good))["tensors"]
-    assert all(bool(p.isfinite().all()) for p in weights.values())
-    skipped = metrics(config, "skipped_steps")
-    assert list(skipped.values())[-5:] == [0, 1, 2, 3, 4] and max(skipped) < 30
+    """The update of step 5 ruins the weights: its loss was finite, and none after it is."""
+    config = tiny_config(data, tmp_path, steps=12, eval__interval=0, train__max_skipped_steps=4)
+    path = write_config(change(config, checkpoint__interval=interval, checkpoint__keep=keep))
+
+    def ruin(state, *arguments):
+        update(state, *arguments)
+        if state.progress.step == 5:
+            state.model.start.data.fill_(3e38)
+
+    update = train.update
+    monkeypatch.setattr(train, "update", ruin)
+    status, _, err = script(train, path)
+    monkeypatch.setattr(train, "update", update)
+    assert status == 2 and "gradient of 4 steps in a row is not finite at step 9" in err
+    named = re.search(r"the last good checkpoint is (\S+)\. Lower --optim.lr", err)
+    assert (named and store.step_of(Path(named[1]))) == good
+    if good is None:
+        shutil.move(re.search(r"start again; move (\S+) away", err)[1], tmp_path / "away")
+    if good == 5:  # its loss is not finite under any rate
+        assert "if no loss after that checkpoint is finite, remove it" in err
+        assert read_checkpoint(Path(named[1]))["skipped_in_a_row"] == 0
+        assert script(train, path, "--optim.lr", "1e-3")[0] == 2
+        shutil.rmtree(named[1])
+        if keep == 1:
+            err = script(train, path, "--optim.lr", "1e-3")[2]
+            shutil.move(re.search(r"move (\S+) away to start anew", err)[1], tmp_path / "away")
+    assert script(train, path, "--optim.lr", "1e-3")[0] == 0
+    assert metrics(config, "skipped_steps")[12] == 0
+
+
+def test_under_other_settings_the_count_of_skipped_steps_starts_anew(data, tmp_path, monkeypatch):
+    """The last step of a run is saved whatever it was."""
+    config = tiny_config(data, tmp_path, steps=5, eval__interval=0, train__max_skipped_steps=4)
+    spoil(monkeypatch, {4, 5, 6, 7}, "loss")
+    train.train(config, ALONE)
+    assert newest(config)["skipped_in_a_row"] == 2
+    train.train(change(config, train__steps=8), ALONE)
+    assert metrics(config, "skipped_steps")[8] == 4
 
 
 def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
@@ -547,7 +589,7 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     config, nowhere = tiny_config(data, tmp_path), tmp_path / "nowhere"
     encoder = replace(encoder_config(config).model, mask_token=200)
     for changes, message in (
-        ({"data__folder": str(nowhere)}, "make one with: python data/prepare.py"),
+        ({"data__folder": str(nowhere)}, "make it with: python data/prepare.py"),
         ({"model__vocab_size": 256}, "vocabulary of 257, but model.vocab_size is 256; set it to"),
         ({"model__block_size": 10**6}, "lower block_size to at most"),
         ({"data__folder": str(damaged), "data__verify": True}, "checksum"),
@@ -558,10 +600,40 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
             train.train(changed, ALONE)
     assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
     dataset = TokenDataset(data, "train", 16)
-    message = r"train\.batch_size \(8\) must be a multiple of .* \(4\) times the 3 processes"
+    message = r"train\.batch_size \(8\) must be a multiple of the 3 processes"
     with pytest.raises(UserError, match=message):
         train.check_fits(config, dataset, Processes(0, 3, torch.device("cpu")))
-    train.check_fits(config, dataset, Processes(0, 2, torch.device("cpu")))
+    for world in (2, 4, 8):  # micro-batches of 4 sequences, of 2 and of 1
+        train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("how", ["cut", "overwritten"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpoint(
+    data, tmp_path, monkeypatch, split, how
+):
+    data = shutil.copytree(data, tmp_path / "data")
+    config = tiny_config(data, tmp_path, train__micro_batch_size=1, checkpoint__interval=30)
+    update, path = train.update, data / f"{split}.bin"
+
+    def change_the_file(state, *arguments):
+        update(state, *arguments)
+        if state.progress.step == 9:
+            path.write_bytes(bytes(path.stat().st_size if how == "overwritten" else 0))
+
+    monkeypatch.setattr(train, "update", change_the_file)
+    with pytest.raises(UserError, match=f"{split}.bin has changed since it was opened"):
+        train.train(config, ALONE)
+    assert newest(config)["step"] == 9
+
+
+def test_checkpoints_are_saved_by_the_clock(data, tmp_path, monkeypatch):
+    changes = {"checkpoint__interval": 100, "checkpoint__minutes": 5.0, "checkpoint__keep": 99}
+    config = tiny_config(data, tmp_path, steps=9, eval__interval=0, **changes)
+    seconds = itertools.count(step=100)  # a call a step, and one after a checkpoint
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(seconds))
+    train.train(config, ALONE)
+    assert [store.step_of(path) for path in store.find(config.run_folder)] == [4, 8, 9]
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
@@ -574,6 +646,103 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
         train.train(config, ALONE)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
+
+
+def test_a_batch_is_shared_by_two_processes_without_warnings(data, tmp_path):
+    """Its micro-batches become smaller, as in the quickstart, and its losses stay the same."""
+    sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, **sizes)
+    train.train(change(config, name="alone"), ALONE)
+    done = torchrun(2, "train.py", write_config(config))
+    assert "FutureWarning" not in done.stderr
+    losses = metrics(change(config, name="alone"), "loss")
+    assert metrics(config, "loss") == pytest.approx(losses, abs=1e-5)
+
+
+def unmount(folder):
+    """As a `checkpoints` that is a link to a disk which is not mounted."""
+    shutil.move(folder / "checkpoints", folder.parent / "disk")
+    (folder / "checkpoints").symlink_to(folder.parent / "nowhere")
+
+
+def empty_mount_point(folder):
+    unmount(folder)
+    (folder.parent / "nowhere").mkdir()
+    (folder / "best").unlink()
+
+
+def removed(folder):
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "best").unlink()
+
+
+@pytest.mark.parametrize("lose", [unmount, empty_mount_point, removed])
+def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference, tmp_path, lose):
+    config = copy_of(reference, tmp_path)
+    lose(config.run_folder)
+    before = files(config.run_folder)
+    message = "history of a run of 40 steps, but there is no checkpoint in .*: mount its disk"
+    with pytest.raises(UserError, match=message):
+        train.train(config, ALONE)
+    assert files(config.run_folder) == before
+    shutil.move(config.run_folder, tmp_path / "away")
+    assert train.train(config, ALONE) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, tmp_path, steps):
+    config = tiny_config(data, tmp_path, steps=6)  # saves at steps 4, 5 and 6
+    train.train(config, ALONE)
+    before, rows = metrics(config), read_lines(config.run_folder / "metrics.jsonl")
+    shutil.rmtree(config.run_folder / "checkpoints")
+    (config.run_folder / "best").unlink()
+    store.temporary_of(store.path_of(config.run_folder, 4)).mkdir(parents=True)
+    rows = [json.dumps(row) for row in rows if row["step"] <= steps]
+    (config.run_folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "lo']))
+    assert train.train(config, ALONE) == 0 and metrics(config) == before
+
+
+def test_every_damage_of_the_metrics_is_kept_in_a_file_of_its_own(reference, tmp_path, capsys):
+    config = copy_of(reference, tmp_path)
+    path, texts = config.run_folder / "metrics.jsonl", []
+    for number in (1, 2):
+        lines = path.read_text().splitlines()
+        lines[number] = f"\x00 damage {number}"
+        texts.append("\n".join(lines) + "\n")
+        path.write_text(texts[-1])
+        train.train(change(config, train__steps=40 + number), ALONE)
+        assert f"all is kept in {path}.damaged{number}" in capsys.readouterr().err
+    for number, text in enumerate(texts, 1):
+        assert path.with_name(f"metrics.jsonl.damaged{number}").read_text() == text
+
+
+def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_losses(
+    data, tmp_path, script, monkeypatch
+):
+    config = tiny_config(data, tmp_path, steps=10)
+    losses = {5: 2.0, 10: 3.25, 15: 1.0}
+
+    def evaluate(*arguments):
+        step = store.step_of(max(store.find(config.run_folder))) + 1  # saved at 4 and 8
+        return {"": {"random": Loss(losses[5 * math.ceil(step / 5)], None)}}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    for _ in range(2):  # also of a run that was finished already
+        status, out, _ = script(train, write_config(config))
+        assert status == 0 and "step 10 (validation loss 3.2500), which scripts take" in out
+        assert "best: step 5 (validation loss 2.0000), --checkpoint best" in out
+    status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
+    assert status == 0 and "step_00000005 (step 5, ema weights)" in out + err
+    status, out, _ = script(train, write_config(config), "--train.steps", "15")
+    assert "the newest checkpoint, step 15 (validation loss 1.0000), is the best" in out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=5)
+    command = f"{sys.executable} train.py {write_config(config)} > /dev/full"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert_user_error(done, "the output cannot be written: [Errno 28]")
 
 
 @pytest.mark.slow

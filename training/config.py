@@ -11,7 +11,7 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import tomli_w
 from annotated_types import Ge, Interval
@@ -27,19 +27,20 @@ from runtime.validation import (
     NonNegative,
     Probability,
     Ratio,
+    Seconds,
     Seed,
     Table,
     check_values,
+    expand_home,
     flag,
     from_values,
     keys_of,
+    nearest_key,
     number,
     read_toml,
-    similar_key,
 )
 from variants import check_config
 
-Seconds = Annotated[float, Interval(gt=0, le=1e6)]  # of a timeout
 OBJECTIVES = get_args(get_type_hints(ObjectiveConfig)["kind"])
 
 
@@ -149,32 +150,21 @@ class Config(Table):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    other_names: ClassVar = {  # keys by their names in other projects, for messages
-        **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
-        **dict.fromkeys(("min_lr", "final_lr"), "optim.min_lr_ratio"),
-        **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "optim.warmup_steps"),
-        **dict.fromkeys(("max_iters", "max_steps", "num_steps"), "train.steps"),
-        **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs"), "train.epochs"),
-        **dict.fromkeys(("n_layers", "num_layers", "num_hidden_layers"), "model.n_layer"),
-        **dict.fromkeys(("n_heads", "num_heads", "num_attention_heads"), "model.n_head"),
-        **dict.fromkeys(("hidden_size", "d_model", "embed_dim"), "model.n_embd"),
-        **dict.fromkeys(("seq_len", "context_length", "max_seq_len"), "model.block_size"),
-        **dict.fromkeys(("dataset", "data_dir"), "data.folder"),
-    }
-
     @property
     def run_folder(self) -> Path:
-        return Path(self.out) / self.name
+        return expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the
         largest number below it that divides the process's share of the batch. Raises UserError
         where there are no equal shares."""
         t = self.train
-        shares = f"train.batch_size ({t.batch_size}) must be a multiple of the number of processes"
-        refuse(t.batch_size % world_size, f"{shares} ({world_size})")
+        uneven = (
+            f"train.batch_size ({t.batch_size}) must be a multiple of the {world_size} processes"
+        )
+        refuse(t.batch_size % world_size, uneven)
         share = t.batch_size // world_size
-        return max(n for n in range(1, t.micro_batch_size + 1) if share % n == 0)
+        return max(n for n in range(1, min(share, t.micro_batch_size) + 1) if share % n == 0)
 
     def with_steps(self, num_blocks: int) -> "Config":
         """With train.epochs, of so many blocks, as train.steps."""
@@ -200,8 +190,8 @@ class Config(Table):
         refuse(is_path, f"name is {self.name!r}; give a plain folder name without a path")
         late = f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower it"
         refuse(o.warmup_steps > t.steps, late)
-        early = f"optim.decay_steps ({o.decay_steps}) is before the end of the warm-up; give at "
-        early += f"least optim.warmup_steps ({o.warmup_steps}), or 0 for the last step"
+        early = f"optim.decay_steps ({o.decay_steps}) is before the end of the warm-up "
+        early += f"({o.warmup_steps}); raise it, or give 0 for the last step"
         refuse(0 < o.decay_steps < o.warmup_steps, early)
         names = [f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)]  # of tensors
         twice = "optim.ema_decay and optim.more_ema_decays have a decay twice, to six digits"
@@ -267,8 +257,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     overrides, given = check_options(overrides)
     both = {"train.steps", "train.epochs"} <= given
     refuse(both, "give one of --train.steps and --train.epochs, not both")
-    if "train.steps" in given:
-        default = dataclasses.replace(default, train=dataclasses.replace(default.train, epochs=0.0))
+    overrides += ["--train.epochs=0"] * ("train.steps" in given)
     # indented, as tyro joins lines that begin with a letter
     names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
     return tyro.cli(Config, default=default, args=overrides, **names)
@@ -283,19 +272,14 @@ def check_options(words: list[str]) -> tuple[list[str], set[str]]:
         if option not in ("", "--help"):
             key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
             key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
-            near = similar_key(key, Config)
-            advice = f"did you mean {flag(near)}?" if near else "train.py --help lists them all"
-            refuse(key not in keys, f"unknown option {option}; {advice}")
+            near = re.sub("'.*'", lambda found: flag(found[0][1:-1]), nearest_key(key, Config))
+            refuse(key not in keys, f"unknown option {option}{near}")
             whole = int in (keys[key], *get_args(keys[key]))
             given.add(key)
         if whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
             value = f"{number(value)}"
         result.append(option + equals + value)
     return result, given
-
-
-def to_dict(config: Config) -> dict:
-    return dataclasses.asdict(config)
 
 
 def to_toml(config: Config) -> str:
@@ -307,7 +291,7 @@ def to_toml(config: Config) -> str:
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
     """{dotted key: (old value, new value)} of the values that differ."""
-    before, after = to_dict(old), to_dict(new)
+    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
     pairs = {}
     for key, value in after.items():
         inner = isinstance(value, dict)

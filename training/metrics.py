@@ -14,12 +14,13 @@ row, every eval.interval steps:
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import resource
 import secrets
-import statistics
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import TokenDataset, batch_lengths
+from runtime.command_line import show, visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
@@ -89,11 +91,6 @@ def in_units(value: float, units: Units, digits: int = 3) -> str:
     return f"{amount:,.{decimals}f} {unit}"
 
 
-def has_bar() -> bool:
-    """Whether there is a terminal that can show a progress bar: some say that they have no rows."""
-    return sys.stderr.isatty() and 0 not in os.get_terminal_size(sys.stderr.fileno())
-
-
 class Log:
     """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main process only."""
 
@@ -102,18 +99,20 @@ class Log:
         self.config, self.procs, self.progress = config, procs, progress
         self.data, self.path = data, config.run_folder / "metrics.jsonl"
         self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
-        self.tokens = self.count_tokens(range(progress.step))
+        if progress.step and not progress.tokens:  # in a checkpoint of an older version
+            size = progress.sequences / progress.step / config.train.batch_size
+            progress.tokens = round(self.count_tokens(range(progress.step)) * size)
         self.norm = self.tokens_per_second = self.wandb = None
         self.losses: list[float] = []  # since the last row
-        self.first_step, self.started = progress.step, time.perf_counter()
+        self.first_step, self.started = progress.step + 1, 0.0  # measured from the end of that step
         self.restart_clock()
         if procs.main:
-            if self.path.exists():  # the steps after the checkpoint will run again
-                rows = [row for row in read_metrics(self.path) if row["step"] <= progress.step]
-                write_jsonl(self.path, rows)
+            drop_later_rows(self.path, progress.step)
             self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
-        self.bar = tqdm(**steps, disable=not (procs.main and has_bar()))
+        # Some terminals have no rows, and show no bar.
+        has_bar = procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+        self.bar = tqdm(**steps, disable=not has_bar)
 
     def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
         """Finished steps, from 1: (step, loss, gradient norm). Counts those that are skipped."""
@@ -122,30 +121,34 @@ class Log:
             finite, tokens = math.isfinite(loss + norm), self.count_tokens(range(step - 1, step))
             self.progress.skipped += not finite
             self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
-            self.norm, self.tokens = norm, self.tokens + tokens
+            self.progress.sequences += t.batch_size
+            self.progress.tokens += tokens
+            self.norm = norm
             self.clock_tokens += tokens
             self.clock_steps += 1
             self.losses.append(loss)
             self.bar.update()
+            if step == self.first_step:  # which may compile
+                self.started = time.perf_counter()
             if step % t.log_interval and step not in (1, t.steps) and finite:
                 continue
-            loss, self.losses = statistics.fmean(self.losses), []
+            loss, self.losses = sum(self.losses) / len(self.losses), []
             seconds = time.perf_counter() - self.clock
             self.tokens_per_second, mfu = self.clock_tokens / seconds, None
             rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
-            text = f"loss {loss:.4f}  gradient norm {norm:#.3g}"
-            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
-            text += f"  {self.tokens_per_second:,.0f} tokens/s"
+            text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
             if self.peak_flops:
-                size, tokens = self.data.block_size, self.clock_tokens
-                if self.data.of_records:  # prompts and padding are computed, too
-                    tokens = t.batch_size * size * self.clock_steps
-                flops = tokens / seconds * flops_per_token(self.config.model, size)
+                size, computed = self.data.block_size, self.clock_tokens
+                if self.data.of_records:  # with prompts and padding
+                    computed = t.batch_size * size * self.clock_steps
+                flops = computed / seconds * flops_per_token(self.config.model, size)
                 mfu = flops / (self.peak_flops * self.procs.world_size)
                 text += f"  MFU {mfu:.1%}"
+            text += f"  gradient norm {norm:#.3g}"
+            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
             self.bar.set_postfix_str(text)
             if self.bar.disable:
-                self._print(f"step {step}/{t.steps}  {text}  {self.time_left(step)} left")
+                self._print(f"step {step}/{t.steps}  {text}{self.time_left(step)}")
             self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
             self.restart_clock()
 
@@ -164,7 +167,7 @@ class Log:
         self.restart_clock()
 
     def warn(self, message: str) -> None:
-        self._print(f"warning: {message}", sys.stderr)
+        self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
         """Measure the speed from here on: it is that of training alone."""
@@ -179,9 +182,10 @@ class Log:
         return size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
-        """Of the whole run, validations included."""
-        per_step = (time.perf_counter() - self.started) / (step - self.first_step)
-        return in_units(per_step * (self.config.train.steps - step), TIME[:4], digits=2)
+        """Of the whole run, validations included; empty where it is not known yet, or none."""
+        steps, left = step - self.first_step, self.config.train.steps - step
+        seconds = left * (time.perf_counter() - self.started) / max(1, steps)
+        return f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
 
     def close(self) -> None:
         self.bar.close()
@@ -191,13 +195,13 @@ class Log:
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
             with contextlib.suppress(OSError):  # nobody reads it any more: training goes on
-                tqdm.write(text, file=file or sys.stdout)  # above the progress bar
+                tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
                 sys.stdout.flush()
 
     def _write(self, row: dict) -> None:
         if not self.procs.main:
             return
-        row |= {"grad_norm": self.norm, "tokens": self.tokens}
+        row |= {"grad_norm": self.norm, "tokens": self.progress.tokens}
         row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
         if self.procs.device.type == "cuda":
             row["memory_bytes"] = torch.cuda.max_memory_allocated(self.procs.device)
@@ -220,6 +224,20 @@ def read_metrics(path: Path) -> list[dict]:
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Keep the rows up to `step`: later steps will run again. If other lines are damaged than the
+    last, which a kill may have cut short, the file is kept as well, as metrics.jsonl.damaged1."""
+    if not path.exists():
+        return
+    rows = read_metrics(path)
+    if len(rows) < path.read_bytes().count(b"\n"):
+        copies = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
+        kept = next(copy for copy in copies if not copy.exists())
+        shutil.copyfile(path, kept)
+        show(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
+    write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 
 def start_wandb(config: Config):

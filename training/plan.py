@@ -16,7 +16,7 @@ import torch
 from annotated_types import Interval
 
 from model import AOGPT
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.validation import Count, check_values
 from training.config import Config, from_command_line, refuse
 from training.metrics import GPU, GPUS, TIME, in_units
@@ -46,10 +46,6 @@ class RunPlan:
     @property
     def memory_total(self) -> int:
         return sum(self.memory.values())
-
-
-def find_gpu(name: str) -> GPU:
-    return GPUS[name]
 
 
 def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4) -> RunPlan:
@@ -137,25 +133,22 @@ def main() -> None:
     o, rest = tyro.cli(PlanOptions, return_unknown_args=True, **names)
     check_values(o)
     config = from_command_line(rest, __doc__)
-    plan = plan_run(config, o.world_size, find_gpu(o.gpu), o.mfu)
+    plan = plan_run(config, o.world_size, GPUS[o.gpu], o.mfu)
     title = f"{config.name} on {o.world_size} x {o.gpu}: {config.train.parallel}"
-    print(title, plan_text(plan), sep="\n")
+    show(title, plan_text(plan), sep="\n")
 
 
 def plan_text(plan: RunPlan) -> str:
     t, total, usable = plan.config.train, plan.memory_total, plan.memory_usable
     verdict = f"{'fits' if total <= usable else 'does NOT fit'} in {in_units(usable, BINARY)}"
+    here = f"here {plan.micro_batch_size}"
     parameters, step = sum(plan.parameters.values()), plan.seconds_per_step
     conditioning = f"{100 * plan.parameters['conditioning'] / parameters:.2g}% of them conditioning"
     rows = [("parameters", in_units(parameters, COUNTS), conditioning)]
     rows += [(part, in_units(n, BINARY), "") for part, n in plan.memory.items()]
     rows += [
         ("memory of a GPU", in_units(total, BINARY), f"{verdict}, {RESERVED:.0%} left free"),
-        (
-            "largest micro-batch",
-            f"{plan.largest_micro_batch_size}",
-            f"here {plan.micro_batch_size}",
-        ),
+        ("largest micro-batch", f"{plan.largest_micro_batch_size}", here),
         ("time of a step", in_units(step, TIME), f"{plan.tokens_per_step:,} tokens"),
         ("time of the run", in_units(step * t.steps, TIME), f"{t.steps:,} steps"),
         ("a checkpoint", in_units(plan.checkpoint_bytes, DECIMAL), ""),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from runtime.command_line import run_script
+from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, new_figure, png
 from training.metrics import read_metrics
@@ -38,7 +38,7 @@ def main() -> None:
     o.out.parent.mkdir(parents=True, exist_ok=True)
     with Outputs({"--out": o.out}, o.runs, o.overwrite) as outputs:
         outputs.write(o.out, plot_runs(list(o.runs)))
-    print(f"wrote {o.out}")
+    show(f"wrote {o.out}")
 
 
 def plot_runs(folders: list[Path]) -> bytes:

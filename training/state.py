@@ -16,19 +16,37 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from checkpoints import CheckpointError, load_model, store
+from checkpoints import CheckpointError, load, store
+from data.tokenizers import RECORDED, other_tokenizer
 from model import AOGPT
 from runtime.errors import UserError
 from runtime.processes import Processes
 from training import config as configuration
-from training import parallel
+from training import optimizers, parallel
 from training.config import Config
-from training.optimizers import EMA, MuonAdamW, allocate_state, make_optimizer, named_state
-from variants import build_model
+from training.metrics import read_metrics
+from training.optimizers import EMA, MuonAdamW, learning_rate
+from training.validation import best_by, validation_orders
+from variants import build_model, length_is_fixed
 
-# What a model shares with the one that its weights come from.
-SHARED = ("attention", "n_head", "position", "norm", "norm_bias", "qk_norm", "gelu", "tied_head")
-SHARED += ("start", "value_residual")
+# What another value of a key does to a run that resumes, by key or table (docs/training.md):
+# refused, as what it is part of cannot change; told with its consequence; all others are free.
+REFUSED = {"model": "architecture", "optim.kind": "optimizer"}
+REFUSED |= {"optim.more_ema_decays": "list of averages"}
+REFUSED |= dict.fromkeys((f"data.{key}" for key in RECORDED), "tokenizer")
+NOW, OTHER_LOSS = "from this step on", "losses before and after this step do not compare"
+SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
+TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
+TOLD |= dict.fromkeys(
+    ("order", "objective", "schedule", "eval.sequences", "eval.draws"), OTHER_LOSS
+)
+TOLD |= {"seed": SHUFFLED, "data.train": SHUFFLED, "data.val": OTHER_LOSS}
+TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
+TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
+
+# Keys that may differ between a model and the source of its weights: any value; what is gained.
+FREE = ("dropout", "position_init", "block_size")
+GAINED = {"target": "none"} | dict.fromkeys(("noise", "attn_bias", "mlp_bias", "head_bias"), False)
 
 
 @dataclass
@@ -36,6 +54,8 @@ class Progress:
     """Where a run is. Its fields are keys of checkpoints.store.State."""
 
     step: int = 0
+    sequences: int = 0  # trained on so far, which batches go on after
+    tokens: int = 0
     best: dict | None = None  # {"step", "loss"} of the best checkpoint that exists
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -51,9 +71,6 @@ class State:
     progress: Progress
 
 
-# ---- starting ------------------------------------------------------------------------------------
-
-
 def start(config: Config, data_meta: dict, procs: Processes) -> State:
     """The run's state: new, with the weights of train.init_from, or from its newest checkpoint.
 
@@ -67,26 +84,22 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     if found:
         check_same_run(config, data_meta, *found, procs.print0)
     else:
-        names = ("config.toml", "metrics.jsonl", "best")
-        held, own = [name for name in names if (folder / name).exists()], False
-        with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
-            text = configuration.to_toml(configuration.load_toml(folder / "config.toml"))
-            own = text == (folder / "config.toml").read_text()
-        if held and not own:
-            raise UserError(
-                f"{folder} holds {held[0]}, but no checkpoint, and this version of train.py has "
-                "not written it: choose another --name, or remove the file"
-            )
+        if problem := procs.gather(history_in(folder) if procs.main else None)[0]:
+            raise UserError(problem)
         if config.train.init_from:
-            initial = build_model(config.model)
-            warm_start(initial, load_model(config.train.init_from))
+            initial, source = build_model(config.model), load(config.train.init_from)
+            for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
+                what = f"its {key} is {theirs!r}, that of {config.data.folder} is {ours!r}"
+                advice = "prepare the data with its tokenizer, or leave out --train.init-from"
+                raise UserError(f"cannot start from {source.path}: {what}; {advice}")
+            warm_start(initial, source.model)
             weights = dict(initial.named_parameters())
             procs.print0(f"started from the weights of {config.train.init_from}")
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=found is not None)
     decays = config.optim.ema_decay, *config.optim.more_ema_decays
     averages = [EMA(model, decay) for decay in decays]
-    state = State(model, averages, make_optimizer(model, config), Progress())
+    state = State(model, averages, optimizers.make_optimizer(model, config), Progress())
     if procs.main:
         store.remove_partial(folder)
     if found:
@@ -97,26 +110,62 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     return state
 
 
+def history_in(folder: Path) -> str | None:
+    """Why a folder without a checkpoint can be no new run's: it holds files of another's, or the
+    history of a run. One that was killed before or in its first checkpoint may start again."""
+    names, place, own = ("config.toml", "metrics.jsonl", "best"), folder / "checkpoints", False
+    held, steps, first = [name for name in names if (folder / name).exists()], 0, 0
+    with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
+        old = configuration.load_toml(folder / "config.toml")
+        own = configuration.to_toml(old) == (folder / "config.toml").read_text()
+    if held and not own:
+        why = "but no checkpoint, and this version of train.py has not written it"
+        return f"{folder} holds {held[0]}, {why}: choose another --name, or remove the file"
+    if own:
+        steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
+        first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
+    unfinished = store.temporary_of(store.path_of(folder, first)).exists()
+    unmounted = place.is_symlink() and not place.is_dir()
+    if not (unmounted or "best" in held or steps > first and not unfinished):
+        return None
+    why = f"the history of a run of {steps} steps, but there is no checkpoint in {place}"
+    return f"{folder} holds {why}: mount its disk, or move {folder} away to start anew"
+
+
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:
-    """Print what has changed since a checkpoint. Raises UserError for what cannot change."""
-    old = configuration.from_dict(values["config"], str(path))
-    changes = configuration.differences(old, config)
-    changes["data.tokenizer"] = values["data"]["tokenizer"], meta["tokenizer"]
+    """Print what has changed since a checkpoint, and what follows; forget in its values what no
+    longer holds. Raises UserError for what cannot change."""
+    old, step = configuration.from_dict(values["config"], str(path)), values["step"]
+    values.setdefault("sequences", step * old.train.batch_size)  # of older versions
+    values.setdefault("tokens", 0)
+    changes, metas = configuration.differences(old, config), (values["data"], meta)
+    changes |= {f"data.{key}": pair for key, pair in other_tokenizer(*metas).items()}
     for split in ("train", "val"):
-        files = [data.get("splits", {}).get(split, {}) for data in (values["data"], meta)]
-        key = f"the split {split} in {config.data.folder}"
-        changes[key] = tuple(file.get("sha256") for file in files)
-    fixed = {"optim.kind": "optimizer", "optim.more_ema_decays": "list of averages"}
-    fixed["data.tokenizer"] = "tokenizer"
+        before, after = (data.get("splits", {}).get(split, {}).get("sha256") for data in metas)
+        changes |= {f"data.{split}": (before, after)} if before != after else {}
     for key, (before, after) in changes.items():
-        if before != after and (key.startswith("model.") or key in fixed):
+        if key not in TOLD and (what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))):
             raise UserError(
                 f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}:"
-                f" the {fixed.get(key, 'architecture')} of a run cannot change; set it back, or "
-                "start another run with --name"
+                f" the {what} of a run cannot change; set it back, or start another run with --name"
             )
-        if before != after:
-            print0(f"changed since {path}: {key} = {after!r} (was {before!r})")
+    for key, (before, after) in changes.items():
+        effect = TOLD.get(key, TOLD.get(key.partition(".")[0], "")).format(**values)
+        if key in ("data.train", "data.val"):
+            key = f"the split {key[5:]} in {config.data.folder}"
+        note = effect and f"; {effect}"
+        print0(f"changed since {path}: {key} = {after!r} (was {before!r}){note}")
+    if learning_rate(step, old) != learning_rate(step, config):
+        rates = learning_rate(max(0, step - 1), old), learning_rate(step, config)
+        print0("the learning rate goes from {:.3g} to {:.3g}".format(*rates), f"at step {step + 1}")
+    best, orders = values["best"], [validation_orders(which) for which in (old, config)]
+    measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
+    if best and (measured or orders[0] != orders[1]):
+        chosen = f"step {best['step']}, loss {best['loss']:.4f}"
+        print0(f"best ({chosen}) was chosen by another measure: it will be chosen anew")
+        values["best"] = None
+    if changes:  # skipped steps may have had their cause in what has changed
+        values["skipped_in_a_row"] = 0
 
 
 @torch.no_grad()
@@ -126,22 +175,25 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
     A new adaLN starts as the identity (shift 0, scale 0, gate 1) and other new tables of target
     positions at 0, so the model first computes what the source does. Exceptions: two streams, whose
     queries are new, and a plain GPT with rotary positions, in which all distances grow by one.
-    Raises CheckpointError if a weight of the source has no place in the model."""
-    for name in SHARED:
-        theirs, ours = getattr(source.config, name), getattr(model.config, name)
-        if theirs != ours:
+    Of longer tables of positions the first rows are taken. Raises CheckpointError if the weights
+    would mean something else in the model."""
+    theirs, ours = source.config, model.config
+    unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
+    for name, before in asdict(theirs).items():
+        now, free = getattr(ours, name), name in FREE or unread.get(name)
+        if before != now and not free and GAINED.get(name, now) != before:
             raise CheckpointError(
-                f"cannot start from these weights: set model.{name} = {theirs!r} (it is {ours!r})"
+                f"cannot start from these weights: set model.{name} = {before!r} (it is {now!r})"
             )
+    if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
+        raise CheckpointError(
+            f"cannot start from these weights: their tables have {theirs.block_size} positions; "
+            f"set model.block_size to at most that (it is {ours.block_size})"
+        )
     weights, own = dict(source.named_parameters()), dict(model.named_parameters())
     for name, weight in weights.items():
-        found = tuple(own[name].shape) if name in own else "no such weight"
-        if found != tuple(weight.shape):
-            raise CheckpointError(
-                f"cannot start from these weights: {name} is {tuple(weight.shape)} in the "
-                f"source, {found} in the model; give it the source's shape: {source.config}"
-            )
-        own[name].copy_(weight)
+        table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
+        own[name].copy_(weight[: len(own[name])] if table else weight)
     for name in own.keys() - weights.keys():
         if "adaln" in name or (name.endswith("wtpe.weight") and model.config.target != "adaln"):
             own[name].zero_()
@@ -150,16 +202,13 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
             own[name][2 * width : 3 * width] = own[name][5 * width :] = 1
 
 
-# ---- to and from checkpoints ---------------------------------------------------------------------
-
-
 def named_tensors(state: State) -> dict[str, Tensor]:
     """The tensors of a state, not copied, by their names in a checkpoint."""
     tensors = {f"model.{name}": p.detach() for name, p in state.model.named_parameters()}
     for i, ema in enumerate(state.averages):
         prefix = f"ema{ema.decay:g}" if i else "ema"
         tensors |= {f"{prefix}.{name}": average for name, average in ema.weights.items()}
-    for name, values in named_state(state.model, state.optimizer).items():
+    for name, values in optimizers.named_state(state.model, state.optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
     return tensors
 
@@ -179,7 +228,7 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
 @torch.no_grad()
 def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint, whatever number of processes wrote it."""
-    allocate_state(state.optimizer)
+    optimizers.allocate_state(state.optimizer)
     tensors = named_tensors(state)
     if odd := sorted(values["tensors"].keys() - tensors.keys()):
         raise CheckpointError(f"{path} holds {odd[0]}, which the run has no place for")
@@ -196,9 +245,6 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
     """The name of a tensor whose shard on this process has a number that is not finite."""
     finite = [store.is_finite(parallel.local(tensor)) for tensor in tensors.values()]
     return next((name for name, ok in zip(tensors, finite, strict=True) if not ok), None)
-
-
-# ---- saving --------------------------------------------------------------------------------------
 
 
 class Saver:
@@ -225,7 +271,7 @@ class Saver:
         config = self.config
         tensors = named_tensors(state)
         if name := next(filter(None, self.procs.gather(not_finite(tensors))), None):
-            raise UserError(not_finite_message(config, state.progress.step, name))
+            raise UserError(not_finite_message(config, state.progress, name))
         values = plain_values(state, best, config, self.data_meta)
         path = store.path_of(config.run_folder, state.progress.step)
         arguments = config.run_folder, values, tensors, config.checkpoint.keep
@@ -276,9 +322,27 @@ def last_good(config: Config, step: int) -> str:
     return f"the last good checkpoint is {paths[-1]}" if paths else "there is no earlier checkpoint"
 
 
-def not_finite_message(config: Config, step: int, what: str) -> str:
+def not_finite_message(config: Config, progress: Progress, what: str) -> str:
     """Why a run ends whose numbers are no longer finite."""
+    good = last_good(config, progress.step - progress.skipped_in_a_row)
+    advice = f"move {config.run_folder} away"
+    if store.find(config.run_folder):
+        advice = "if no loss after that checkpoint is finite, remove it"
     return (
-        f"{what} is not finite at step {step}; {last_good(config, step)}. Lower --optim.lr, or set "
-        "--optim.grad-clip, and start again"
+        f"{what} is not finite at step {progress.step}; {good}. Lower --optim.lr, or set "
+        f"--optim.grad-clip, and start again; {advice}"
     )
+
+
+def newest_and_best(config: Config, progress: Progress) -> str:
+    """The validation losses of the newest and the best checkpoint, for the end of a run."""
+    best, key = progress.best, f"val_loss_{best_by(config)}"
+    if best is None:
+        return "no checkpoint was validated (see --eval.interval)"
+    rows = read_metrics(config.run_folder / "metrics.jsonl")
+    losses = {row["step"]: f"validation loss {row[key]:.4f}" for row in rows if row.get(key)}
+    newest = f"step {progress.step} ({losses.get(progress.step, 'not validated')})"
+    if best["step"] == progress.step:
+        return f"the newest checkpoint, {newest}, is the best"
+    chosen = f"step {best['step']} (validation loss {best['loss']:.4f})"
+    return f"newest checkpoint: {newest}, which scripts take; best: {chosen}, --checkpoint best"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model import AOGPT, ModelConfig, Pass, attention, inverse_permutation
 from variants.chunked_head import ChunkedHead
-from variants.scoring import Scoring, check_mask, group_log_probs
+from variants.scoring import Scoring, check_boolean, check_mask, group_log_probs
 
 
 class FullPass(Pass):
@@ -44,14 +44,17 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
 
         tokens (B, T); masked BoolTensor (B, T); sigma (B,) noise levels, for a model with noise;
         lengths (B,) of rows that are shorter than T."""
-        x = self.hidden(torch.where(masked, self.config.mask_token, tokens), sigma, lengths)
+        x = self.hidden(self.with_masks(tokens, masked), sigma, lengths)
         nll = self.head_loss(x, tokens)
         return nll if self.config.noise else nll * masked
 
     def logits(self, tokens: Tensor, masked: Tensor, sigma=None, lengths=None) -> Tensor:
         """(B, T, mask_token), in sequence order. Arguments as for `forward`."""
-        inputs = torch.where(masked, self.config.mask_token, tokens)
-        return self.head_logits(self.hidden(inputs, sigma, lengths))
+        return self.head_logits(self.hidden(self.with_masks(tokens, masked), sigma, lengths))
+
+    def with_masks(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        check_boolean(masked, "masked")
+        return torch.where(masked, self.config.mask_token, tokens)
 
     def hidden(
         self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None
@@ -92,6 +95,10 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         """As `Scoring.masked_log_probs`. With noise, its level is that of the time that equals the
         share of masked tokens."""
         check_mask(self, tokens, masked)
+        if lengths is not None:  # padding is not predicted
+            masked = masked & (
+                torch.arange(masked.shape[1], device=masked.device) < lengths[:, None]
+            )
         if not self.config.noise:
             return -self(tokens, masked, lengths=lengths)
         normaliser, output = self(tokens, masked, self._noise_of(masked, lengths), lengths)
@@ -116,7 +123,9 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         masked = step_of >= known[:, None]
         if lengths is not None:
             masked &= step_of < lengths[:, None]
-        if steps is None:
+        if steps is not None:
+            check_boolean(steps, "steps")
+        else:
             steps = torch.arange(order.shape[1], device=order.device) >= known[:, None]
         inputs = torch.where(masked, self.config.mask_token, tokens)
         sigma = self._noise_of(masked, lengths) if self.config.noise else None

@@ -167,8 +167,13 @@ def check_tokens(model: AOGPT, tokens: Tensor, other: Tensor) -> None:
 
 def check_mask(model: AOGPT, tokens: Tensor, masked: Tensor) -> None:
     check_tokens(model, tokens, masked)
-    if masked.dtype != torch.bool:
-        raise UserError(f"masked is {masked.dtype}; give a boolean tensor")
+    check_boolean(masked, "masked")
+
+
+def check_boolean(mask: Tensor, name: str) -> None:
+    """Raise UserError for a mask of integers, which would index, or whose ~ would be no "not"."""
+    if mask.dtype != torch.bool:
+        raise UserError(f"{name} is {mask.dtype}; give a boolean tensor")
 
 
 def check_permutations(order: Tensor) -> None:

@@ -1,0 +1,115 @@
+"""No two uses of a seed share random numbers."""
+
+import ast
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+from reference import accept, make_system, random_tokens
+
+import eval_infill
+from checkpoints import Loaded
+from evaluation.ensembles import cheap_gains
+from evaluation.infilling import Passages
+from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
+from orders import OrderConfig, orders_at
+from runtime import randomness
+from sampling import modes
+from sampling.modes import DecodingOptions, with_mode_defaults
+
+LENGTH, ROWS = 6, range(5)
+RANDOM = OrderConfig("random")
+TOKENS = random_tokens(11, len(ROWS), LENGTH, 0)
+OPTIONS = with_mode_defaults(DecodingOptions(mode="random"))
+
+# Every use of one seed by scripts that may run on the same model; draw, step and prompt 3.
+USES = {
+    "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
+    "likelihoods": lambda: token_nll(make_system("AO-GPT", 0), TOKENS, RANDOM, 7, 3, ROWS, 9),
+    "ELBO": lambda: evaluation_masks(7, 3, ROWS, 9, LENGTH),
+    "ensembles": lambda: cheap_gains(make_system("AO-GPT", 0), TOKENS, (2,), 7, 3, ROWS, 9),
+    "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
+    "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
+    "shuffle": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.SHUFFLE),
+    "lengths": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.LENGTHS),
+    "dropout": lambda: randomness.philox_bits(7, 3, ROWS, 1, randomness.DROPOUT),
+}
+
+
+def test_no_two_uses_of_a_seed_share_a_number(monkeypatch):
+    """All 64-bit numbers that each use takes are different from all others; so are those of the
+    order and of the tokens of the same sample."""
+    taken, real = {}, np.random.Philox
+    for name, use in USES.items():
+        numbers = taken[name] = []
+
+        class Recorder:
+            def __init__(self, **settings):
+                self.philox = real(**settings)
+
+            def advance(self, count):
+                self.philox.advance(count)
+                return self
+
+            def random_raw(self, count, numbers=numbers):
+                bits = self.philox.random_raw(count)
+                numbers.extend(bits.tolist())
+                return bits
+
+        monkeypatch.setattr(np.random, "Philox", Recorder)
+        use()
+    counts = Counter(number for numbers in taken.values() for number in set(numbers))
+    assert set(counts.values()) == {1} and all(taken.values())
+    assert len(set(taken["samples"])) == len(taken["samples"])
+    masks = masks_at(ObjectiveConfig("k_dce"), 7, 3, ROWS, 9, LENGTH)  # encoders have no orders
+    assert masks.masked.any()
+
+
+def test_every_stream_has_one_use_and_the_seed_no_other_generator():
+    """A new use takes a new stream (and a line above), not a generator of the seed."""
+    streams = [name for name in vars(randomness) if name.isupper()]
+    assert len({getattr(randomness, name) for name in streams}) == len(streams)
+    used, generators = Counter(), []
+    for path in sorted(ROOT.rglob("*.py")):
+        place = path.relative_to(ROOT)
+        if place.parts[0] in ("tests", "studies", ".venv", "out"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "runtime.randomness":
+                used.update(alias.name for alias in node.names if alias.name in streams)
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "randomness":
+                used.update([node.attr] if node.attr in streams else ())
+            if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
+                generators.append(str(place))
+    # ORDERS: the default of orders and of masks. A run trains on one or the other.
+    assert used == dict.fromkeys(streams, 1) | {"ORDERS": 2}
+    # The seed of dropout has a stream, those of the initial weights are hashed from their names;
+    # the last takes no numbers.
+    assert generators == ["train.py", "training/parallel.py", "training/state.py"]
+
+
+@pytest.mark.parametrize("mode", ["random", "mdm"])
+def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
+    """Infills of a model whose tokens are uniform, on 4 x 4 cells of place in the order and id."""
+    made = {}
+    real = modes.generate_distributed
+
+    def keep(model, planned, *arguments, **keywords):
+        made["plan"], made["got"] = planned.plan, real(model, planned, *arguments, **keywords)
+        return made["got"]
+
+    monkeypatch.setattr(modes, "generate_distributed", keep)
+    model = make_system("AO-GPT", 0, torch.float32, vocab_size=257, block_size=8)
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.zero_()
+    loaded = Loaded(model, "", 0, "raw", tokenizer="bytes", vocab_size=256)
+    N = 1200
+    passages = Passages(torch.zeros(N, 8).long(), torch.zeros(N).long(), torch.full((N,), 8))
+    options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
+    eval_infill.fill_in(loaded, passages, True, options, 0)
+    place = torch.empty(N, 8).long().scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
+    cells = (place // 2 * 4 + made["got"].tokens // 64).flatten().bincount(minlength=16)
+    assert accept(cells, torch.full((16,), 1 / 16, dtype=torch.float64))

@@ -1,0 +1,244 @@
+"""What a changed setting means, to a run that resumes and to one that starts from weights."""
+
+import copy
+import dataclasses
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import ALONE, ROOT, change, make_data, metrics, newest, tiny_config
+
+import train
+from checkpoints import CheckpointError, store
+from convert import convert
+from data.loader import TokenDataset
+from model import ModelConfig
+from runtime.errors import UserError
+from training import config as configuration
+from training.config import StageConfig
+from training.state import check_same_run, warm_start
+from variants import build_model
+
+REFUSED, FREE = "cannot change", ""
+NOW, COMPARE, ANEW = "from this step on", "do not compare", "best .* will be chosen anew"
+# What the run says of another value of each key.
+KEYS = {
+    "name": ("other", FREE),
+    "out": ("elsewhere", FREE),
+    "seed": (8, f"read twice or never.*{ANEW}"),
+    "model": (None, REFUSED),
+    "model.dropout": (0.0, NOW),
+    "order.kind": ("random", COMPARE),
+    "order.l2r_prob": (0.5, COMPARE),
+    **{f"order.{key}": (5, COMPARE) for key in ("block", "seed", "window")},
+    "order.share": (0.7, COMPARE),
+    "order.file": ("x.npy", COMPARE),
+    "objective.kind": ("groupwise", f"{COMPARE}.*{ANEW}"),
+    "objective.group": (2, COMPARE),
+    "objective.noise_eps": (0.01, COMPARE),
+    "objective.prefix_prob": (0.5, COMPARE),
+    "schedule": ((StageConfig(2, "random_blockwise"),), f"{COMPARE}.*{ANEW}"),
+    "data.folder": (None, f"split train .*read twice or never.*split val .*{COMPARE}.*{ANEW}"),
+    "data.verify": (True, FREE),
+    "data.random_length_prob": (0.5, NOW),
+    "optim.lr": (1e-4, f"{NOW}.*learning rate goes from 0.00207 to 6.5e-05 at step 21"),
+    "optim.min_lr_ratio": (0.5, f"{NOW}.*learning rate goes"),
+    "optim.schedule": ("linear", f"{NOW}.*learning rate goes"),
+    "optim.warmup_steps": (20, f"{NOW}.*learning rate goes"),
+    "optim.decay_steps": (100, f"{NOW}.*learning rate goes"),
+    **{f"optim.{key}": (0.5, NOW) for key in ("beta1", "beta2", "ema_decay", "muon_momentum")},
+    **{f"optim.{key}": (0.5, NOW) for key in ("weight_decay", "grad_clip", "muon_lr")},
+    "optim.decay_share": (0.5, NOW),
+    "optim.kind": ("muon", REFUSED),
+    "optim.more_ema_decays": ((0.5,), REFUSED),
+    "train.steps": (80, "learning rate goes from 0.00207 to 0.00274 at step 21"),
+    "train.epochs": (0.5, FREE),
+    "train.batch_size": (16, "goes on after the 160 sequences"),
+    "train.micro_batch_size": (2, FREE),
+    "train.dtype": ("bfloat16", NOW),
+    "train.init_from": ("x", "without effect"),
+    "train.activation_checkpointing": ("block", FREE),
+    **{f"train.{key}": (True, FREE) for key in ("compile", "deterministic")},
+    "train.reduce_every_micro_batch": (True, FREE),
+    "train.device": ("auto", FREE),
+    "train.parallel": ("fsdp", FREE),
+    **{f"train.{key}": (77, FREE) for key in ("timeout", "log_interval", "max_skipped_steps")},
+    "eval.interval": (3, FREE),
+    **{f"eval.{key}": (9, f"{COMPARE}.*{ANEW}") for key in ("sequences", "draws")},
+    **{f"checkpoint.{key}": (3, FREE) for key in ("interval", "keep", "minutes")},
+    "wandb.mode": ("offline", FREE),
+    "wandb.project": ("x", FREE),
+}
+MODEL = {"vocab_size": 384, "target": "input", "n_layer": 3, "block_size": 8, "gelu": "tanh"}
+
+
+def all_keys():
+    for field in dataclasses.fields(configuration.Config):
+        value = getattr(configuration.Config(), field.name)
+        inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        yield from [f"{field.name}.{key.name}" for key in inner] or [field.name]
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    config = tiny_config(data, tmp_path_factory.mktemp("finished"), checkpoint__keep=99)
+    train.train(config, ALONE)
+    return config, store.read_values(store.path_of(config.run_folder, 20))
+
+
+@pytest.mark.parametrize("key", all_keys())
+def test_every_key_is_free_told_with_its_consequence_or_refused(finished, tmp_path, key):
+    """A new key needs a row in KEYS and in the table of docs/training.md."""
+    config, values = finished
+    table = key.partition(".")[0]
+    value, expected = KEYS[key] if key in KEYS else KEYS[table]
+    values, said = json.loads(json.dumps(values)), []
+    meta = values["data"]
+    now = copy.deepcopy(config)
+    if key == "data.folder":
+        other = make_data(tmp_path, words=3000, seed=1)
+        value, meta = str(other), json.loads((other / "meta.json").read_text())
+    if table == "model" and key != "model.dropout":
+        value = MODEL.get(key.partition(".")[2], "another")
+    target = getattr(now, table) if "." in key else now  # past the checks of whole configurations
+    object.__setattr__(target, key.partition(".")[2] or key, value)
+    documented = (ROOT / "docs" / "training.md").read_text().partition("## A changed setting")[2]
+    assert any(f"`{name}`" in documented for name in (key, f"{table}.*", table))
+    arguments = now, meta, "PATH", values, lambda *words: said.append(" ".join(map(str, words)))
+    if expected == REFUSED:
+        with pytest.raises(UserError, match=rf"{re.escape(key)} = .* {REFUSED}"):
+            check_same_run(*arguments)
+        return
+    check_same_run(*arguments)
+    text = " ".join(said)
+    assert re.search(expected, text), text
+    assert f"{key} = " in text and (key == "schedule" or f"{key} = {value!r} (was" in text)
+    assert (values["best"] is None) == (ANEW in expected), text
+    if not expected:
+        assert text.endswith(")") and len(said) == 1, text
+
+
+@pytest.mark.parametrize("sizes", [(8, 32), (32, 8), (8, 4, 16, 8)])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_counted(
+    data, tmp_path, monkeypatch, sizes, recorded
+):
+    """recorded: whether the checkpoints hold the counts, which older ones do not."""
+    config, read = tiny_config(data, tmp_path, steps=5, eval__interval=0), []
+    blocks = TokenDataset.blocks
+
+    def note(self, indices):
+        read.extend(np.asarray(indices).tolist())
+        return blocks(self, indices)
+
+    monkeypatch.setattr(TokenDataset, "blocks", note)
+    for part, size in enumerate(sizes):
+        steps = 5 * (part + 1)
+        train.train(change(config, train__batch_size=size, train__steps=steps), ALONE)
+        if not recorded and not part:
+            path = store.find(config.run_folder)[-1]
+            state = json.loads((path / "state.json").read_text())
+            assert (state.pop("sequences"), state.pop("tokens")) == (5 * size, 5 * size * 16)
+            (path / "state.json").write_text(json.dumps(state | {"sha256": store.digest(state)}))
+    total, train_data = 5 * sum(sizes), TokenDataset(data, "train", 16)
+    expected = train_data.indices(7, 0, range(total), total).tolist()
+    assert read == expected and len(set(read)) == total < train_data.num_blocks
+    assert newest(config)["sequences"] == total and newest(config)["tokens"] == total * 16
+    tokens = np.cumsum(np.repeat(sizes, 5)) * 16
+    assert list(metrics(config, "tokens").values()) == tokens.tolist()
+
+
+def test_another_measure_forgets_the_best_checkpoint_and_a_new_one_is_chosen(data, tmp_path):
+    config = tiny_config(data, tmp_path, steps=10, optim__lr=0.0)
+    train.train(config, ALONE)
+    more = change(config, train__steps=12, eval__sequences=50)
+    train.train(more, ALONE)
+    best = newest(more)["best"]
+    assert best == {"step": 12, "loss": metrics(more, "val_loss_random")[12]}
+    assert store.best_of(config.run_folder).name == "step_00000012"
+
+
+# ---- other weights -------------------------------------------------------------------------------
+
+TINY = ModelConfig(vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8)
+ROTARY = {"position": "rotary", "target": "rotary"}
+ENCODER = {"attention": "full", "target": "none", "mask_token": 257}
+MEANINGS = {  # the source, what the model changes -> what is said; None: it starts
+    "[MASK]": (ENCODER, {"mask_token": 300}, "set model.mask_token = 257 .it is 300.$"),
+    "no target": (ROTARY, {"target": "none"}, "set model.target = 'rotary' .it is 'none'.$"),
+    "target": ({"target": "input"}, {"target": "shared"}, "set model.target = 'input' .it is"),
+    "position": ({}, {"position": "both"}, "set model.position = 'learned' .it is 'both'.$"),
+    "vocabulary": ({}, {"vocab_size": 384}, "set model.vocab_size = 320 .it is 384.$"),
+    "deeper": ({}, {"n_layer": 3}, "set model.n_layer = 2 .it is 3.$"),
+    "wider": ({}, {"n_embd": 64}, "set model.n_embd = 32 .it is 64.$"),
+    "condition": ({}, {"cond_dim": 16}, "set model.cond_dim = 8 .it is 16.$"),
+    "longer": ({}, {"block_size": 32}, "have 16 positions; set model.block_size to at most that"),
+    "no noise": (ENCODER | {"noise": True}, {"noise": False}, "set model.noise = True"),
+    "no bias": ({}, {"mlp_bias": False}, "set model.mlp_bias = True"),
+    "longer without tables": (ROTARY, {"block_size": 32}, None),
+    "shorter": ({}, {"block_size": 8}, None),
+    "shorter tables in blocks": ({"target": "per_block"}, {"block_size": 8}, None),
+    "shorter encoder": (ENCODER, {"block_size": 8}, None),
+    "plain": ({"target": "none"}, {"target": "adaln", "cond_dim": 16}, None),
+    "two streams": ({"target": "none"}, {"target": "two_stream", "group_attention": False}, None),
+    "noise": (ENCODER, {"noise": True}, None),
+    "no meaning": ({}, {"dropout": 0.5, "position_init": "sinusoidal"}, None),
+    "bias": ({"mlp_bias": False, "head_bias": False}, {"mlp_bias": True, "head_bias": True}, None),
+}
+
+
+@pytest.mark.parametrize("case", MEANINGS)
+def test_weights_start_a_model_only_where_they_mean_the_same(case):
+    theirs, changes, expected = MEANINGS[case]
+    source = build_model(dataclasses.replace(TINY, **theirs))
+    model = build_model(dataclasses.replace(source.config, **changes))
+    if expected:
+        with pytest.raises(CheckpointError, match=expected):
+            warm_start(model, source)
+        return
+    warm_start(model, source)
+    ours = dict(model.named_parameters())
+    for name, weight in source.named_parameters():
+        assert torch.equal(ours[name], weight[: len(ours[name])]), name
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, words",
+    [
+        ({"tokenizer": "words"}, {}, "tokenizer is 'bytes', that of .* is 'words'; prepare"),
+        ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": "a"}, "sha256 is 'a', that of .* is 'b'"),
+        ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": None}, None),  # of an older version
+        ({"vocab_size": 258}, {}, "its vocab_size is 257, that of .* is 258"),
+    ],
+)
+@pytest.mark.parametrize("how", ["started", "resumed", "exported"])
+def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
+    data, tmp_path, how, ours, theirs, words
+):
+    folders = []
+    for name, changes in (("theirs", theirs), ("ours", ours)):
+        folders.append(shutil.copytree(data, tmp_path / name))
+        meta = json.loads((data / "meta.json").read_text()) | changes
+        meta = {
+            key: value for key, value in meta.items() if value is not None or key not in changes
+        }
+        (folders[-1] / "meta.json").write_text(json.dumps(meta))
+    config = tiny_config(folders[0], tmp_path / "out", steps=5)
+    train.train(config, ALONE)
+    source = str(config.run_folder)
+    if how == "exported":
+        convert(source, tmp_path / "export")
+        source = str(tmp_path / "export")
+    config = change(config, data__folder=str(folders[1]), train__steps=6)
+    if how != "resumed":
+        config = change(config, name="new", train__init_from=source, model__block_size=8)
+    if words is None:
+        assert train.train(config, ALONE) == 0
+        return
+    if how == "resumed":
+        words = "the tokenizer of a run cannot change"
+    with pytest.raises(UserError, match=words):
+        train.train(config, ALONE)
