@@ -179,7 +179,7 @@ def train_step(
         torch.manual_seed(int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0]))
     rates = learning_rates(step, config)
     for group in optimizer.param_groups:
-        group["lr"] = rates["muon_lr" if "parts" in group else "lr"]  # AdamW's have no parts
+        group["lr"] = rates["muon_lr" if "sizes" in group else "lr"]  # AdamW's have no sizes
 
     t = config.train
     micro_steps = t.batch_size // (config.micro_batch_size(procs.world_size) * procs.world_size)
