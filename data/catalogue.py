@@ -1,8 +1,5 @@
-"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS.
-
-The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with
-their splits. A row is a document, and its text is what the Hugging Face datasets give.
-"""
+"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The evaluation
+sets are those of the published zero-shot perplexities (the SEDD protocol), with their splits."""
 
 from __future__ import annotations
 
@@ -75,9 +72,8 @@ class Dataset:
 
 
 def evaluation_set(*numbers: int, lines=(), split="test", **options) -> Dataset:
-    """A test set of the published tables, such as
-    evaluation_set(2_000, splits=("test",), hub=("owner/repo", None)). numbers: published rows of
-    each of `splits`, in order; lines: suffixes of text files with a row a line."""
+    """A test set of the published tables. numbers: published rows of each of `splits`, in order;
+    lines: suffixes of text files with a row a line."""
     readers = ROW_FILES | dict.fromkeys(lines, read_lines)
     options |= {"source": "optional", "protocol": "sedd", "split": split}
     return Dataset(numbers, readers=readers, **options)

@@ -34,10 +34,8 @@ Encoded = tuple[np.ndarray, np.ndarray | None]  # tokens (n,), and the roles of 
 def route(
     corpora: dict[str, Corpus], fraction: float | None, limit: int | None, whole: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """(split, document) of every document, in reading order.
-
-    fraction: share of the "train" documents that becomes "val"; None: none. limit: on the documents
-    of the first split, those of --source. whole: never split a document."""
+    """(split, document) of every document, in reading order. fraction: share of the "train"
+    documents that becomes "val". limit: of documents of the first split. whole: never split one."""
     for number, (split, corpus) in enumerate(corpora.items()):
         documents = islice(corpus.documents, None if number else limit)
         if split == "train" and fraction is not None:
@@ -134,11 +132,9 @@ class SplitFile:
             np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(self.path)
         size = os.path.getsize(self.path) // DTYPE.itemsize
         if size == 0:
-            raise UserError(
-                f"the {self.path.stem} split has {self.tokens:,} tokens in {len(self.ends):,} rows,"
-                f" and no group of {GROUP_ROWS:,} rows in a shard fills a block of "
-                f"{self.block_size:,}: lower --block-size, or use --protocol full"
-            )
+            what = f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows"
+            few = f"no group of {GROUP_ROWS:,} rows in a shard fills a block of {self.block_size:,}"
+            raise UserError(f"{what}; {few}: lower --block-size, or use --protocol full")
         facts = [{"file": p.name, "sha256": sha256_file(p)} for p in self._paths]
         counts = {"documents": len(self.ends), "dropped_tokens": self.tokens - size}
         return {"tokens": size, **counts, **facts[0]} | ({"roles": facts[1]} if facts[1:] else {})

@@ -32,8 +32,7 @@ def as_prompt(text: str) -> str:
 
 
 def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
-    """The parts of an example and their roles. Raises UserError, which begins with `place`, for
-    marks that do not come in pairs or nothing to predict."""
+    """The parts of an example and their roles. Raises UserError that begins with `place`."""
     parts = MARKS.split(example)  # every other one is a mark
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
         raise UserError(f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from annotated_types import Interval, Predicate
 from typing_extensions import is_typeddict
 
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 
 LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
@@ -155,8 +155,7 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
     except (FileError, OSError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise FileError(f"{path} is damaged: {reason}; {advice}") from error
+        raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
 
 
 OTHER_NAMES = {  # keys, and what other projects call them
