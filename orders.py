@@ -88,8 +88,7 @@ def orders_at(
     config: OrderConfig, seed: int, step: int, rows: range, length: int, stream: int = ORDERS
 ) -> Tensor:
     """Orders of the sequences `rows` of the global batch of one step, LongTensor (len(rows),
-    length) on the CPU: a pure function of the arguments. stream: a use of the seed (randomness.py).
-    """
+    length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`."""
     if length < 1:
         raise UserError(f"an order needs at least one position, but length is {length}")
     identity = torch.arange(length).expand(len(rows), length)

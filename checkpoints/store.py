@@ -156,8 +156,7 @@ def start_writing_shards(
 
 
 def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> None:
-    """Turn a folder of written tensors into the newest checkpoint. Of `tensors` only the dtypes and
-    shapes are read."""
+    """Turn a folder of written tensors into the newest checkpoint of a run."""
     path = path_of(run_folder, values["step"])
     contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
     contents["tensors"] = {name: [str(t.dtype)[6:], *t.shape] for name, t in tensors.items()}
@@ -286,9 +285,8 @@ def read_newest(
 
 
 def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, by name, whichever processes wrote it; of a DTensor the shard
-    of this process. Raises CheckpointError for a missing name, another shape or dtype, or an
-    unreadable file."""
+    """Fill tensors from a checkpoint, by name; of a DTensor this process's shard. Raises
+    CheckpointError for a missing name, another shape or dtype, or an unreadable file."""
     import torch.distributed.checkpoint as dcp
 
     for name, tensor in targets.items():

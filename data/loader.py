@@ -73,15 +73,14 @@ def find_dataset(name) -> Path:
 
 
 def evaluation_split(meta: dict) -> str:
-    """The split to evaluate on where none is named: that of an evaluation set, else the only one,
-    else "val"."""
+    """The split to evaluate on by default: the only one, that of an evaluation set, or "val"."""
     if len(meta["splits"]) == 1:
         return next(iter(meta["splits"]))
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
 
 
 def load_meta(folder) -> Meta:
-    """The contents of `folder`/meta.json, or what it would say of nanoGPT's token files. Raises
+    """The contents of meta.json, or what it would be for nanoGPT's token files. Raises
     FileNotFoundError or UserError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
@@ -141,11 +140,8 @@ def spread(count: int, total: int) -> np.ndarray:
 
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
-    examples with prompts are shorter.
-
-    Attributes: meta (dict), tokens (all ids, memory-mapped), num_blocks, of_records. Raises
-    FileNotFoundError or UserError for a folder that is missing, damaged (verify: see
-    `read_tokens`), too short, or packed for another block size."""
+    examples with prompts are shorter. Attributes: meta, tokens (all ids, memory-mapped),
+    num_blocks, of_records. verify: see `read_tokens`. Raises FileNotFoundError or UserError."""
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):
         self.meta, self.tokens = load_meta(folder), read_tokens(folder, split, verify)
@@ -207,8 +203,7 @@ class TokenDataset:
         return torch.from_numpy(rest.astype(np.int64))[None]
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
-        """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step`
-        -> LongTensor (B, T)."""
+        """Sequences `rows` of the global batch of `step` -> LongTensor (B, T)."""
         return self.blocks(self.indices(seed, step, rows, global_batch))
 
     def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:

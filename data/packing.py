@@ -48,8 +48,7 @@ def _train_and_val(
     documents: Iterator[str], fraction: float, whole: bool
 ) -> Iterator[tuple[str, str]]:
     """One validation document in every group of 1 / fraction in a row, or of all where they are
-    fewer. Its place in the group is drawn from the number of the group, so a document's split does
-    not depend on later ones."""
+    fewer. Its place is drawn from the group's number: no split depends on later documents."""
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
         if whole:
@@ -69,8 +68,8 @@ def _train_and_val(
 
 
 def _place_to_split(text: str, fraction: float) -> int:
-    """Where the last share of a text begins, its validation split: at the end of a line, else at a
-    space, within the million characters before that share."""
+    """Where the last share of a text begins: at the end of a line, else at a space, within the
+    million characters before it."""
     place = len(text) - max(1, round(len(text) * fraction))
     if place < 1:
         raise UserError(f"the only document has {len(text)} characters; add documents")

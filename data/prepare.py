@@ -184,10 +184,9 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
 def metadata(
     name: str, args: Prepare, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
 ) -> dict:
-    """The contents of meta.json, without splits and notes. settings: what decides the result,
-    beside the documents."""
+    """The contents of meta.json, without splits and notes."""
     keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
-    settings = {key: getattr(args, key) for key in keys.split()}
+    settings = {key: getattr(args, key) for key in keys.split()}  # on which the result depends
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,

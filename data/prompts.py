@@ -46,12 +46,10 @@ def encode_example(
     tokenizer: Tokenizer, block_size: int, end: bool, example: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and roles, padded with end-of-text to (block_size,) each; longer examples stay longer.
-
-    Every part is encoded by itself, so that the prompt's tokens do not depend on the rest. end:
-    whether a predicted end-of-text follows."""
+    end: whether a predicted end-of-text follows."""
     ids, roles = [], []
     for text, role in spans(example):
-        part = tokenizer.encode(text)
+        part = tokenizer.encode(text)  # by itself: a prompt's tokens do not depend on the rest
         ids += part
         roles += [role] * len(part)
     missing = max(0, block_size - len(ids) - end)
@@ -67,8 +65,7 @@ class Example(str):
 
 
 class Examples(Reading):
-    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}.
-    `field` and `prompt_field` replace the names."""
+    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}."""
 
     @property
     def fields(self):

@@ -183,8 +183,7 @@ class Colouring(Task):
         return "".join(sorted("".join(sorted(pair)) for pair in pairs(key, BORDERS)))
 
     def answer(self, key, rng):
-        """A colour for each country: the first colouring that fits, tried in random order, so not
-        all colourings are equally likely."""
+        """The first colouring that fits, tried in random order: not all are equally likely."""
         order = letters(rng, COUNTRIES, of=COUNTRIES)
 
         def search(colours: dict[str, str]) -> dict[str, str] | None:
@@ -254,8 +253,7 @@ class Reversal(Task):
         return "val" if int(number) % 4 == 1 else "test"
 
     def example(self, key, rng):
-        """A:B forward; backward A with the prompt :B, in training as :BA, which a left-to-right
-        model can continue."""
+        """A:B forward; backward A with the prompt :B, in training :BA for left-to-right models."""
         number, direction = key.split()
         name, other = facts()[int(number)]
         if direction == "forward":
@@ -307,8 +305,7 @@ def replace_limit(groups: Sequence[int]) -> float:
 
 
 def shuffle_limit(groups: Sequence[int]) -> float:
-    """With r letters left each position of a group takes any of them with probability 1 / r; all of
-    a group must differ."""
+    """With r letters left each position of a group draws one of them; all must differ."""
     left, right = sum(groups), 1.0
     for size in groups:
         right *= math.perm(left, size) / left**size

@@ -32,10 +32,9 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 
 class Tokenizer:
-    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have a
-    name, these numbers, ranks (ids by the bytes of a token), encode_array(text), unsigned integers
-    (n,), in which "<|endoftext|>" is plain text, and to_bytes(ids), in which end-of-text has the
-    bytes of its name."""
+    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have name,
+    vocab_size, eot, ranks (ids by the bytes of a token), encode_array(text), uint16 (n,), for which
+    "<|endoftext|>" is plain text, and to_bytes(ids), with that text for end-of-text."""
 
     @functools.cached_property
     def file(self) -> bytes:
@@ -126,8 +125,7 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple]:
-    """{key: (theirs, ours)} of what differs in the tokenizers that two descriptions of data record,
-    such as meta.json or fields of `Loaded`, where both say it."""
+    """{key: (theirs, ours)} of RECORDED keys that differ, where both descriptions have them."""
     pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
     return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 

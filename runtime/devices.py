@@ -35,8 +35,7 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on a CUDA GPU that has it, else float32. bfloat16: float32 where autocast does
-    not have it."""
+    """auto: bfloat16 on a CUDA GPU that has it. bfloat16: where autocast has it. Else float32."""
     if dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -88,8 +87,7 @@ def deterministic(enabled: bool):
 
 @contextlib.contextmanager
 def tf32(device: torch.device, enabled: bool):
-    """A context in which an NVIDIA GPU, if enabled, multiplies float32 matrices in TF32: several
-    times as fast, with a mantissa of 10 bits."""
+    """A context in which, if enabled, an NVIDIA GPU multiplies float32 matrices in TF32."""
     on = enabled and device.type == "cuda"
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:

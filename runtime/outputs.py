@@ -1,5 +1,4 @@
-"""What a script reports: result files that replace nothing unasked, tables, pictures, and what is
-needed to make a number again."""
+"""What a script reports: result files that replace nothing unasked, tables, pictures, versions."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,11 +112,8 @@ def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
 
 def versions() -> dict[str, str]:
     """Versions that a reported number depends on."""
-    import numpy
-    import torch
-
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    return found | {"numpy": numpy.__version__}
+    packages = {name: metadata.version(name) for name in ("torch", "numpy")}
+    return {"python": platform.python_version()} | packages
 
 
 def commit() -> str:

@@ -91,11 +91,9 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store under a prefix that only the processes of this attempt know.
-
-    torchrun restarts a job with the old store, whose stale addresses make gloo fail (as of PyTorch
-    2.13), and its count of restarts differs between nodes. So rank 0 makes up a prefix, and gives
-    it to the others under random names, which each of them makes up and leaves in the store."""
+    """torchrun's store under a prefix that only the processes of this attempt know: a job that is
+    restarted gets the old store, whose stale addresses make gloo fail (as of PyTorch 2.13). Rank 0
+    gives it to the others under random names, which each of them leaves in the store."""
     deadline, limit = time.monotonic() + timeout, datetime.timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     name = secrets.token_hex(8)

@@ -81,8 +81,7 @@ def _validator(shape: Any):
 
 
 def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
-    """Plain values as what a type declares, such as a dataclass. Raises FileError that names the
-    source and ends with the advice."""
+    """Plain values as what a type declares, such as a dataclass. Raises FileError."""
     # Of JSON, lists may become tuples and tables dataclasses, but strings no numbers. A date, which
     # JSON does not have, becomes what no type asks for.
     with damaged(source, advice):
@@ -230,8 +229,7 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any) -> str:
-    """What to write instead of an unknown key: a similar one, or one of that name in another table
-    or project."""
+    """What to write instead of an unknown key: a similar one, or one of another table."""
     keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
     names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
     here, last = [prefix + name for name in dict.fromkeys(names)], key.removeprefix(prefix)
