@@ -429,7 +429,7 @@ def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
     sizes, chosen = group_sizes(plan).T, plan.unmask_by != "order"  # (G, B)
     at_once = len(sizes) if engine.end_token is None else STEPS_TO_END
     cached, tally.step = torch.zeros_like(tally.known), plan.step.where(plan.generated(), -1)
-    for size in sizes.split(max(at_once, 1)):
+    for size in sizes.split(at_once) if len(sizes) else ():
         size = size * ~engine.ended(tally)
         known = tally.known + size.cumsum(dim=0) - size
         after = engine.cached_after(known, chosen)
