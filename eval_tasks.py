@@ -207,10 +207,8 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
-            raise UserError(
-                f"there is no task {name!r}, and no prepared data (data is made by "
-                "data/prepare.py; your own tasks of the harness are found with --include-path)"
-            )
+            advice = "prepare it with data/prepare.py, or give --include-path"
+            raise UserError(f"there is no task and no prepared data {name!r}: {advice}")
         found += matching
     return found
 

@@ -92,9 +92,7 @@ def train(config: Config, procs: Processes) -> int:
             procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
-        raise CheckpointError(
-            "the last checkpoint could not be written (see above); free some space and start again"
-        )
+        raise CheckpointError("the last checkpoint is not written: free some space and start again")
     step, mode = state.progress.step, " --mode l2r" if config.model.l2r_only else ""
     if data.of_records:
         mode = ' --mode l2r --prompt "..." --until-end'

@@ -57,10 +57,8 @@ def open_questions(
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)
     if roles is None:
-        raise UserError(
-            f"{eval_set.folder} holds text without prompts; make some with: python "
-            "data/prepare.py records --source FILE.jsonl --block-size N"
-        )
+        advice = "make some with: python data/prepare.py records --source FILE.jsonl"
+        raise UserError(f"{eval_set.folder} holds text without prompts; {advice}")
     task = TASKS.get(eval_set.dataset.meta.get("settings", {}).get("dataset"))
     return Questions(eval_set.name, eval_set.tokens(rows), roles, task)
 

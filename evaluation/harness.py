@@ -191,10 +191,8 @@ class HarnessModel(TemplateLM):
         pairs, passes = [], []
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) >= self.block_size:
-                raise UserError(
-                    f"a continuation of {len(continuation)} tokens does not fit in the model's "
-                    f"{self.block_size}: leave out its task or row"
-                )
+                long = f"a continuation of {len(continuation)} tokens does not fit in the model's"
+                raise UserError(f"{long} {self.block_size}: leave out its task or row")
             context = context or [self.prefix_token_id]
             pairs.append((self._fitting(context, len(continuation)), continuation))
             if continuation:  # one of no tokens has no pass: its log-likelihood is 0
@@ -316,15 +314,11 @@ class HarnessModel(TemplateLM):
         top_p, top_k = given.pop("top_p", None), given.pop("top_k", None)
         given.pop("temperature", None)
         if given:
-            raise UserError(
-                f"generation setting {', '.join(given)} is not supported: until, max_gen_toks, "
-                "do_sample, temperature, top_p and top_k are"
-            )
+            known = "until, max_gen_toks, do_sample, temperature, top_p and top_k are"
+            raise UserError(f"generation setting {', '.join(given)} is not supported: {known}")
         if not 1 <= max_tokens < self.block_size:
-            raise UserError(
-                f"max_gen_toks is {max_tokens}, but the model takes {self.block_size} tokens; give "
-                f"--gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
-            )
+            advice = f"give --gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
+            raise UserError(f"max_gen_toks is {max_tokens}: {advice}")
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
         choice = TokenChoice(temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k)
         return choice, max_tokens, until

@@ -125,9 +125,8 @@ def generate(
             advice = f"take a batch size of {size // 2} or less"
             if size == 1:
                 advice = "not even one sample fits: take shorter samples or more steps"
-            raise UserError(
-                f"memory ran out with a batch of {size} samples of {T} tokens on {device}: {advice}"
-            )
+            tried = f"a batch of {size} samples of {T} tokens on {device}"
+            raise UserError(f"memory ran out with {tried}: {advice}")
         size //= 2
 
 
@@ -142,8 +141,7 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
         (
             plan.draft and (c.is_encoder or c.l2r_only),
-            "speculative decoding needs a decoder that is conditioned on the target position; use "
-            "another plan",
+            "speculative decoding needs a decoder that is conditioned on the target position",
         ),
         (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
@@ -252,9 +250,8 @@ class Engine:
     ) -> Generation:
         """As the function of that name, with the same checks."""
         if plan.order.shape[1] != self.T:
-            raise UserError(
-                f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
-            )
+            wrong = f"a plan for {plan.order.shape[1]} positions"
+            raise UserError(f"{wrong} does not fit this engine, which is for {self.T}")
         inputs = check_inputs(self.model, plan, self.choice, tokens, uniforms, generator, None)
         return self.run(plan, *inputs, progress)
 
@@ -292,10 +289,7 @@ class Engine:
         drive(self, plan, tally)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, :T].isfinite().all():
-            raise UserError(
-                "the model's output is not finite (its weights overflowed or hold NaN); nothing "
-                "was generated"
-            )
+            raise UserError("the model's output is not finite: its weights overflowed or hold NaN")
         order = self.order[:, :T].cpu()
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]

@@ -141,28 +141,21 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
             defaults[name] = default if value is None else value
         elif value is not None:
             also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
-            raise UserError(
-                f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
-                f"--mode {' or '.join((*modes, *also))}"
-            )
+            advice = f"leave it out, or take --mode {' or '.join((*modes, *also))}"
+            raise UserError(f"{flag(name)} has no meaning with --mode {options.mode}: {advice}")
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
     o = dataclasses.replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
-            raise UserError(
-                f"--noise {o.noise} has no meaning with --mode speculative, which draws exactly; "
-                "leave it out"
-            )
+            raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
         check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
     elif o.mode == "order":
         parse_order(o.order, "--order")
     if o.unmask_by == "random":
         if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
-            raise UserError(
-                "--threshold, --entropy-bound and --block are for positions that the model "
-                "chooses: give another --unmask-by"
-            )
+            limits = "--threshold, --entropy-bound and --block"
+            raise UserError(f"{limits} need a score to choose by: give another --unmask-by")
     elif o.threshold is not None:
         plans.check_threshold(o.unmask_by, o.threshold)
     return o
@@ -186,15 +179,10 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             what += f" (by {options.unmask_by})"
         elif options.mode == "l2r":
             what = f"--group-size {options.group_size}"
-        raise UserError(
-            f"{what} needs a model that is conditioned on the target position; this one takes "
-            "--mode l2r, group size 1"
-        )
+        needs = "needs a model that is conditioned on the target position"
+        raise UserError(f"{what} {needs}; this one takes --mode l2r, group size 1")
     if options.mode == "speculative" and config.is_encoder:
-        raise UserError(
-            "--mode speculative needs causal attention, and this model has full attention; take "
-            "another mode"
-        )
+        raise UserError("--mode speculative needs causal attention; take another mode")
 
 
 class PlannedSamples(NamedTuple):

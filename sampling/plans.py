@@ -69,10 +69,7 @@ class Rule:
 
 def check_threshold(score: Score, threshold: float) -> None:
     if score != "entropy" and threshold > 1:
-        raise UserError(
-            f"the threshold is {threshold:g}, but {score} is a probability: give a number from 0 "
-            "to 1"
-        )
+        raise UserError(f"the threshold is {threshold:g}: for {score} give a number from 0 to 1")
 
 
 @dataclass
@@ -113,10 +110,7 @@ class Plan:
             raise UserError("a plan's steps must be -1 (given) or more and must not fall")
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
         if self.draft and (self.draft < 2 or self.unmask_by != "order"):
-            raise UserError(
-                f"a draft of {self.draft} positions (unmasked by {self.unmask_by!r}): draft at "
-                "least 2, in order"
-            )
+            raise UserError(f"a draft of {self.draft} positions: draft at least 2, in order")
         if (self.pace or self.block) and (self.unmask_by == "order" or not self.pace):
             raise UserError("a plan has a pace, and blocks with it, where the model chooses")
 
@@ -221,10 +215,7 @@ def adaptive_plan(
         plan = random_plan(batch_size, length, generator, given, group)
         return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
     if by == "random":
-        raise UserError(
-            "threshold, entropy_bound and block are for positions chosen by the model; give a "
-            "score to choose by"
-        )
+        raise UserError("threshold, entropy_bound and block need a score to choose by")
     samples = _Samples(batch_size, length, given)
     # The order within a block is random, as above: it decides between equals.
     number = samples.position // (block or max(samples.T, 1))
@@ -291,9 +282,7 @@ class _Samples:
     def __init__(self, batch_size: int, length: Length, given: Given):
         length, B = torch.as_tensor(length).cpu(), batch_size
         if length.shape not in ((), (B,)) or (length < 0).any():
-            raise UserError(
-                f"length must be a number >= 0, or {B} of them, one a sample; it is {length}"
-            )
+            raise UserError(f"length must be a number >= 0, or {B} of them; it is {length}")
         self.length, self.B = length.expand(B), B
         self.T = int(length.max()) if length.numel() else 0
         given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given

@@ -63,9 +63,7 @@ def main() -> None:
     known, entries = benchmark.recipes[RECIPE], read_entries(benchmark)
     for name in a.run_configs:
         if name not in known:
-            raise UserError(
-                f"there is no run config {name!r}; {a.benchmark} has {', '.join(known)}"
-            )
+            raise UserError(f"no run config is {name!r}; {a.benchmark} has {', '.join(known)}")
         if a.repetitions and name not in entries:
             raise UserError(f"{name} has no results: run it first, without --repetitions")
     if a.repetitions and a.run_configs:

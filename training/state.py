@@ -145,9 +145,10 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
         changes |= {f"data.{split}": (before, after)} if before != after else {}
     for key, (before, after) in changes.items():
         if key not in TOLD and (what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))):
+            now = f"was trained with {key} = {before!r}, but now it is {after!r}"
+            advice = "set it back, or start another run with --name"
             raise UserError(
-                f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}:"
-                f" the {what} of a run cannot change; set it back, or start another run with --name"
+                f"{config.run_folder} {now}: the {what} of a run cannot change; {advice}"
             )
     for key, (before, after) in changes.items():
         effect = TOLD.get(key, TOLD.get(key.partition(".")[0], "")).format(**values)
@@ -177,19 +178,15 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
     queries are new, and a plain GPT with rotary positions, in which all distances grow by one.
     Of longer tables of positions the first rows are taken. Raises CheckpointError if the weights
     would mean something else in the model."""
-    theirs, ours = source.config, model.config
+    theirs, ours, refused = source.config, model.config, "cannot start from these weights"
     unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
     for name, before in asdict(theirs).items():
         now, free = getattr(ours, name), name in FREE or unread.get(name)
         if before != now and not free and GAINED.get(name, now) != before:
-            raise CheckpointError(
-                f"cannot start from these weights: set model.{name} = {before!r} (it is {now!r})"
-            )
+            raise CheckpointError(f"{refused}: set model.{name} = {before!r} (it is {now!r})")
     if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
-        raise CheckpointError(
-            f"cannot start from these weights: their tables have {theirs.block_size} positions; "
-            f"set model.block_size to at most that (it is {ours.block_size})"
-        )
+        size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
+        raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
     weights, own = dict(source.named_parameters()), dict(model.named_parameters())
     for name, weight in weights.items():
         table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
