@@ -28,18 +28,23 @@ from runtime.errors import UserError
 from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
+from runtime.validation import Count, check_values
 from sampling import modes
-from sampling.modes import Context, DecodingOptions, SamplingOptions, sample_records
+from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
 
 @dataclass(frozen=True)
-class Arguments(SamplingOptions, ModelOptions, OutputOptions):
+class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
     prompt: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
     """Text that every sample begins with."""
+    length: Count | None = None
+    """Tokens in a sample, prompt included; by default the model's block size."""
+    new_tokens: Count | None = None  # Instead: tokens after the prompt.
+    num_samples: Count = 4  # Samples of each prompt.
     infill: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
@@ -84,7 +89,7 @@ def main() -> None:
 
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
-    # Mistakes are reported before the model is loaded, or else before it runs.
+    check_values(a)
     if a.decoding.mode:
         modes.with_mode_defaults(a.decoding)
     if a.length and a.new_tokens:

@@ -104,15 +104,10 @@ def train(config: Config, procs: Processes) -> int:
 
 
 def training_loop(
-    config: Config,
-    procs: Processes,
-    state: State,
-    data: TokenDataset,
-    val_data: TokenDataset | None,
-    stop: StopRequest,
+    config: Config, procs: Processes, state: State, data: TokenDataset, val_data, stop: StopRequest
 ) -> Path | None:
     """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
-    could not be written."""
+    could not be written. val_data: TokenDataset, or None without validation."""
     progress, t, changed = state.progress, config.train, None
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
@@ -233,11 +228,10 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     ahead = f"{folder} has prompts: set order.kind = 'l2r', or another model.target than 'none'"
     refuse(data.of_records and m.l2r_only and config.order.kind != "l2r", ahead)
     vocab_size = data.meta["vocab_size"]
-    more = f"the data in {folder} has a vocabulary of {vocab_size}, but model.vocab_size is "
-    more += f"{m.vocab_size}; set it to at least that (a multiple of 64 is fastest)"
-    refuse(vocab_size > m.vocab_size, more)
+    more = f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size to that"
+    refuse(vocab_size > m.vocab_size, f"{more} or above (it is {m.vocab_size})")
     mask = f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it to "
-    mask += f"{vocab_size}, the first id after its vocabulary, and model.vocab_size above that"
+    mask += f"{vocab_size}, and model.vocab_size above that"
     refuse(m.mask_token is not None and m.mask_token < vocab_size, mask)
 
 

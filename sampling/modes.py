@@ -111,19 +111,6 @@ class DecodingOptions(TokenChoice):
         return TokenChoice(**{name: getattr(self, name) for name in TOKEN_CHOICE})
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How many samples are made, and how long they are."""
-
-    length: Count | None = None
-    """Tokens in a sample, prompt included; by default the model's block size."""
-    new_tokens: Count | None = None  # Instead: tokens after the prompt.
-    num_samples: Count = 4  # Samples of each prompt.
-
-    def __post_init__(self):
-        check_values(self)
-
-
 def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> DecodingOptions:
     """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
     options without meaning in it, and for values that exclude each other."""
@@ -202,18 +189,13 @@ def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
 
 
 def plan_samples(
-    options: DecodingOptions,
-    contexts: Sequence[Context],
-    seed: int,
-    num_samples: int = 1,
-    keys: Sequence[int] | None = None,
+    options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int = 1, keys=None
 ) -> PlannedSamples:
     """The plan of all samples, `num_samples` in a row for each context. A sample is a function of
     (seed, key of its context, its number among those of the context, its length), whatever else is
     planned. options: with the mode's defaults. keys: below 2**64, by default the place of each."""
     tokens, given, steps, keys_, uniforms = [], [], [], [], []
-    keys = range(len(contexts)) if keys is None else keys
-    for key, context in zip(keys, contexts, strict=True):
+    for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         which = seed, key, range(num_samples), len(context)
         tokens += [torch.tensor([token or 0 for token in context])] * num_samples
         given += [torch.tensor([token is not None for token in context])] * num_samples
@@ -262,8 +244,7 @@ def generate_distributed(
     options: DecodingOptions,
     vocab_size: int,
     procs: Processes,
-    *,
-    label: str | None = None,
+    label: str = "",
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
     before the progress bar. Raises UserError as `generate` does."""
@@ -273,13 +254,19 @@ def generate_distributed(
     settings |= {"compile": options.compile, "kernels": options.kernels}
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
-    with tqdm(
-        total=total, unit="token", desc=visible(label or ""), disable=quiet, leave=False
-    ) as bar:
+    shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
+    with tqdm(total=total, **shown) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
             part = generate(model, plan, tokens, **random, **batch, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
+
+
+def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()) -> str:
+    """The text of the tokens up to the first end-of-text or stop string."""
+    end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else None
+    text = tokenizer.decode(tokens[:end])
+    return text[: min((p for s in stop if (p := text.find(s)) >= 0), default=None)]
 
 
 def sample_records(

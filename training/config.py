@@ -158,13 +158,11 @@ class Config(Table):
         """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the
         largest number below it that divides the process's share of the batch. Raises UserError
         where there are no equal shares."""
-        t = self.train
-        uneven = (
-            f"train.batch_size ({t.batch_size}) must be a multiple of the {world_size} processes"
-        )
-        refuse(t.batch_size % world_size, uneven)
-        share = t.batch_size // world_size
-        return max(n for n in range(1, min(share, t.micro_batch_size) + 1) if share % n == 0)
+        share, rest = divmod(self.train.batch_size, world_size)
+        uneven = f"train.batch_size ({self.train.batch_size}) must be a multiple of the"
+        refuse(rest, f"{uneven} {world_size} processes")
+        most = min(share, self.train.micro_batch_size)
+        return max(n for n in range(1, most + 1) if share % n == 0)
 
     def with_steps(self, num_blocks: int) -> "Config":
         """With train.epochs, of so many blocks, as train.steps."""
