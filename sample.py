@@ -110,9 +110,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs)
     if not procs.main:
         return
-    seconds = round(time.perf_counter() - started, 3)
     cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
-    cost["seconds"] = seconds
+    cost["seconds"] = round(time.perf_counter() - started, 3)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
     settings = origin.pop("settings")
     del settings["decoding"]  # `options` has its defaults
@@ -125,12 +124,9 @@ def sample(a: Arguments, procs: Processes) -> None:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
         if a.html:
-            shown = [
-                PageSample(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"])
-                for r in records
-            ]
+            rows = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
-            outputs.write(a.html, render(shown, known))
+            outputs.write(a.html, render([PageSample(*row) for row in rows], known))
         if not a.jsonl:
             print_samples(records, tokenizer)
     lengths = [record["length"] for record in records]

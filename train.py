@@ -93,9 +93,8 @@ def train(config: Config, procs: Processes) -> int:
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
         raise CheckpointError("the last checkpoint is not written: free some space and start again")
-    step, mode = state.progress.step, " --mode l2r" if config.model.l2r_only else ""
-    if data.of_records:
-        mode = ' --mode l2r --prompt "..." --until-end'
+    step = state.progress.step
+    mode = ' --mode l2r --prompt "..." --until-end' if data.of_records else ""
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
         how = f"stopped at step {step} and saved {saved}; the same command goes on from there"

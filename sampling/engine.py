@@ -1,8 +1,6 @@
 """The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
-
-A plan whose steps are known is followed without waiting for the device: the host knows the shapes
-of every step, the cache is allocated once, and only positions that are unmasked reach the output
-head. The model decides steps in `adaptive` and `speculation`.
+Plans whose steps are known are followed without waiting for the device; the model decides steps in
+`adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
 place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
@@ -135,14 +133,12 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
     inexact = choice.noise != "float64" or forced is not None
+    unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
         (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
-        (
-            plan.draft and (c.is_encoder or c.l2r_only),
-            "speculative decoding needs a decoder that is conditioned on the target position",
-        ),
+        (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
     ):

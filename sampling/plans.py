@@ -1,11 +1,6 @@
-"""Plans of generation: which position is unmasked at which step.
-
-In masked diffusion a position unmasks at a time that does not depend on the model, so the times can
-be drawn first, and the model evaluated only where something unmasks: the distribution is the same
-(the paper, Lemma 4.1). So the plan of a sample is drawn before the model runs, and every way of
-generating is a plan: autoregressive (`l2r_plan`), in groups, in any distribution over orders
-(a `random_plan`), masked diffusion (`mdm_plan`), adaptive, speculative; with given positions it is
-prompting or infilling.
+"""Plans of generation: which position is unmasked at which step, drawn before the model runs. Times
+of masked diffusion do not depend on the model, so this is exact (the paper, Lemma 4.1). Every way
+of generating is a plan; with given positions it is prompting or infilling.
 
 Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
 Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
@@ -102,9 +97,7 @@ class Plan:
         if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
             raise UserError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
         if not torch.equal(self.order < self.length[:, None], self.valid()):
-            raise UserError(
-                "a plan's order must have a sample's positions before those it does not"
-            )
+            raise UserError("an order must have a sample's positions before those it does not")
         falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
         if (self.step < -1).any() or falls.any():
             raise UserError("a plan's steps must be -1 (given) or more and must not fall")
@@ -171,8 +164,7 @@ def mdm_plan(
         raise UserError(f"steps is {wrong[0]}; sampling takes at least 1 and at most 2**31 steps")
     check_value(schedule, Schedule, "the schedule")
     samples = _Samples(batch_size, length, given)
-    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its uniform
-    # number. Sorting by these numbers gives a uniformly random order, whatever the schedule.
+    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its number.
     uniforms = samples.uniforms(generator)
     order, index = samples.order_by(uniforms)
     if not even:

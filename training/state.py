@@ -144,10 +144,8 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
     for key, (before, after) in changes.items():
         if key not in TOLD and (what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))):
             now = f"was trained with {key} = {before!r}, but now it is {after!r}"
-            advice = "set it back, or start another run with --name"
-            raise UserError(
-                f"{config.run_folder} {now}: the {what} of a run cannot change; {advice}"
-            )
+            why = f"the {what} of a run cannot change; set it back, or start another with --name"
+            raise UserError(f"{config.run_folder} {now}: {why}")
     for key, (before, after) in changes.items():
         effect = TOLD.get(key, TOLD.get(key.partition(".")[0], "")).format(**values)
         if key in ("data.train", "data.val"):
