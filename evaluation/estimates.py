@@ -42,10 +42,7 @@ class Estimate:
 
 
 def estimate(
-    *parts: Tensor,
-    joint: bool = False,
-    weights: Tensor | None = None,
-    documents: Tensor | None = None,
+    *parts: Tensor, joint=False, weights: Tensor | None = None, documents: Tensor | None = None
 ) -> Estimate:
     """The mean over N sequences of a sum of parts, and its standard errors.
 

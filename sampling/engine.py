@@ -1,8 +1,6 @@
 """The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
-
-A plan whose steps are known is followed without waiting for the device: the host knows the shapes
-of every step, the cache is allocated once, and only positions that are unmasked reach the output
-head. The model decides steps in `adaptive` and `speculation`.
+Plans whose steps are known are followed without waiting for the device; the model decides steps in
+`adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
 place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
@@ -126,9 +124,8 @@ def generate(
             advice = f"take a batch size of {size // 2} or less"
             if size == 1:
                 advice = "not even one sample fits: take shorter samples or more steps"
-            raise UserError(
-                f"memory ran out with a batch of {size} samples of {T} tokens on {device}: {advice}"
-            )
+            tried = f"a batch of {size} samples of {T} tokens on {device}"
+            raise UserError(f"memory ran out with {tried}: {advice}")
         size //= 2
 
 
@@ -137,15 +134,12 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
     inexact = choice.noise != "float64" or forced is not None
+    unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
         (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
-        (
-            plan.draft and (c.is_encoder or c.l2r_only),
-            "speculative decoding needs a decoder that is conditioned on the target position; use "
-            "another plan",
-        ),
+        (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
     ):
@@ -256,9 +250,8 @@ class Engine:
     ) -> Generation:
         """As the function of that name, with the same checks."""
         if plan.order.shape[1] != self.T:
-            raise UserError(
-                f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
-            )
+            wrong = f"a plan for {plan.order.shape[1]} positions"
+            raise UserError(f"{wrong} does not fit this engine, which is for {self.T}")
         inputs = check_inputs(self.model, plan, self.choice, tokens, uniforms, generator, None)
         return self.run(plan, *inputs, progress)
 
@@ -296,10 +289,7 @@ class Engine:
         drive(self, plan, tally)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, :T].isfinite().all():
-            raise UserError(
-                "the model's output is not finite (its weights overflowed or hold NaN); nothing "
-                "was generated"
-            )
+            raise UserError("the model's output is not finite: its weights overflowed or hold NaN")
         order = self.order[:, :T].cpu()
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]

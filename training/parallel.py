@@ -95,9 +95,8 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
             save = operation.__name__.startswith(saved)
             return checkpoint.CheckpointPolicy["MUST_SAVE" if save else "PREFER_RECOMPUTE"]
 
-        options["context_fn"] = functools.partial(
-            checkpoint.create_selective_checkpoint_contexts, policy
-        )
+        contexts = checkpoint.create_selective_checkpoint_contexts
+        options["context_fn"] = functools.partial(contexts, policy)
     block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
 
 
