@@ -246,8 +246,7 @@ class HarnessModel(TemplateLM):
         tokens, positions = context + continuation, torch.arange(c + n)
         if self.order == "l2r":
             return ScoringPass(tokens, positions, first=c, weight=1.0)
-        # The request itself is the key of its random numbers: neither its place among the others
-        # nor the process that scores it changes them.
+        # The request itself is the key of its random numbers, whatever its place and process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
         order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]

@@ -191,9 +191,9 @@ def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
 def plan_samples(
     options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int = 1, keys=None
 ) -> PlannedSamples:
-    """The plan of all samples, `num_samples` in a row for each context. A sample is a function of
-    (seed, key of its context, its number among those of the context, its length), whatever else is
-    planned. options: with the mode's defaults. keys: below 2**64, by default the place of each."""
+    """The plan of all samples, `num_samples` in a row for each context: functions of (seed, key of
+    the context, number, length) alone. options: with the mode's defaults. keys: integers below
+    2**64, by default the place of each context."""
     tokens, given, steps, keys_, uniforms = [], [], [], [], []
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         which = seed, key, range(num_samples), len(context)

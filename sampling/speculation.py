@@ -34,8 +34,7 @@ def speculate(engine, plan: Plan, tally) -> None:
         if n_verify.any():
             new = verify(engine, tally, cached, first, n_verify, known, size, draft_probs)
             settled = settled + new
-        # 3. Of the inputs of what is settled, the draft pass left the first in the cache, the
-        #    verification the others.
+        # 3. The inputs of what is settled are in the cache.
         tally.unmask(settled)
         cached = tally.known
 

@@ -71,9 +71,7 @@ class State:
 
 def start(config: Config, data_meta: dict, procs: Processes) -> State:
     """The run's state: new, with the weights of train.init_from, or from its newest checkpoint.
-
-    Raises UserError if the run in the folder is another one, CheckpointError if none of its
-    checkpoints can be read."""
+    Raises UserError for another run's folder, CheckpointError if no checkpoint can be read."""
     torch.manual_seed(config.seed)
     share = slice(procs.rank, None, procs.world_size)  # each process verifies some of the files
     read = functools.partial(store.read_values, share=share)
@@ -239,10 +237,8 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time.
-
-    Under ddp the main process writes while the others wait; under fsdp every process writes its
-    shards in the background."""
+    """Writes the checkpoints of a run, one at a time: under ddp the main process while the others
+    wait, under fsdp every process its shards in the background."""
 
     def __init__(self, config: Config, procs: Processes, data_meta: dict, warn: Callable):
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
@@ -254,11 +250,8 @@ class Saver:
         self.written = None  # the path of the last one; None if it could not be written
 
     def save(self, state: State, best: dict | None) -> None:
-        """Write the state, or start to. All processes must call, after `wait`.
-
-        best: {"step", "loss"} of the best checkpoint, maybe this one; progress.best is set once
-        this one has been written. Raises UserError, on every process, if the state is not finite.
-        """
+        """Write the state, or start to; best: {"step", "loss"}, progress.best once it is written.
+        All processes must call, after `wait`; all raise UserError if the state is not finite."""
         config = self.config
         tensors = named_tensors(state)
         if name := next(filter(None, self.procs.gather(not_finite(tensors))), None):
