@@ -158,10 +158,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 def fitted(run: str, loaded: Loaded, options: DecodingOptions, a: Arguments) -> DecodingOptions:
     """The options with what the model gives them. Raises UserError where it cannot generate so."""
     if loaded.scored_from:
-        raise UserError(
-            f"{run} has no start token (GPT-2) and can only continue a text: make samples with "
-            "sample.py --prompt TEXT --jsonl FILE, and score them with --samples FILE"
-        )
+        advice = "make samples with sample.py --prompt TEXT --jsonl FILE, and give --samples FILE"
+        raise UserError(f"{run} has no start token (GPT-2): {advice}")
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
     if a.length and a.length > limit:

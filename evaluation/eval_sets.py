@@ -108,10 +108,9 @@ def open_eval_set(
     meta = loader.load_meta(folder)
     if other_tokenizer(vars(loaded), meta):
         other = " of another vocabulary" * (meta["tokenizer"] == loaded.tokenizer)
-        raise UserError(
-            f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens{other}; prepare the text again with the model's --tokenizer"
-        )
+        ours = f"but the model was trained on {loaded.tokenizer} tokens{other}"
+        advice = "prepare the text with the model's --tokenizer"
+        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {ours}; {advice}")
     preferred = preferred_split if preferred_split in meta["splits"] else None
     split = split or preferred or loader.evaluation_split(meta)
     dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=verify)

@@ -140,9 +140,8 @@ class TransformersJudge(Judge):
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise UserError(
                 f"--judge {name} could not be loaded: {type(error).__name__}: {reason}. Give a run "
-                "or checkpoint of this project; or, with pip install transformers, a folder with "
-                "config.json, model.safetensors and a tokenizer, or the id of a causal language "
-                "model on Hugging Face (which needs the network once), as gpt2-large"
+                "of this project; or, with pip install transformers, a causal language model: its "
+                "folder, or its Hugging Face id (which needs the network once), as gpt2-large"
             ) from error
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         if missing := sorted(info["missing_keys"]):

@@ -1,8 +1,6 @@
 """The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
-
-A plan whose steps are known is followed without waiting for the device: the host knows the shapes
-of every step, the cache is allocated once, and only positions that are unmasked reach the output
-head. The model decides steps in `adaptive` and `speculation`.
+Plans whose steps are known are followed without waiting for the device; the model decides steps in
+`adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
 place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
@@ -33,6 +31,7 @@ from variants import head_chunk, log_linear_noise
 
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
 CPU_CHUNK_ELEMENTS = 2**19
+STEPS_TO_END = 8  # between two looks at which samples have ended, which wait for the device
 
 
 @dataclass
@@ -93,7 +92,7 @@ def generate(
         halve: whether to halve the batch while memory runs out; by default if batch_size is None.
         progress: called after every step with the number of positions it unmasked; and with less
             than 0 where a smaller batch begins again.
-        settings: choice, vocab_size, compile and kernels, of `Engine`.
+        settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
 
     Raises UserError for what does not fit together, where memory runs out and the batch may not be
     halved, and where the model's output is not finite.
@@ -125,9 +124,8 @@ def generate(
             advice = f"take a batch size of {size // 2} or less"
             if size == 1:
                 advice = "not even one sample fits: take shorter samples or more steps"
-            raise UserError(
-                f"memory ran out with a batch of {size} samples of {T} tokens on {device}: {advice}"
-            )
+            tried = f"a batch of {size} samples of {T} tokens on {device}"
+            raise UserError(f"memory ran out with {tried}: {advice}")
         size //= 2
 
 
@@ -136,15 +134,12 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
     inexact = choice.noise != "float64" or forced is not None
+    unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
         (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
-        (
-            plan.draft and (c.is_encoder or c.l2r_only),
-            "speculative decoding needs a decoder that is conditioned on the target position; use "
-            "another plan",
-        ),
+        (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
     ):
@@ -215,13 +210,16 @@ class Engine:
         vocab_size: int | None = None,
         compile: bool = False,
         kernels: bool = False,
+        end_token: int | None = None,
     ):
         """vocab_size: only ids below it are drawn (the rows that pad the token table are not
         tokens). compile: torch.compile the blocks; worth its minutes for many samples. kernels: on
-        a GPU, Triton kernels and, compiled, CUDA graphs."""
+        a GPU, Triton kernels and, compiled, CUDA graphs. end_token: a sample in which it and all
+        before it are known is generated no further, where its plan fixes the steps."""
         if vocab_size is not None and vocab_size < 1:
             raise UserError(f"vocab_size is {vocab_size}; give at least 1, or None for all")
         self.B, self.T, self.vocab_size = batch_size, length, vocab_size
+        self.end_token = end_token
         self.choice, self.compiled = choice or TokenChoice(), compile
         weight, c = model.wte.weight, model.config
         self.device = device = weight.device
@@ -252,9 +250,8 @@ class Engine:
     ) -> Generation:
         """As the function of that name, with the same checks."""
         if plan.order.shape[1] != self.T:
-            raise UserError(
-                f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
-            )
+            wrong = f"a plan for {plan.order.shape[1]} positions"
+            raise UserError(f"{wrong} does not fit this engine, which is for {self.T}")
         inputs = check_inputs(self.model, plan, self.choice, tokens, uniforms, generator, None)
         return self.run(plan, *inputs, progress)
 
@@ -292,10 +289,7 @@ class Engine:
         drive(self, plan, tally)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, :T].isfinite().all():
-            raise UserError(
-                "the model's output is not finite (its weights overflowed or hold NaN); nothing "
-                "was generated"
-            )
+            raise UserError("the model's output is not finite: its weights overflowed or hold NaN")
         order = self.order[:, :T].cpu()
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
@@ -356,6 +350,16 @@ class Engine:
         start = torch.zeros_like(step.known).scatter_(0, rows, starts)
         return hidden.flatten(0, 1), start[:, None] + self.order
 
+    def ended(self, tally: Tally) -> Tensor:
+        """BoolTensor (B,): the rows that have generated end-of-text and all before it."""
+        if self.end_token is None:
+            return torch.zeros_like(tally.known, dtype=torch.bool)
+        unknown = tally.slots >= tally.known[:, None]  # (B, T), by slot
+        is_end = (self.tokens[:, :-1].cpu() == self.end_token) & (tally.step >= 0) & ~unknown
+        position = self.order[:, :-1].cpu()
+        first_end = position.where(is_end, self.T).amin(dim=1)
+        return first_end < position.where(unknown, self.T).amin(dim=1)
+
     # ---- tokens ----------------------------------------------------------------------------------
 
     def take_step(self, step: Step) -> None:
@@ -412,17 +416,23 @@ class Engine:
 
 def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
     """Take the steps of a plan that is known, apart from which positions the model prefers."""
-    size, chosen = group_sizes(plan).T, plan.unmask_by != "order"  # (G, B)
-    known = tally.known + size.cumsum(dim=0) - size
-    cached = engine.cached_after(known, chosen).roll(1, dims=0)
-    cached[:1] = 0
-    # Where the model chooses, every position left is a candidate.
-    candidates = (size > 0) * (plan.length - known) if chosen else size
-    count = engine.count(cached, known, candidates, plan.length)
-    steps = engine.steps(cached, known, count, candidates, size, unmask_by=plan.unmask_by)
-    for step, unmasked in zip(steps, size.sum(dim=1).tolist(), strict=True):
-        engine.call(engine.take_step, step)
-        tally.progress(unmasked)
-    tally.step = plan.step.where(plan.generated(), -1)
-    tally.calls, tally.forwards = len(steps), int(count.sum())
-    tally.nfe = (size > 0).sum(dim=0)
+    sizes, chosen = group_sizes(plan).T, plan.unmask_by != "order"  # (G, B)
+    at_once = len(sizes) if engine.end_token is None else STEPS_TO_END
+    cached, tally.step = torch.zeros_like(tally.known), plan.step.where(plan.generated(), -1)
+    for size in sizes.split(at_once) if len(sizes) else ():
+        size = size * ~engine.ended(tally)
+        known = tally.known + size.cumsum(dim=0) - size
+        after = engine.cached_after(known, chosen)
+        before, cached = torch.cat([cached[None], after[:-1]]), after[-1]
+        # Where the model chooses, every position left is a candidate.
+        candidates = (size > 0) * (plan.length - known) if chosen else size
+        count = engine.count(before, known, candidates, plan.length)
+        steps = engine.steps(before, known, count, candidates, size, unmask_by=plan.unmask_by)
+        for step, unmasked in zip(steps, size.sum(dim=1).tolist(), strict=True):
+            if unmasked:
+                engine.call(engine.take_step, step)
+                tally.calls += 1
+                tally.progress(unmasked)
+        tally.known = tally.known + size.sum(dim=0)
+        tally.forwards += int(count.sum())
+        tally.nfe += (size > 0).sum(dim=0)

@@ -32,11 +32,9 @@ def speculate(engine, plan: Plan, tally) -> None:
         n_verify = known + size + (left > plan.draft) - first
         settled = first - known
         if n_verify.any():
-            settled = settled + verify(
-                engine, tally, cached, first, n_verify, known, size, draft_probs
-            )
-        # 3. Of the inputs of what is settled, the draft pass left the first in the cache, the
-        #    verification the others.
+            new = verify(engine, tally, cached, first, n_verify, known, size, draft_probs)
+            settled = settled + new
+        # 3. The inputs of what is settled are in the cache.
         tally.unmask(settled)
         cached = tally.known
 
@@ -79,16 +77,7 @@ def draft_from_pairs(engine, known: Tensor, size: Tensor) -> Tensor:
     return F.one_hot(drafted.to(engine.draw_device), V).double()
 
 
-def verify(
-    engine,
-    tally,
-    cached: Tensor,
-    first: Tensor,
-    n_verify: Tensor,
-    known: Tensor,
-    size: Tensor,
-    draft_probs: Tensor,
-) -> Tensor:
+def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Tensor) -> Tensor:
     """Settle the drafts of a round; how many slots of each row, from `first` on, are settled, (B,).
 
     A draft x is kept with probability min(1, q(x) / p(x)), where p is the distribution that it was

@@ -66,12 +66,10 @@ class TokenChoice:
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
-    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,).
-
-    The nucleus is not sorted: a token is drawn from all, and the mass ranked before it says whether
-    it is in the nucleus. If not, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) /
-    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first.
-    """
+    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,). The
+    nucleus is not sorted: a token is drawn from all, and again from the nucleus if the mass ranked
+    before it says that it is outside it: P(i) + (1 - P(nucleus)) P(i) / P(nucleus) is P(i) /
+    P(nucleus). Its uniform number is then a hash of the first."""
     if choice.greedy:
         return logits.argmax(dim=-1)
     probs = _truncated(logits, choice)
@@ -105,13 +103,10 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index a row with probability proportional to its weight: (N, V) >= 0, (N,) ->
-    LongTensor (N,).
-
-    A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of the row's
-    uniform number, and the first one is drawn (-log of its times are log weights with Gumbel
-    noise). Rounding of the weights, which varies with the batch, changes only races that end in a
-    tie up to rounding; in an inverse CDF it would add up over the ids. Blocks race first, then the
-    ids of the first block: V / 64 + 64 numbers instead of V."""
+    LongTensor (N,). A race (the Gumbel-max trick): id i arrives at the time E_i / weight, where E_i
+    is exponential, a hash of the row's uniform number, and the first one is drawn. In an inverse
+    CDF rounding, which varies with the batch, would add up over the ids. Blocks race first, then
+    the ids of the first block: V / 64 + 64 numbers instead of V."""
     return _race(weights, uniforms)[0]
 
 

@@ -56,9 +56,9 @@ def finite(value: float | None) -> float | None:
 
 
 def of_perplexity(result: dict) -> Measured:
-    """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; with _mM for ensembles of M,
-    _gG for groups of G; gain_ORDERS_mM and DATASET_gain_ORDERS_mM: what an ensemble gains over one
-    order, with a paired error. With several datasets eval_ and gain_ are of the first."""
+    """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; _mM: ensembles of M, _gG:
+    groups of G; [DATASET_]gain_ORDERS_mM: what an ensemble gains over one order, with a paired
+    error. With several datasets eval_ and gain_ are of the first."""
     figures: Measured = {}
     for row in result["results"]:
         name, size, group = row["orders"], row["ensemble"], row["group"]
