@@ -1,12 +1,8 @@
 """Losses and likelihoods: pure functions of (model, tokens, orders or masks), in nats per token.
 
 All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders (the paper,
-section 3): along orders for decoders, over random sets of masked positions for encoders. The masked
-diffusion objective and the any-order autoregressive one are equal in expectation, so the losses of
-decoders and encoders can be compared.
-
-Shapes: B sequences, T positions.
-"""
+section 3): along orders for decoders, over random sets of masked positions for encoders. So the
+losses of decoders and encoders can be compared. Shapes: B sequences, T positions."""
 
 import math
 from collections.abc import Callable
@@ -56,10 +52,8 @@ class ObjectiveConfig(Table):
 def ao_ar_loss(model, tokens: Tensor, order: Tensor, weight: Tensor | None = None) -> Tensor:
     """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the paper,
     section 3, equation 2); a differentiable scalar. Its mean over uniform orders is the masked
-    diffusion objective / T.
-
-    model: AOGPT, or a compiled or distributed wrapper; tokens, order: LongTensor (B, T); weight:
-    (B, T), of every step of the order."""
+    diffusion objective / T. model: AOGPT, or a wrapper of it; tokens, order: LongTensor (B, T);
+    weight: (B, T), of every step of the order."""
     nll = model(tokens, order)
     return nll.mean() if weight is None else (nll * weight).mean()
 
@@ -91,16 +85,10 @@ class Masks:
 
 
 def masks_at(
-    config: ObjectiveConfig,
-    seed: int,
-    step: int,
-    rows: range,
-    total: int,
-    length: int,
-    roles: Roles | None = None,
+    config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int, roles=None
 ) -> Masks:
     """Training masks of the sequences `rows` of a global batch of `total`, a pure function of the
-    arguments. The rates of lambda_dce are stratified. A prompt is never masked."""
+    arguments. The rates of lambda_dce are stratified. A prompt (in `roles`) is never masked."""
     share, position = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         share, position = _with_prefixes(config.prefix_prob, share, position)
@@ -110,13 +98,7 @@ def masks_at(
 
 
 def evaluation_masks(
-    seed: int,
-    step: int,
-    rows: range,
-    total: int,
-    length: int,
-    roles: Roles | None = None,
-    kind: str = "k_dce",
+    seed: int, step: int, rows: range, total: int, length: int, roles=None, kind: str = "k_dce"
 ) -> Masks:
     """As `masks_at`, with the numbers of masked positions, or the times, stratified over the batch.
     Not lambda_dce: its weight 1 / lambda has infinite variance."""
@@ -169,9 +151,8 @@ def _uniform(
 
 
 def _with_prefixes(prob: float, share: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Uniform numbers as above, falling from left to right in a share `prob` of the rows, so that
-    their unmasked positions are the first ones."""
-    heads = share < prob
+    """Uniform numbers as above; in a share `prob` of the rows they fall from left to right."""
+    heads = share < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
     left = torch.where(heads, share / prob, (share - prob) / max(1 - prob, SMALLEST_RATE))
     predicted, rising = position < NEVER, position.sort(dim=1).values
@@ -192,8 +173,8 @@ def stratified(
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
-    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each sequence, (B,),
-    differentiable: the masked diffusion objective in expectation (RADD, arXiv 2406.03736)."""
+    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each sequence, (B,): the
+    masked diffusion objective in expectation (RADD, arXiv 2406.03736)."""
     nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
     return masks.weight * nll / tokens.shape[1]
 
@@ -247,11 +228,10 @@ def token_nll(
     roles: Roles | None = None,
 ) -> Tensor:
     """One Monte Carlo sample of the negative log-likelihood of every token in nats, (B, T) float64,
-    in sequence order, NaN where a token is not scored; a function of (seed, draw, row).
-
-    It is scored along one order from `orders`, `group` steps at once. An encoder needs a pass for
-    every step of an order, so its value for single steps of "random" orders is the ELBO, estimated
-    with `evaluation_masks`: the terms of a sequence (0 where not masked) have it as their mean.
+    in sequence order, NaN where a token is not scored; a function of (seed, draw, row). It is
+    scored along one order from `orders`, `group` steps at once. For an encoder, which needs a pass
+    for every step, single steps of "random" orders give the ELBO, estimated with
+    `evaluation_masks`: the mean of the terms of a sequence (0 where not masked).
 
     tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored; draw: which
     sample; scored_from: first step that counts, 1 for GPT-2; roles (on the CPU): which tokens are

@@ -4,10 +4,7 @@ at which step. For other modes see sampling/plans.py; in adaptive ones the model
 An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that sequence b
 predicts at step i. The distribution over orders is the *formulation*: left to right gives an
 autoregressive model, uniform over all T! orders a masked diffusion model (the paper, section 3).
-
-Randomness is counter-based: the order of a sequence is a function of (seed, optimizer step, row of
-the global batch), so neither resuming nor the number of processes changes it.
-"""
+An order is a function of (seed, optimizer step, row of the global batch): see randomness.py."""
 
 import functools
 import io

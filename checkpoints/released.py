@@ -29,11 +29,11 @@ def read(
     contents: dict, settings: dict | None, weights: str
 ) -> tuple[ModelConfig, dict[str, Tensor], dict]:
     """Released weights as our configuration, tensors by our names, and the rest of `Loaded`. GPT-2
-    has no start token: our step 0 reads a zero [None], and steps >= 1 are GPT-2's.
+    has no start token: our step 0 reads a zero [None], steps >= 1 are GPT-2's. Raises UserError.
 
     contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in "model", its
     settings in "model_args" and averages in "ema_model". settings: config.json beside a state dict.
-    Raises UserError for unknown layouts, and settings and names that our model does not have."""
+    """
     average = None
     if isinstance(state := contents.get("model"), dict):
         settings, average = contents.get("model_args"), contents.get("ema_model")

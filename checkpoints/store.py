@@ -3,13 +3,12 @@
     best                    the name of the checkpoint with the lowest validation loss, on one line
     checkpoints/
         step_00001000/      the newest few, and the best one
-            *.safetensors   the tensors (model.NAME, ema.NAME, optimizer.NAME.KEY): a file for each
-                            kind, or under fsdp for each process
+            *.safetensors   tensors model.NAME, ema.NAME, optimizer.NAME.KEY: a file for each kind,
+                            or under fsdp for each process
             state.json      everything else, and the sha256 of each file and of itself
 
 The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a kill leaves a
-whole checkpoint or none. No format here holds code.
-"""
+whole checkpoint or none. No format here holds code."""
 
 from __future__ import annotations
 
@@ -121,10 +120,8 @@ def parts(folder: Path) -> list[Path]:
 
 
 def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
-    """Write a checkpoint from this process alone, a file for each kind of tensor.
-
-    values: everything but the tensors, see State. keep: how many of the newest to keep, besides the
-    best. Raises OSError or SafetensorError if it cannot be written."""
+    """Write a checkpoint from this process alone, a file for each kind of tensor. values: of State.
+    keep: how many of the newest to keep, besides the best. Raises OSError or SafetensorError."""
     path = path_of(run_folder, values["step"])
     folder = temporary_of(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -170,8 +167,7 @@ def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
 
 
 def settle(run_folder: Path, values: dict, keep: int) -> None:
-    """Update `best` and drop old checkpoints, as the values of the newest one say. A run that
-    resumes calls it again, as a kill may have prevented it."""
+    """Update `best` and drop old checkpoints; a run that resumes does it again, after a kill."""
     best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
     with only_warned(f"write {run_folder}/best"):
         # first, so that it never names a checkpoint that was dropped
@@ -249,12 +245,10 @@ def read_newest(
     procs: Processes | None = None,
     which: str = "last",
 ) -> tuple[Path, Any] | None:
-    """The newest checkpoint that can be read, and read(path); None if the run has none.
-
-    A damaged checkpoint is passed over with a warning. procs: the processes of the job that owns
-    the run, which all must call and get the same one; without, a job may be replacing checkpoints:
-    one that is gone is looked for again. which: see `candidates`. Raises CheckpointError if all are
-    damaged, UserError if the processes see different files."""
+    """The newest checkpoint that can be read, and read(path); None if the run has none. Damaged
+    ones are passed over with a warning. procs: the processes of the job that owns the run, which
+    all must call and get the same one; without, a job may be replacing checkpoints: one that is
+    gone is looked for again. which: see `candidates`. Raises CheckpointError if all are damaged."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, which)

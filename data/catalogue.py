@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from data.prepare import Prepare
 
 SPLITS = ("train", "val", "test")
-HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
-FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 STORIES = Path(__file__).with_name("stories.jsonl.xz")
 
 
@@ -59,10 +57,11 @@ class Dataset:
         if paths:
             found = {s: local_files(p, self.readers, reading) for s, p in files.items()}
         elif self.url:
-            url = self.url.format(FILE_SPLITS[first])
+            url = self.url.format("valid" if first == "val" else first)
             found = {first: sources.downloaded_file(args.name, url, self.readers, reading)}
         else:
-            found = {first: sources.hub_rows(args.name, *self.hub, HUB_SPLITS[first], reading)}
+            split = "validation" if first == "val" else first
+            found = {first: sources.hub_rows(args.name, *self.hub, split, reading)}
         for i, (split, corpus) in enumerate(found.items()):
             if self.clean:
                 corpus.documents = map(self.clean, corpus.documents)
@@ -72,8 +71,8 @@ class Dataset:
 
 
 def evaluation_set(*numbers: int, lines=(), split="test", **options) -> Dataset:
-    """A test set of the published tables. numbers: published rows of each of `splits`, in order;
-    lines: suffixes of text files with a row a line."""
+    """A test set of the published tables. numbers: published rows of each of `splits`. lines:
+    suffixes of text files with a row a line."""
     readers = ROW_FILES | dict.fromkeys(lines, read_lines)
     options |= {"source": "optional", "protocol": "sedd", "split": split}
     return Dataset(numbers, readers=readers, **options)

@@ -4,8 +4,7 @@ its length plus 1.
 polya       63 draws from an urn of 16 letters, each put back with another one like it: the
             probability does not depend on the order of the draws, so no order is better
 latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
-shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order
-"""
+shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order"""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
 
 
 def latin5(rng: np.random.Generator) -> str:
-    """A uniformly random Latin square: a reduced one, with its columns and then all rows but the
-    first in random order."""
+    """A random Latin square: a reduced one, columns and then rows but the first shuffled."""
     squares = reduced_squares()
     square = squares[rng.integers(len(squares))][:, rng.permutation(LATIN_SIZE)]
     rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]

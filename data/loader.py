@@ -1,12 +1,8 @@
 """Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
-
 A dataset is a folder with `meta.json` and a flat file of token ids for each split (prepare.py). A
 split is divided into blocks of `block_size` tokens; the rest after the last one is in no batch.
 Each epoch visits every block once, in an order that depends on (seed, epoch) alone: resuming needs
-no loader state, and any number of processes reads the same.
-
-Shapes: B sequences, T block_size.
-"""
+no loader state, and any number of processes reads the same. Shapes: B sequences, T block_size."""
 
 from __future__ import annotations
 
@@ -80,8 +76,7 @@ def evaluation_split(meta: dict) -> str:
 
 
 def load_meta(folder) -> Meta:
-    """The contents of meta.json, or what it would be for nanoGPT's token files. Raises
-    FileNotFoundError or UserError."""
+    """The contents of meta.json, or what it would be for nanoGPT's token files."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         if path.with_name("train.bin").is_file():
@@ -155,9 +150,8 @@ class TokenDataset:
             blocks = f"blocks of {packed} tokens (protocol {protocol}), not of {block_size}"
             raise UserError(f"{folder} is packed into {blocks}: {what}")
         if (count := self.tokens.size) < block_size:
-            few = f"has {count:,} tokens, fewer than one block of {block_size:,}"
-            advice = f"lower block_size to at most {count:,}, or prepare more text"
-            raise UserError(f"the {split} split of {folder} {few}: {advice}")
+            few = f"{split} of {folder} has {count:,} tokens, fewer than a block of {block_size:,}"
+            raise UserError(f"{few}: lower block_size to at most {count:,}, or prepare more text")
         self.block_size, self.num_blocks = block_size, count // block_size
         self.shift = 0  # not 0 where a run had batches of another size before
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
@@ -207,9 +201,8 @@ class TokenDataset:
         return self.blocks(self.indices(seed, step, rows, global_batch))
 
     def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
-        """The numbers of the blocks that `batch` reads, int64 (B,): sequence g = step *
-        global_batch + row + self.shift of the run is block shuffle_e[g % num_blocks] of epoch
-        e = g // num_blocks."""
+        """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch + row + shift
+        is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
         assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)

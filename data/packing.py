@@ -1,11 +1,9 @@
 """From documents to token files: which split they go into, their tokens, and how these are packed.
 
 full     every document, end-of-text after it, end to end: nothing is dropped
-sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, each divided into
-         groups of 1,000 rows; each group is concatenated and divided into blocks, its rest dropped.
-         What two calls of `map(num_proc=8)` of the package datasets give
-records  every example in a block of its own, and its prompt mask in a second file (prompts.py)
-"""
+sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in groups of
+         1,000 rows; each group is concatenated and divided into blocks, its rest dropped
+records  every example in a block of its own, and its prompt mask in a second file (prompts.py)"""
 
 import math
 import os

@@ -117,8 +117,7 @@ def main() -> None:
 
 
 def prepare(args: Prepare) -> Path:
-    """Prepare the dataset that `args` describe, unless its folder holds it already; returns the
-    folder. Errors and interrupts leave the folder as it was."""
+    """Prepare a dataset, unless its folder holds it already. Errors leave the folder as it was."""
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
     dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
@@ -242,8 +241,8 @@ def write_splits(
 
 
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
-    """Whether `target` holds the dataset that `meta` describes. Raises UserError where it holds
-    other files or, without `overwrite`, another or a damaged dataset."""
+    """Whether `target` holds the dataset that `meta` describes. Raises UserError for other files
+    and, without `overwrite`, for another or a damaged dataset."""
     names = {path.name for path in target.iterdir()} if target.exists() else set()
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"

@@ -1,6 +1,5 @@
-"""Examples: short texts of which a part, the prompt, is given, each in a block of its own.
-
-The prompt stands between marks, anywhere in the text, in one part or several:
+"""Examples: short texts of which a part, the prompt, is given, each in a block of its own. The
+prompt stands between marks, anywhere in the text, in one part or several:
 
     [GIVEN]12+34=[/GIVEN]046
     The [GIVEN]old horse[/GIVEN] was tired
@@ -9,8 +8,7 @@ Beside the token file lies the prompt mask, a byte for each token, its *role*:
 
     PREDICTED   the model learns it, and is scored on it
     PROMPT      the model sees it before all others, without a loss
-    PADDING     after the end of the example: not seen, not predicted
-"""
+    PADDING     after the end of the example: not seen, not predicted"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Puzzles on which the order of prediction matters, or does not. All examples of a puzzle have one
-length, a block, and no end-of-text.
-
-An example is made from a *key*, such as the solution of a Sudoku. Splits are assigned by hashing a
-canonical form of the key, so no puzzle or trivial variant of it is in two splits.
-"""
+length, a block, and no end-of-text. An example is made from a *key*, such as the solution of a
+Sudoku. Splits are assigned by hashing a canonical form of the key, so no puzzle or trivial variant
+of it is in two splits."""
 
 from __future__ import annotations
 
@@ -145,9 +143,8 @@ class Star(Task):
     name, length, documents = "star", 2 * EDGES + 4 + ARM + 1, 200_000
 
     def draw(self, rng):
-        """The edges, two letters each, in random order; the centre and the end of an arm. Nodes are
-        the first letters, all of them: with more letters, looking up an edge is learned late."""
-        names = letters(rng, EDGES + 1, of=EDGES + 1)
+        """The edges, two letters each, in random order; the centre and the end of an arm."""
+        names = letters(rng, EDGES + 1, of=EDGES + 1)  # with more, edges are looked up late
         arms = [names[0] + names[1 + ARM * a : 1 + ARM * (a + 1)] for a in range(ARMS)]
         edges = [arm[i : i + 2] for arm in arms for i in range(ARM)]
         shuffled = "".join(edges[i] for i in rng.permutation(EDGES))
@@ -313,8 +310,7 @@ def shuffle_limit(groups: Sequence[int]) -> float:
     return right
 
 
-# Of the last three, the accuracy that parallel decoding can reach is known exactly (ParallelBench,
-# arXiv 2510.04767).
+# The accuracy that parallel decoding can reach on the last three is known (arXiv 2510.04767).
 ALL = (
     Sudoku(),
     Star(),

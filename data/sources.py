@@ -84,8 +84,7 @@ class Corpus:
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
-    """The files that paths mean: themselves, or those of a known kind in a folder or that match a
-    pattern such as texts/**/*.txt."""
+    """The files that paths mean: themselves, or those of known kinds in a folder or a pattern."""
     files: list[Path] = []
     for path in paths:
         if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):

@@ -4,8 +4,7 @@ gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 
-A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports.
-"""
+A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports."""
 
 import base64
 import codecs
@@ -62,8 +61,7 @@ class Tokenizer:
         return self.encode_array(text).tolist()
 
     def decode(self, ids) -> str:
-        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD. Raises
-        UserError for an id outside the vocabulary."""
+        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD."""
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
             known = f"the vocabulary of the {self.name!r} tokenizer (0 to {self.vocab_size - 1})"
@@ -125,7 +123,7 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple]:
-    """{key: (theirs, ours)} of RECORDED keys that differ, where both descriptions have them."""
+    """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions have them."""
     pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
     return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 

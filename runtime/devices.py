@@ -12,8 +12,7 @@ from runtime.errors import UserError
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device of that name, made the current one. auto: cuda, else mps, else cpu. local_rank:
-    which GPU, where the name does not say."""
+    """The device of that name, made the current one. local_rank: the GPU if the name has none."""
     if device == "auto":
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -72,8 +71,8 @@ def attention_of_many_shapes():
 
 @contextlib.contextmanager
 def deterministic(enabled: bool):
-    """A context in which, if enabled, a GPU computes the same bits in every run; an operation that
-    has no such form is a RuntimeError. Enter it before the GPU is used."""
+    """A context in which, if enabled, a GPU computes the same bits in every run, or an operation
+    raises RuntimeError. Enter it before the GPU is used."""
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(enabled)

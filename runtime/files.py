@@ -25,9 +25,8 @@ MOST_BLANK = 1_000_000  # blank lines in a row
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bool = False) -> None:
-    """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError.
-    exclusive: so is a file that is there when it is moved."""
+    """Call write(file) on a temporary sibling, flush it and move it into place, or leave no trace.
+    FileExistsError: of devices, FIFOs and, where `exclusive`, any file."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
@@ -35,7 +34,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bo
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            if path.exists():
+            if path.exists():  # permissions stay
                 os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
@@ -96,8 +95,7 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if missing, for all processes of a job: all must
-    call, and all raise. The kernel frees it when the main process ends, however it ends."""
+    """Hold the lock of a folder, which is made if missing, for a job: all processes must call."""
     from filelock import FileLock, Timeout
 
     lock, error = FileLock(folder / "lock"), None

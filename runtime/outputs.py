@@ -41,8 +41,8 @@ class Outputs:
     def __init__(
         self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
     ):
-        """files: by their options. inputs: what the script reads; other than existing paths are
-        ignored. Raises UserError for a file that cannot or must not be written."""
+        """files: by option. inputs: what the script reads; what is no existing path is ignored.
+        Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
         self.new: set[Path] = set()  # another process may be about to write them, too
         inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
@@ -135,8 +135,7 @@ def command() -> str:
 def provenance(
     arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
 ) -> dict:
-    """What numbers depend on. arguments: the script's options, a dataclass. dtype: what --dtype
-    auto has become. more: anything else, such as the checkpoint."""
+    """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
     settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
     origin = {"command": command(), "settings": settings, "device": str(device)}
@@ -149,8 +148,7 @@ def escaped(line: str) -> str:
 
 
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
-    """The lines of a Markdown table, padded to read as plain text: `left` columns left-aligned,
-    then numbers, right-aligned."""
+    """The lines of a Markdown table, padded: `left` columns left-aligned, then right-aligned."""
     rows = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
     widths = [max(3, *map(len, cells)) for cells in zip(*rows, strict=True)]
     rows.insert(1, ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)])

@@ -146,9 +146,8 @@ class StopRequest:
         self.signalled = True
 
     def agree(self, failed: bool = False, due: bool = False) -> None:
-        """Set `requested`, `failed` and `due` if they are true of any process. Raises
-        ChildProcessError if torchrun was killed: another job may be started in its place."""
-        if self.launcher and os.getppid() != self.launcher:
+        """Set `requested`, `failed` and `due` if they are true of any process."""
+        if self.launcher and os.getppid() != self.launcher:  # another job may take its place
             raise ChildProcessError("torchrun, which started this process, has ended")
         self.requested, self.failed, self.due = flags = self.signalled, failed, due
         if self.procs.world_size > 1:
