@@ -27,8 +27,8 @@ from variants import build_model, set_block_size
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
-    "supported are run folders, checkpoints, folders of convert.py, and the released weights of "
-    "AO-GPT and sigma-GPT (.pt), GPT-2, RADD and SEDD (config.json, model.safetensors or .bin)"
+    "supported are run folders, checkpoints, folders of convert.py, and released weights: AO-GPT, "
+    "sigma-GPT (.pt), GPT-2, RADD, SEDD (config.json, model.safetensors or pytorch_model.bin)"
 )
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -120,7 +120,7 @@ def download(repo: str) -> Path:
     """The folder of a Hugging Face repo's weights, from the network or the local cache."""
     is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
     if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
-        advice = "give a run folder (out/NAME), weights, or a Hugging Face repo id (org/name)"
+        advice = "give a run folder (out/NAME) or a checkpoint, weights, or a Hugging Face repo id"
         raise CheckpointError(f"there is no {repo}; {advice}")
     try:
         import huggingface_hub
