@@ -101,15 +101,15 @@ def orders_at(
     # Column 0 is the coin of a mixture, the others are keys of positions. Sorting random keys gives
     # a uniform permutation; ties among 64 bits (probability below T^2 / 2^65) go by position.
     bits = philox_bits(seed, step, rows, length + 1, stream)
-    uniform, position = to_uniform(bits[:, 1:]), np.arange(length)
+    keys, position = bits[:, 1:], np.arange(length)
+    if config.kind not in ("random", "mixture"):  # which are sorted by the bits themselves
+        uniform = to_uniform(keys)
     match config.kind:
         case "file":
             orders = read_orders(config.file, length)
             return torch.from_numpy(orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)])
         case "sliding":
             return _sliding(uniform, config.window)
-        case "random" | "mixture":
-            keys = bits[:, 1:]
         case "random_blockwise":
             keys = position // config.block + uniform
         case "slots":
@@ -118,6 +118,8 @@ def orders_at(
             keys = (uniform >= config.share).astype(np.int8)
         case "random_l2r":
             keys = np.where(uniform < config.share, uniform, 1.0)
+        case _:
+            assert config.kind in ("random", "mixture"), config.kind
     order = torch.from_numpy(keys.argsort(axis=1, kind="stable"))
     coin = torch.from_numpy(to_uniform(bits[:, :1]))
     return order.where(coin >= config.l2r_prob, identity) if config.kind == "mixture" else order

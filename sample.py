@@ -209,8 +209,7 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
             raise TooLong(f"{request.place}: {sizes}: {limits}")
         context = prompt + [None] * (total - len(prompt))
     if loaded.scored_from and context[0] is None:
-        advice = "begin with text"
-        raise UserError(f"{request.place}: this model has no start token (GPT-2): {advice}")
+        raise UserError(f"{request.place}: this model has no start token (GPT-2): begin with text")
     if c.l2r_only and any(token is not None for token in context[context.index(None) :]):
         advice = "write one mask, at the end"
         raise UserError(f"{request.place}: this model can only continue a text: {advice}")

@@ -120,8 +120,8 @@ def training_loop(
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
             try:
-                data.check_unchanged()
-                (val_data or data).check_unchanged()
+                for files in filter(None, (data, val_data)):
+                    files.check_unchanged()
             except (UserError, OSError) as error:
                 changed, stop.signalled = error, True  # told after a checkpoint
             losses.add(progress.step, loss, norm)

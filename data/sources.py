@@ -80,7 +80,7 @@ class Corpus:
     documents: Iterable[str]
     description: list[dict]  # for meta.json; equal ones mean equal documents
     published: int | None = None  # documents of the published split
-    counts: Counter[str] = field(default_factory=Counter)  # of `Reading`
+    counts: Counter[str] = field(default_factory=Counter)  # of `Reading`, shared by all splits
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:

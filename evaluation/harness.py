@@ -234,7 +234,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _fitting(self, context: list[int], new: int) -> list[int]:
-        """The end of a context that leaves room for new tokens."""
+        """The end of a context that leaves room for new tokens; counts the request."""
         self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
         return context[new - self.block_size :]
 
@@ -329,8 +329,8 @@ class HarnessModel(TemplateLM):
         choice, most, until = settings
         keys = [digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)]
         rows = [context + [None] * most for context in contexts]
-        planned = modes.plan_samples(self.decoding, rows, self.settings.seed, keys=keys)
-        plan, tokens, uniforms = planned
+        seed = self.settings.seed
+        plan, tokens, uniforms = modes.plan_samples(self.decoding, rows, seed, keys=keys)
         how = {"choice": choice, "uniforms": uniforms, "batch_size": self.batch_size}
         how |= {"compile": self.decoding.compile, "kernels": self.decoding.kernels}
         how |= {"vocab_size": self.loaded.vocab_size, "progress": progress}

@@ -149,8 +149,9 @@ class StopRequest:
         """Set `requested`, `failed` and `due` if they are true of any process."""
         if self.launcher and os.getppid() != self.launcher:  # another job may take its place
             raise ChildProcessError("torchrun, which started this process, has ended")
-        self.requested, self.failed, self.due = flags = self.signalled, failed, due
+        flags = self.signalled, failed, due
         if self.procs.world_size > 1:
             counts = torch.tensor(flags, dtype=torch.float32)
             dist.all_reduce(counts)  # between the CPUs: waits for no GPU
-            self.requested, self.failed, self.due = (counts > 0).tolist()
+            flags = (counts > 0).tolist()
+        self.requested, self.failed, self.due = flags

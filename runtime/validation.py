@@ -228,7 +228,7 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def nearest_key(key: str, table: Any) -> str:
+def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str:
     """What to write instead of an unknown key: a similar one, or one of another table."""
     keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
     names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
@@ -237,4 +237,4 @@ def nearest_key(key: str, table: Any) -> str:
     last = next((ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last)
     near = near or [name for name in keys if name.split(".")[-1] == last]
     near = near or difflib.get_close_matches(key, [*here, *keys], 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"
+    return f"; did you mean {shown(near[0])}?" if near else f"; the keys are {', '.join(here)}"

@@ -194,18 +194,18 @@ def plan_samples(
     """The plan of all samples, `num_samples` in a row for each context: functions of (seed, key of
     the context, number, length) alone. options: with the mode's defaults. keys: integers below
     2**64, by default the place of each context."""
-    tokens, given, steps, keys_, uniforms = [], [], [], [], []
+    tokens, given, steps, sort_keys, uniforms = [], [], [], [], []
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         which = seed, key, range(num_samples), len(context)
         tokens += [torch.tensor([token or 0 for token in context])] * num_samples
         given += [torch.tensor([token is not None for token in context])] * num_samples
         steps += [options.steps or max(1, context.count(None))] * num_samples
-        keys_ += _sort_keys(options, *which)
+        sort_keys += _sort_keys(options, *which)
         uniforms += torch.from_numpy(to_uniform(philox_bits(*which, TOKENS)))
     length = torch.tensor([len(row) for row in tokens])
-    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, keys_, uniforms))
-    tokens, given, keys_, uniforms = rows
-    plan = _mode_plan(options, length, given, torch.tensor(steps), keys_)
+    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, sort_keys, uniforms))
+    tokens, given, sort_keys, uniforms = rows
+    plan = _mode_plan(options, length, given, torch.tensor(steps), sort_keys)
     return PlannedSamples(plan, tokens, uniforms)
 
 

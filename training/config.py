@@ -268,8 +268,7 @@ def check_options(words: list[str]) -> tuple[list[str], set[str]]:
         if option not in ("", "--help"):
             key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
             key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
-            near = re.sub("'.*'", lambda found: flag(found[0][1:-1]), nearest_key(key, Config))
-            refuse(key not in keys, f"unknown option {option}{near}")
+            refuse(key not in keys, f"unknown option {option}{nearest_key(key, Config, flag)}")
             whole = int in (keys[key], *get_args(keys[key]))
             given.add(key)
         if whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):

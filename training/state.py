@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from checkpoints import CheckpointError, load, store
 from data.tokenizers import RECORDED, other_tokenizer
 from model import AOGPT
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 from runtime.processes import Processes
 from training import config as configuration
 from training import optimizers, parallel
@@ -271,7 +271,7 @@ class Saver:
             try:
                 store.write(*arguments)
             except (OSError, SafetensorError) as failure:
-                error = store.reason_of(failure)
+                error = reason_of(failure)
         self.pending = None, self.procs.gather(error)[0], state, best, path
         self.wait()
 
@@ -288,7 +288,7 @@ class Saver:
             cause = next(iter(failure.failures.values()))[0]
             if not isinstance(cause, OSError):
                 raise cause from failure
-            error = store.reason_of(cause)
+            error = reason_of(cause)
         self.written = None if error else path
         if error is None:
             state.progress.best = best
