@@ -107,7 +107,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     started = time.perf_counter()
     planned = modes.plan_samples(options, contexts, a.seed, a.num_samples, numbers)
     model = loaded.model.to(dtype)
-    samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs)
+    end = {"end_token": tokenizer.eot if a.until_end else None}
+    samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
     if not procs.main:
         return
     cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}

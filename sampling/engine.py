@@ -31,6 +31,7 @@ from variants import head_chunk, log_linear_noise
 
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
 CPU_CHUNK_ELEMENTS = 2**19
+STEPS_TO_END = 8  # between two looks at which samples have ended, which wait for the device
 
 
 @dataclass
@@ -91,7 +92,7 @@ def generate(
         halve: whether to halve the batch while memory runs out; by default if batch_size is None.
         progress: called after every step with the number of positions it unmasked; and with less
             than 0 where a smaller batch begins again.
-        settings: choice, vocab_size, compile and kernels, of `Engine`.
+        settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
 
     Raises UserError for what does not fit together, where memory runs out and the batch may not be
     halved, and where the model's output is not finite.
@@ -209,13 +210,16 @@ class Engine:
         vocab_size: int | None = None,
         compile: bool = False,
         kernels: bool = False,
+        end_token: int | None = None,
     ):
         """vocab_size: only ids below it are drawn (the rows that pad the token table are not
         tokens). compile: torch.compile the blocks; worth its minutes for many samples. kernels: on
-        a GPU, Triton kernels and, compiled, CUDA graphs."""
+        a GPU, Triton kernels and, compiled, CUDA graphs. end_token: a sample in which it and all
+        before it are known is generated no further, where its plan fixes the steps."""
         if vocab_size is not None and vocab_size < 1:
             raise UserError(f"vocab_size is {vocab_size}; give at least 1, or None for all")
         self.B, self.T, self.vocab_size = batch_size, length, vocab_size
+        self.end_token = end_token
         self.choice, self.compiled = choice or TokenChoice(), compile
         weight, c = model.wte.weight, model.config
         self.device = device = weight.device
@@ -346,6 +350,16 @@ class Engine:
         start = torch.zeros_like(step.known).scatter_(0, rows, starts)
         return hidden.flatten(0, 1), start[:, None] + self.order
 
+    def ended(self, tally: Tally) -> Tensor:
+        """BoolTensor (B,): the rows that have generated end-of-text and all before it."""
+        if self.end_token is None:
+            return torch.zeros_like(tally.known, dtype=torch.bool)
+        unknown = tally.slots >= tally.known[:, None]  # (B, T), by slot
+        is_end = (self.tokens[:, :-1].cpu() == self.end_token) & (tally.step >= 0) & ~unknown
+        position = self.order[:, :-1].cpu()
+        first_end = position.where(is_end, self.T).amin(dim=1)
+        return first_end < position.where(unknown, self.T).amin(dim=1)
+
     # ---- tokens ----------------------------------------------------------------------------------
 
     def take_step(self, step: Step) -> None:
@@ -402,17 +416,23 @@ class Engine:
 
 def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
     """Take the steps of a plan that is known, apart from which positions the model prefers."""
-    size, chosen = group_sizes(plan).T, plan.unmask_by != "order"  # (G, B)
-    known = tally.known + size.cumsum(dim=0) - size
-    cached = engine.cached_after(known, chosen).roll(1, dims=0)
-    cached[:1] = 0
-    # Where the model chooses, every position left is a candidate.
-    candidates = (size > 0) * (plan.length - known) if chosen else size
-    count = engine.count(cached, known, candidates, plan.length)
-    steps = engine.steps(cached, known, count, candidates, size, unmask_by=plan.unmask_by)
-    for step, unmasked in zip(steps, size.sum(dim=1).tolist(), strict=True):
-        engine.call(engine.take_step, step)
-        tally.progress(unmasked)
-    tally.step = plan.step.where(plan.generated(), -1)
-    tally.calls, tally.forwards = len(steps), int(count.sum())
-    tally.nfe = (size > 0).sum(dim=0)
+    sizes, chosen = group_sizes(plan).T, plan.unmask_by != "order"  # (G, B)
+    at_once = len(sizes) if engine.end_token is None else STEPS_TO_END
+    cached, tally.step = torch.zeros_like(tally.known), plan.step.where(plan.generated(), -1)
+    for size in sizes.split(at_once) if len(sizes) else ():
+        size = size * ~engine.ended(tally)
+        known = tally.known + size.cumsum(dim=0) - size
+        after = engine.cached_after(known, chosen)
+        before, cached = torch.cat([cached[None], after[:-1]]), after[-1]
+        # Where the model chooses, every position left is a candidate.
+        candidates = (size > 0) * (plan.length - known) if chosen else size
+        count = engine.count(before, known, candidates, plan.length)
+        steps = engine.steps(before, known, count, candidates, size, unmask_by=plan.unmask_by)
+        for step, unmasked in zip(steps, size.sum(dim=1).tolist(), strict=True):
+            if unmasked:
+                engine.call(engine.take_step, step)
+                tally.calls += 1
+                tally.progress(unmasked)
+        tally.known = tally.known + size.sum(dim=0)
+        tally.forwards += int(count.sum())
+        tally.nfe += (size > 0).sum(dim=0)

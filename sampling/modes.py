@@ -97,7 +97,7 @@ class DecodingOptions(TokenChoice):
     follows the token on the left in the sample so far."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
-    In float32 rounding moves less than a token in 100,000; in bfloat16 it depends on this."""
+    In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
     kernels: bool = False
@@ -245,13 +245,14 @@ def generate_distributed(
     vocab_size: int,
     procs: Processes,
     label: str = "",
+    end_token: int | None = None,
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
-    before the progress bar. Raises UserError as `generate` does."""
+    before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
     share, part = procs.share(len(planned.plan)), None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
     settings = {"choice": options.choice, "vocab_size": vocab_size}
-    settings |= {"compile": options.compile, "kernels": options.kernels}
+    settings |= {"compile": options.compile, "kernels": options.kernels, "end_token": end_token}
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
     shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}

@@ -60,27 +60,34 @@ def test_the_floor_counts_bytes_and_operations():
     assert floor_of(plan, c, 50, 4, processor) == pytest.approx(flops / 10)
 
 
-def test_every_choice_that_an_option_lists_is_run_and_reported(tmp_path, script):
-    """Of both benchmarks, in a report that has them all, written before it is printed."""
-    few = ["--batch-size", 1, "--device", "cpu", "--repeats", 1, "--overwrite"]
-    few += ["--json", tmp_path / "o.json"]
+SLOW = pytest.mark.slow
+
+
+def every_choice():
+    """Of both benchmarks; the quick ones first."""
+    few = ["--batch-size", 1, "--device", "cpu", "--repeats", 1]
     decode = ["decode", "--lengths", 12, 24, "--group", 6, *few]
     train = ["train", "--length", 16, "--warmup", 1, "--no-compile", *few]
-    everything = ["--systems", *decoding_speed.SYSTEMS], ["--systems", *step_speed.SYSTEMS]
-    cases = [[*decode, "--size", "tiny", "--memory", *everything[0]]]
+    yield [*decode, "--size", "tiny", "--memory", "--systems", *decoding_speed.SYSTEMS]
     for optimizer in ("adamw", "muon"):
-        cases.append([*train, "--size", "tiny", "--optimizer", optimizer, *everything[1]])
+        every = ["--systems", *step_speed.SYSTEMS]
+        yield pytest.param([*train, "--size", "tiny", "--optimizer", optimizer, *every], marks=SLOW)
     for size in ("tiny", "bench"):
-        cases.append([*decode, "--size", size, "--systems", "ours", "rotary"])
+        yield pytest.param([*decode, "--size", size, "--systems", "ours", "rotary"], marks=SLOW)
     for dtype in ("bfloat16", "float32"):
         for command, system in ((decode, "ours"), (train, "gpt")):
-            cases.append([*command, "--size", "tiny", "--dtype", dtype, "--systems", system])
-    for words in cases:
-        status, out, err = script(bench, *words)
-        assert status == 0, err
-        rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-        assert {row["system"] for row in rows} == set(words[words.index("--systems") + 1 :])
-        assert all(f"| {row['system']} " in out for row in rows) and "weights of" in err
+            words = [*command, "--size", "tiny", "--dtype", dtype, "--systems", system]
+            yield pytest.param(words, marks=SLOW)
+
+
+@pytest.mark.parametrize("words", list(every_choice()))
+def test_every_choice_that_an_option_lists_is_run_and_reported(tmp_path, script, words):
+    """In a report that has them all, written before it is printed."""
+    status, out, err = script(bench, *words, "--json", tmp_path / "o.json")
+    assert status == 0, err
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert {row["system"] for row in rows} == set(words[words.index("--systems") + 1 :])
+    assert all(f"| {row['system']} " in out for row in rows) and "weights of" in err
 
 
 TINY = {"size": "tiny", "device": "cpu", "repeats": 2}

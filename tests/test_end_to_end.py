@@ -36,8 +36,9 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     assert all(f"val_loss_{kind}" in validated for kind in losses)
 
     options = ["--num-samples", 3, "--steps", 16, "--prompt", "cccccccc", "--jsonl", samples]
-    drawn, lines = run_script("sample.py", run, *options), read_lines(samples)
-    assert len(lines) == 3 and all(line["text"] in drawn.stdout for line in lines)
+    run_script("sample.py", run, *options)
+    lines = read_lines(samples)
+    assert len(lines) == 3
     assert all(line["text"].startswith("cccccccc") for line in lines)
     text = "".join(line["text"][8:] for line in lines)
     assert text.count("c") / len(text) > 0.5, "the samples do not follow their prompt"

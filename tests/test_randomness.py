@@ -10,6 +10,7 @@ from helpers import ROOT
 from reference import accept, make_system, random_tokens
 
 import eval_infill
+from checkpoints import Loaded
 from evaluation.ensembles import cheap_gains
 from evaluation.infilling import Passages
 from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
@@ -104,7 +105,7 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
-    loaded = type("Loaded", (), {"model": model, "vocab_size": 256, "tokenizer": "bytes"})
+    loaded = Loaded(model, "", 0, "raw", tokenizer="bytes", vocab_size=256)
     N = 1200
     passages = Passages(torch.zeros(N, 8).long(), torch.zeros(N).long(), torch.full((N,), 8))
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
