@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):
     depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
     probable one, in all passes. An empty context is end-of-text; one that is too long loses its
     beginning; a token that spans the two belongs to the continuation. Generation is a function of
-    (seed, context, repetition): max_gen_toks positions, cut at the first end-of-text or stop string.
+    (seed, context, repetition): max_gen_toks positions cut at the first end-of-text or stop string.
 
     run: what `load` takes or returns. options: fields of `Settings` and `DecodingOptions`; `order`
     is that of log-likelihoods, `mode` that of generation. max_batch_size: without effect."""
