@@ -36,7 +36,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from runtime.command_line import show, visible
 from runtime.errors import UserError
-from runtime.files import sha256_file, sync_folder, write_text
+from runtime.files import sha256_file, sync, write_text
 from runtime.processes import Processes
 from runtime.validation import Count, NonNegative, from_values, read_json, schema
 
@@ -139,8 +139,7 @@ def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int)
         of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")}
         safetensors.torch.save_file(of_kind, file)
         file.chmod(permissions)
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+        sync(file)
     finish(run_folder, values, tensors, keep)
     return path
 
@@ -172,7 +171,7 @@ def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
     write_text(temporary_of(path) / STATE, json.dumps(contents, indent=1) + "\n")
     shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
     os.rename(temporary_of(path), path)
-    sync_folder(path.parent)
+    sync(path.parent)
     settle(run_folder, values, keep)
 
 

@@ -12,8 +12,8 @@ from runtime.errors import UserError
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device of that name, made the current one, to which events and pinned memory belong.
-    auto: cuda, else mps, else cpu. local_rank: which GPU, where the name does not say."""
+    """The device of that name, made the current one. auto: cuda, else mps, else cpu. local_rank:
+    which GPU, where the name does not say."""
     if device == "auto":
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -21,15 +21,14 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
         chosen = torch.device(device)
         module = torch.get_device_module(chosen)
     except RuntimeError:
-        known = "auto, cpu, cuda, cuda:N, mps or another that PyTorch knows"
-        raise UserError(f"device {device!r} is not known; give {known}") from None
+        raise UserError(f"device {device!r} is not known; give auto, cpu, cuda:N or mps") from None
     if chosen.type == "cpu":
         return torch.device("cpu")
     chosen = torch.device(chosen.type, local_rank if chosen.index is None else chosen.index)
     count = module.device_count() if module.is_available() else 0
     if chosen.index >= count:
-        advice = "use --device cpu or fewer processes"
-        raise UserError(f"device {device!r}: PyTorch sees {count} GPUs here; {advice}")
+        what = f"device {device!r}: PyTorch sees {count} GPUs here"
+        raise UserError(f"{what}; use --device cpu or fewer processes")
     if hasattr(module, "set_device"):  # mps has one device only
         module.set_device(chosen)
     return chosen
@@ -67,8 +66,7 @@ def current(device: torch.device):
 
 
 def attention_of_many_shapes():
-    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape: almost
-    every decoding step has its own."""
+    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels)
 
@@ -114,10 +112,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory has run out: of the device, of Python, or of PyTorch's CPU allocator, which
-    raises a plain RuntimeError."""
+    """Whether the memory of the device or of the CPU has run out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return full or "can't allocate memory" in str(error)
+    return full or "can't allocate memory" in str(error)  # a plain RuntimeError on the CPU
 
 
 def has_compiler() -> bool:

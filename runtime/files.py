@@ -43,7 +43,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bo
         if exclusive:
             open(path, "xb").close()
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # that of a full disk
@@ -55,16 +55,14 @@ def is_alive(pid: int) -> bool:
     """Whether a process of this machine is running."""
     try:
         os.kill(pid, 0)  # sends nothing, but says whether it could
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush what was renamed or removed in a folder: a rename is not safe before that."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or what was renamed or removed in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -73,9 +71,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A new folder beside `target`, which becomes it at the end. Whatever happens, nothing is left
-    beside it, and what killed runs have left there goes, too. Without `replace`, a target that
-    exists by then is an OSError."""
+    """A new folder that becomes `target` at the end, or is removed. What killed runs have left is
+    removed, too. Without `replace`, a target that exists by then is an OSError."""
     prefix = f".{target.name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -88,12 +85,11 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
         (beside / "new").mkdir(parents=True)
         yield beside / "new"
         for path in (beside / "new").iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
         if replace and target.exists():
             target.rename(beside / "old")
         (beside / "new").rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
