@@ -54,11 +54,8 @@ from variants import parameter_counts
 
 def main() -> int:
     config = configuration.from_command_line(sys.argv[1:], __doc__)
-    sharded = config.train.parallel == "fsdp"  # which needs a group even of one process
-    with (
-        deterministic(config.train.deterministic),
-        processes(config.train.device, config.train.timeout, group=sharded) as procs,
-    ):
+    t, sharded = config.train, config.train.parallel == "fsdp"  # needs a group even of one process
+    with deterministic(t.deterministic), processes(t.device, t.timeout, group=sharded) as procs:
         return train(config, procs)
 
 

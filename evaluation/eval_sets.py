@@ -115,8 +115,7 @@ def open_eval_set(
     split = split or preferred or loader.evaluation_split(meta)
     dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=verify)
     rows = dataset.num_blocks
-    # The protocol sedd drops what is left over, as published evaluations do. A rest of no more than
-    # the tokens that the model cannot score holds nothing to count.
+    # The protocol sedd drops what is left over, as published evaluations do.
     if meta.get("protocol", "full") == "full" and dataset.tail().shape[1] > loaded.scored_from:
         rows += 1
     return EvalSet(Path(name).name, folder, split, dataset, min(rows, max_sequences or rows))

@@ -86,14 +86,12 @@ class HarnessModel(TemplateLM):
 
     The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
     depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
-    probable one where it was predicted, in all passes. An empty context is end-of-text; one that is
-    too long loses its beginning; a token that spans the two belongs to the continuation. Generation
-    fills max_gen_toks positions, then cuts at the first end-of-text or stop string; it depends on
-    (seed, context, repetition).
+    probable one, in all passes. An empty context is end-of-text; one that is too long loses its
+    beginning; a token that spans the two belongs to the continuation. Generation is a function of
+    (seed, context, repetition): max_gen_toks positions cut at the first end-of-text or stop string.
 
-    run: what `load` takes, or what it returns. options: fields of `Settings` and `DecodingOptions`;
-    `order` is that of log-likelihoods, l2r (decoders' default) or random (encoders'), `mode` that
-    of generation, by default l2r and mdm. max_batch_size: from the harness; without effect."""
+    run: what `load` takes or returns. options: fields of `Settings` and `DecodingOptions`; `order`
+    is that of log-likelihoods, `mode` that of generation. max_batch_size: without effect."""
 
     def __init__(
         self, run, processes: Processes | None = None, max_batch_size: int | None = None, **options

@@ -203,8 +203,7 @@ def score(task: Task, runner: BatchRunner, seed: int, draws: int) -> Scores:
         losses.append(runner.run(task, loss))
     # Two contexts at least if there are two draws: a single one does not show its error.
     for _ in range(max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT)) if larger else 0):
-        # In float32: bfloat16 rounds every member in another way, and averaging independent noise
-        # looks like a gain. TF32 does so too little to measure.
+        # In float32 (or TF32): averaging the independent rounding of bfloat16 looks like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
     return _estimates(task, losses, gains)

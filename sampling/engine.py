@@ -85,18 +85,15 @@ def generate(
         tokens: LongTensor (B, T) with the given tokens; the rest is ignored.
         generator: CPU generator of one uniform number per position, or
         uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on
-            row b alone, apart from rounding, which depends on the batch.
-        forced: LongTensor (B, T): take these tokens instead of drawing any. The log-probabilities
-            are then those that decoding by this plan gives this text.
+            row b alone, up to rounding.
+        forced: LongTensor (B, T): take these tokens instead of drawing any, for log-probabilities.
         batch_size: samples in flight at once; by default all.
         halve: whether to halve the batch while memory runs out; by default if batch_size is None.
-        progress: called after every step with the number of positions it unmasked; and with less
-            than 0 where a smaller batch begins again.
+        progress: called after every step with the number of positions it unmasked, below 0 where a
+            smaller batch begins again.
         settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
 
-    Raises UserError for what does not fit together, where memory runs out and the batch may not be
-    halved, and where the model's output is not finite.
-    """
+    Raises UserError for what does not fit together, without memory, and for output not finite."""
     (B, T), device = plan.order.shape, model.wte.weight.device
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give at least 1, or None for all")

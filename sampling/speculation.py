@@ -106,8 +106,7 @@ def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Ten
     first, known, size, n_verify = (v.to(q.device) for v in (first, known, size, n_verify))
     column = slot - first[row]
     is_draft = slot < (known + size)[row]  # the others are bonus slots
-    # Drafts stand in draft_probs row after row; what needs no verification is skipped. A bonus slot
-    # was not drafted: with p = 0 it is drawn from q.
+    # Drafts stand in draft_probs row after row. A bonus slot has p = 0: it is drawn from q.
     drafted_before = (size.cumsum(0) - size)[row]
     p = draft_probs[(drafted_before + slot - known[row]).clamp(max=len(draft_probs) - 1)]
     p = p * is_draft[:, None]
@@ -116,8 +115,7 @@ def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Ten
     uniforms = engine.uniforms_at(row, slot)
     coin = fresh_uniforms(uniforms, ACCEPTED)
     accept = coin * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
-    # Log-probabilities under q replace those of the draft, also in slots that are not kept: step 4
-    # or the next round overwrites them.
+    # Log-probabilities under q replace those of the draft; slots not kept are overwritten later.
     engine.store(row, slot, token.squeeze(1), logits)
     # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it a rejected
     #    draft or the bonus slot; `n_verify`, one past the last, where there is none.

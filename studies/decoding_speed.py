@@ -310,13 +310,10 @@ def report(result: dict) -> list[str]:
         f"{', compiled' * s['compile']}; median of {s['repeats']}. "
         f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, {rates['bandwidth'] / 1e9:,.1f} "
         "GB/s from memory. x ours: seconds relative to `ours`. x floor: seconds of `ours` relative "
-        "to the time that its arithmetic and memory traffic take at these rates. ~: some of the "
-        "calls were timed and scaled to all."
+        "to its arithmetic and memory traffic at these rates. ~: scaled up from some of the calls."
     )
     fitted = ["system", *(f"exponent of {kind}" for kind in rows[0]["by_repeat"])]
-    fits = [
-        [name, *map(common.spread_of, fit.values())]
-        for name, fit in result.get("exponents", {}).items()
-    ]
+    found = result.get("exponents", {}).items()
+    fits = [[name, *map(common.spread_of, fit.values())] for name, fit in found]
     tables = [text, "", *markdown_table(head, lines)]
     return tables + (["", *markdown_table(fitted, fits)] if fits else [])

@@ -130,9 +130,4 @@ def draw_frontier(experiment: Experiment, axes, entries: Entries) -> None:
     axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
 
 
-DRAWINGS = {
-    "curves": draw_curves,
-    "lines": draw_lines,
-    "points": draw_points,
-    "frontier": draw_frontier,
-}
+DRAWINGS = dict(curves=draw_curves, lines=draw_lines, points=draw_points, frontier=draw_frontier)

@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,12 +140,8 @@ def of_bench(result: dict) -> dict[str, dict]:
     return systems
 
 
-READERS: dict[str, Callable[[dict], dict]] = {
-    "studies.bench": of_bench,
-    "eval_ppl.py": of_perplexity,
-    "eval_gen.py": of_generation,
-    "eval_infill.py": of_infilling,
-}
+READERS = {"studies.bench": of_bench, "eval_infill.py": of_infilling}
+READERS |= {"eval_ppl.py": of_perplexity, "eval_gen.py": of_generation}
 
 
 @functools.cache
