@@ -1,8 +1,4 @@
-"""Convert any supported weights to this project's format: model.safetensors and config.json.
-
-Example:
-    python convert.py SRC DST
-"""
+"""Convert any supported weights to this project's format: python convert.py SRC DST"""
 
 from __future__ import annotations
 

@@ -50,11 +50,10 @@ COLUMNS = (
 LEGEND = (
     "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, adaptive) or "
     "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
-    "interval over samples; of a sample: the mean of the samples' own perplexities, as in some "
-    "published tables. The other columns are means over samples of a sample's own tokens. Entropy: "
-    "of their histogram, in nats; distinct-2: different pairs / pairs; repeated: the share of "
-    "4-grams that occurred before; NFE: model calls that a sample took part in. Seconds: to "
-    "generate all samples of a row."
+    "interval over samples; of a sample: the mean of the samples' own. The other columns are means "
+    "over samples. Entropy: of a sample's histogram of tokens, nats; distinct-2: different pairs "
+    "/ pairs; repeated: the share of 4-grams that occurred before; NFE: model calls of a sample. "
+    "Seconds: to generate all samples of a row."
 )
 SIZES = "steps", "group_size", "draft"
 JUDGED = {
@@ -158,10 +157,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 def fitted(run: str, loaded: Loaded, options: DecodingOptions, a: Arguments) -> DecodingOptions:
     """The options with what the model gives them. Raises UserError where it cannot generate so."""
     if loaded.scored_from:
-        raise UserError(
-            f"{run} has no start token (GPT-2) and can only continue a text: make samples with "
-            "sample.py --prompt TEXT --jsonl FILE, and score them with --samples FILE"
-        )
+        advice = "make samples with sample.py --prompt TEXT --jsonl FILE, and give --samples FILE"
+        raise UserError(f"{run} has no start token (GPT-2): {advice}")
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
     if a.length and a.length > limit:

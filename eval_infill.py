@@ -139,10 +139,8 @@ def fill_in(
 def notes(rows: list[dict]) -> list[str]:
     """How much the other side is worth, passage by passage."""
     what = "last word" if rows[0]["given"] == WORD else "sentence"
-    lines = [
-        f"{len(rows[0]['nll'])} {what}s. nats/token: of the true {what}, token after token from "
-        f"left to right, mean over {what}s; ROUGE: F1 of samples against it."
-    ]
+    how = f"nats/token: of the true {what} from left to right, mean over {what}s"
+    lines = [f"{len(rows[0]['nll'])} {what}s. {how}; ROUGE: F1 of samples against it."]
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
         if len(nll) == 2 and len(nll["left"]) > 1:

@@ -101,10 +101,8 @@ def scorers_of(a: Arguments, config: ModelConfig) -> dict[str, Scorer]:
     scorers = {text: scorer_of(text, a, config) for text in a.orders or possible}
     found = scorers.values()
     if set(a.ensemble) != {1} and all(of.ensembles == (1,) for of in found):
-        raise UserError(
-            "ensembles are for decoders that know their target position, along uniformly random "
-            f"orders, not {', '.join(scorers)}: leave out --ensemble, or give --orders random"
-        )
+        known = "ensembles are for decoders that know their target position, along random orders"
+        raise UserError(f"{known}: leave out --ensemble, or give --orders random")
     if a.bound == "iw" and not any(of.weighted for of in found):
         raise UserError("--bound iw needs random orders, and no ELBO: give other --orders")
     return scorers
@@ -113,10 +111,7 @@ def scorers_of(a: Arguments, config: ModelConfig) -> dict[str, Scorer]:
 def scorer_of(text: str, a: Arguments, config: ModelConfig) -> Scorer:
     """What one of --orders means."""
     if a.group > 1 and (config.l2r_only or text == "score_entropy"):
-        raise UserError(
-            "--group is for models that know their target position, scored as probabilities; "
-            "leave it out, or give other --orders"
-        )
+        raise UserError("--group is for models that know their target position: leave it out")
     if text == "score_entropy":
         if not config.noise:
             raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
@@ -128,9 +123,8 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig) -> Scorer:
     if rule:
         return likelihood.OwnOrder(rule, a.group)
     if "block" in ORDER_SETTINGS[orders.kind] and orders.block > config.block_size:
-        raise UserError(
-            f"--orders {text}: the model's block size is {config.block_size}; give a smaller block"
-        )
+        limit = f"the model's block size is {config.block_size}"
+        raise UserError(f"--orders {text}: {limit}; give a smaller block")
     uniform = orders.kind == "random"
     sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
     elbo = uniform and config.is_encoder and a.group == 1

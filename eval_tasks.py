@@ -182,19 +182,15 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     show(f"{model.loaded.describe()}, {told}\n{make_table(results)}")
     if results.get("groups"):
         show(make_table(results, "groups"))
-    spanning, truncated = requests["spanning"], requests["truncated"]
-    if spanning or truncated:
-        show(
-            f"of {requests['all']:,} requests, {truncated:,} contexts lost their beginning (the "
-            f"block size is {model.block_size}); in {spanning:,} a token spans context and "
-            "continuation and is scored with the continuation"
-        )
+    if requests["spanning"] or requests["truncated"]:
+        cut = f"{requests['truncated']:,} contexts lost their beginning (the block size is"
+        spanning = f"in {requests['spanning']:,} a token spans context and continuation"
+        show(f"of {requests['all']:,} requests, {cut} {model.block_size}); {spanning}")
     document = {"requests": requests} | origin_of(a, model.loaded, model.dtype, procs, **used)
     document["versions"]["lm_eval"] = lm_eval.__version__
     document["task_versions"] = results["versions"]
-    for name in ("results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"):
-        if name in results:
-            document[name] = results[name]
+    kept = {"results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"}
+    document |= {name: value for name, value in results.items() if name in kept}
     rows = results.get("samples", {}).items()
     with outputs:
         outputs.write_jsonl(a.samples, ({"task": t} | row for t, of in rows for row in of))
@@ -207,10 +203,8 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
-            raise UserError(
-                f"there is no task {name!r}, and no prepared data (data is made by "
-                "data/prepare.py; your own tasks of the harness are found with --include-path)"
-            )
+            advice = "data/prepare.py makes it; your own tasks need --include-path"
+            raise UserError(f"there is no task {name!r}, and no prepared data ({advice})")
         found += matching
     return found
 

@@ -1,12 +1,8 @@
 """Losses and likelihoods: pure functions of (model, tokens, orders or masks), in nats per token.
 
 All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders (the paper,
-section 3): along orders for decoders, over random sets of masked positions for encoders. The masked
-diffusion objective and the any-order autoregressive one are equal in expectation, so the losses of
-decoders and encoders can be compared.
-
-Shapes: B sequences, T positions.
-"""
+section 3): along orders for decoders, over random sets of masked positions for encoders. So the
+losses of decoders and encoders can be compared. Shapes: B sequences, T positions."""
 
 import math
 from collections.abc import Callable
@@ -49,22 +45,15 @@ class ObjectiveConfig(Table):
     def __post_init__(self):
         check_values(self, lambda field: f"objective.{field}")
         if self.prefix_prob and self.kind in DECODER_OBJECTIVES:
-            raise UserError(
-                f"objective.prefix_prob is for encoders, and objective.kind is {self.kind!r}; set "
-                "it to 0, and order.kind = 'mixture' for a share of left-to-right sequences"
-            )
-
-
-# ---- decoders: along orders ----------------------------------------------------------------------
+            what = f"objective.prefix_prob is for encoders, and objective.kind is {self.kind!r}"
+            raise UserError(f"{what}; set it to 0, and order.kind = 'mixture' instead")
 
 
 def ao_ar_loss(model, tokens: Tensor, order: Tensor, weight: Tensor | None = None) -> Tensor:
     """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the paper,
-    section 3, equation 2); a differentiable scalar. Under the identity order it is the usual
-    autoregressive loss; its mean over uniform orders is the masked diffusion objective / T.
-
-    model: AOGPT, or a compiled or distributed wrapper; tokens, order: LongTensor (B, T); weight:
-    (B, T), of every step of the order."""
+    section 3, equation 2); a differentiable scalar. Its mean over uniform orders is the masked
+    diffusion objective / T. model: AOGPT, or a wrapper of it; tokens, order: LongTensor (B, T);
+    weight: (B, T), of every step of the order."""
     nll = model(tokens, order)
     return nll.mean() if weight is None else (nll * weight).mean()
 
@@ -76,9 +65,6 @@ def groupwise_loss(
     models. group: steps in a group; given: (B,) steps of the prompt, before the first group."""
     starts = [group_starts(order, group, given)] if group > 1 else []
     return ao_ar_loss(lambda *inputs: model(*inputs, *starts), tokens, order, weight)
-
-
-# ---- encoders: over masks ------------------------------------------------------------------------
 
 
 @dataclass
@@ -99,16 +85,10 @@ class Masks:
 
 
 def masks_at(
-    config: ObjectiveConfig,
-    seed: int,
-    step: int,
-    rows: range,
-    total: int,
-    length: int,
-    roles: Roles | None = None,
+    config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int, roles=None
 ) -> Masks:
     """Training masks of the sequences `rows` of a global batch of `total`, a pure function of the
-    arguments. The rates of lambda_dce are stratified: less variance. A prompt is never masked."""
+    arguments. The rates of lambda_dce are stratified. A prompt (in `roles`) is never masked."""
     share, position = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         share, position = _with_prefixes(config.prefix_prob, share, position)
@@ -118,14 +98,13 @@ def masks_at(
 
 
 def evaluation_masks(
-    seed: int, step: int, rows: range, total: int, length: int, roles: Roles | None = None
+    seed: int, step: int, rows: range, total: int, length: int, roles=None, kind: str = "k_dce"
 ) -> Masks:
-    """As `masks_at` for k_dce, with the numbers of masked positions k stratified over the batch.
-    (The weight 1 / lambda of lambda_dce has infinite variance: errors estimated from a few samples
-    would be too small.)"""
+    """As `masks_at`, with the numbers of masked positions, or the times, stratified over the batch.
+    Not lambda_dce: its weight 1 / lambda has infinite variance."""
     _, position = _uniform(seed, step, rows, length, roles, SCORED_MASKS)
     share = stratified(seed, step, rows, total, length + 1, SCORED_MASKS)
-    return _masks("k_dce", share, position, ObjectiveConfig.noise_eps, roles)
+    return _masks(kind, share, position, ObjectiveConfig.noise_eps, roles)
 
 
 def _masks(
@@ -172,9 +151,8 @@ def _uniform(
 
 
 def _with_prefixes(prob: float, share: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Uniform numbers as above such that a share `prob` of the rows is unmasked from the left: the
-    positions with the smallest numbers are masked, so there the numbers fall from left to right."""
-    heads = share < prob
+    """Uniform numbers as above; in a share `prob` of the rows they fall from left to right."""
+    heads = share < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
     left = torch.where(heads, share / prob, (share - prob) / max(1 - prob, SMALLEST_RATE))
     predicted, rising = position < NEVER, position.sort(dim=1).values
@@ -188,17 +166,15 @@ def stratified(
     seed: int, step: int, rows: range, total: int, width: int, stream: int = ORDERS
 ) -> Tensor:
     """Uniform numbers (len(rows),), float64, such that each of `total` equal parts of (0, 1) holds
-    one of all `total` rows. Their common random offset is from the row after the last one in a
-    table of random numbers of this width, so any process can compute its own rows."""
+    one of all `total` rows. width: of the table whose row `total` gives their random offset."""
     row = range(total, total + 1)
     offset = float(to_uniform(philox_bits(seed, step, row, width, stream))[0, 0])
     return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset) % 1.0
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
-    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each sequence, (B,),
-    differentiable. Its expectation over the masks is the masked diffusion objective (RADD, arXiv
-    2406.03736)."""
+    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each sequence, (B,): the
+    masked diffusion objective in expectation (RADD, arXiv 2406.03736)."""
     nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
     return masks.weight * nll / tokens.shape[1]
 
@@ -228,20 +204,14 @@ def _score_entropy_terms(model, tokens: Tensor, masks: Masks, vocab: int) -> Ten
     return masks.weight[:, None] * entropy * masks.masked
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
 def token_score_entropy(
     model, tokens: Tensor, seed: int, draw: int, rows: range, total: int
 ) -> Tensor:
-    """One Monte Carlo sample of SEDD's own bound on the negative log-likelihood, in nats: the
-    integral of score entropy over time, on which SEDD is trained and with which it is published.
-    Terms (B, T), float64, in sequence order, whose mean it is. Times are stratified over `total`.
-    (`token_nll` takes its outputs as probabilities instead: the scores, normalised.)"""
-    length = tokens.shape[1]
-    _, position = _uniform(seed, draw, rows, length, None, SCORED_MASKS)
-    share = stratified(seed, draw, rows, total, length + 1, SCORED_MASKS)
-    masks = _masks("score_entropy", share, position, ObjectiveConfig.noise_eps).to(tokens.device)
+    """One Monte Carlo sample of SEDD's own bound on the negative log-likelihood in nats, the
+    integral of score entropy over time: terms (B, T), float64, in sequence order, whose mean it is.
+    (`token_nll` takes SEDD's outputs as probabilities instead: the scores, normalised.)"""
+    masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1], kind="score_entropy")
+    masks = masks.to(tokens.device)
     return _score_entropy_terms(model, tokens, masks, model.config.mask_token)
 
 
@@ -258,15 +228,14 @@ def token_nll(
     roles: Roles | None = None,
 ) -> Tensor:
     """One Monte Carlo sample of the negative log-likelihood of every token in nats, (B, T) float64,
-    in sequence order, NaN where a token is not scored; a function of (seed, draw, row).
-
-    It is scored along one order from `orders`, `group` steps at once. An encoder needs a pass for
-    every step of an order, so its value for single steps of "random" orders is the ELBO, estimated
-    with `evaluation_masks`: the terms of a sequence (0 where not masked) have it as their mean.
+    in sequence order, NaN where a token is not scored; a function of (seed, draw, row). It is
+    scored along one order from `orders`, `group` steps at once. For an encoder, which needs a pass
+    for every step, single steps of "random" orders give the ELBO, estimated with
+    `evaluation_masks`: the mean of the terms of a sequence (0 where not masked).
 
     tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored; draw: which
-    sample; scored_from: first step that counts, 1 for GPT-2, which has no start token; roles (on
-    the CPU): which tokens are a prompt, which comes first in every order."""
+    sample; scored_from: first step that counts, 1 for GPT-2; roles (on the CPU): which tokens are
+    the prompt, which comes first in every order."""
     length, device, more = tokens.shape[1], tokens.device, {}
     if model.config.is_encoder and orders.kind == "random" and group == 1:
         masks = evaluation_masks(seed, draw, rows, total, length, roles).to(device)

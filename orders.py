@@ -4,11 +4,7 @@ at which step. For other modes see sampling/plans.py; in adaptive ones the model
 An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that sequence b
 predicts at step i. The distribution over orders is the *formulation*: left to right gives an
 autoregressive model, uniform over all T! orders a masked diffusion model (the paper, section 3).
-
-Randomness is counter-based: the order of a sequence is a function of (seed, optimizer step, row
-of the global batch) and of nothing else, so neither resuming nor the number of processes changes
-it.
-"""
+An order is a function of (seed, optimizer step, row of the global batch): see randomness.py."""
 
 import functools
 import io
@@ -71,10 +67,8 @@ class OrderConfig(Table):
         if self.kind == "file" and not self.file:
             raise UserError("order.kind is 'file': name a .npy file of orders with order.file")
         if self.kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
-            raise UserError(
-                "order.block is 1, and blocks of one position are left to right; give at least 2, "
-                "or order.kind = 'l2r'"
-            )
+            what = "order.block is 1, and blocks of one position are left to right"
+            raise UserError(f"{what}; give at least 2, or order.kind = 'l2r'")
 
     @property
     def is_fixed(self) -> bool:
@@ -84,17 +78,14 @@ class OrderConfig(Table):
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""
         if "block" in ORDER_SETTINGS[self.kind] and self.block > length:
-            raise UserError(
-                f"order.block ({self.block}) exceeds model.block_size ({length}); lower it"
-            )
+            raise UserError(f"order.block {self.block} exceeds model.block_size {length}; lower it")
 
 
 def orders_at(
     config: OrderConfig, seed: int, step: int, rows: range, length: int, stream: int = ORDERS
 ) -> Tensor:
     """Orders of the sequences `rows` of the global batch of one step, LongTensor (len(rows),
-    length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`, which
-    use of the seed it is."""
+    length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`."""
     if length < 1:
         raise UserError(f"an order needs at least one position, but length is {length}")
     identity = torch.arange(length).expand(len(rows), length)
@@ -110,32 +101,28 @@ def orders_at(
     # Column 0 is the coin of a mixture, the others are keys of positions. Sorting random keys gives
     # a uniform permutation; ties among 64 bits (probability below T^2 / 2^65) go by position.
     bits = philox_bits(seed, step, rows, length + 1, stream)
-    if config.kind in ("random", "mixture"):
-        order = torch.from_numpy(bits[:, 1:].argsort(axis=1, kind="stable"))
-        coin = torch.from_numpy(to_uniform(bits[:, :1]))
-        return order if config.kind == "random" else order.where(coin >= config.l2r_prob, identity)
-    if config.kind == "file":
-        orders = read_orders(config.file, length)
-        return torch.from_numpy(orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)])
-    uniform = to_uniform(bits[:, 1:])
-    if config.kind == "sliding":
-        return _sliding(uniform, config.window)
-    return torch.from_numpy(_sort_keys(config, uniform).argsort(axis=1, kind="stable"))
-
-
-def _sort_keys(config: OrderConfig, uniform: np.ndarray) -> np.ndarray:
-    """Positions are sorted by these keys (B, T), made of uniform numbers; equals stay in order."""
-    position = np.arange(uniform.shape[1])
+    keys, position = bits[:, 1:], np.arange(length)
+    if config.kind not in ("random", "mixture"):  # which are sorted by the bits themselves
+        uniform = to_uniform(keys)
     match config.kind:
+        case "file":
+            orders = read_orders(config.file, length)
+            return torch.from_numpy(orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)])
+        case "sliding":
+            return _sliding(uniform, config.window)
         case "random_blockwise":
-            return position // config.block + uniform
+            keys = position // config.block + uniform
         case "slots":
-            return uniform[:, position - position % config.block]  # that of the block's first
+            keys = uniform[:, position - position % config.block]  # that of the block's first
         case "context_l2r":
-            return (uniform >= config.share).astype(np.int8)
+            keys = (uniform >= config.share).astype(np.int8)
         case "random_l2r":
-            return np.where(uniform < config.share, uniform, 1.0)
-    raise AssertionError(config.kind)  # a kind that was added to ORDER_SETTINGS alone
+            keys = np.where(uniform < config.share, uniform, 1.0)
+        case _:
+            assert config.kind in ("random", "mixture"), config.kind
+    order = torch.from_numpy(keys.argsort(axis=1, kind="stable"))
+    coin = torch.from_numpy(to_uniform(bits[:, :1]))
+    return order.where(coin >= config.l2r_prob, identity) if config.kind == "mixture" else order
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:
@@ -168,8 +155,7 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def read_orders(file: str, length: int) -> np.ndarray:
-    """The orders in a .npy file, int64 (M, length); of longer ones the first positions. Raises
-    UserError where there are none."""
+    """The orders in a .npy file, int64 (M, length); of longer ones the first positions."""
     try:
         # From memory, where a header that claims more than there is takes none.
         orders = np.load(io.BytesIO(read_bounded(Path(file), 2**30)), allow_pickle=False)
@@ -180,15 +166,10 @@ def read_orders(file: str, length: int) -> np.ndarray:
         raise UserError(f"order.file {file} does not hold integers (M, T), an order a row")
     count, longest = orders.shape
     if longest < length:
-        raise UserError(
-            f"order.file {file} holds orders of {longest} positions, but sequences have {length}"
-        )
+        raise UserError(f"order.file {file} holds orders of {longest}, not {length} positions")
     if not (np.sort(orders, axis=1) == np.arange(longest)).all():
         raise UserError(f"order.file {file} has a row that is no permutation of 0..{longest - 1}")
     return orders[orders < length].reshape(count, length).astype(np.int64)
-
-
-# ---- on the command line -------------------------------------------------------------------------
 
 
 def parse_order(text: str, option: str) -> OrderConfig:
@@ -219,16 +200,12 @@ def parse_settings(text: str, types: dict[str, type], example: str, option: str)
     return name, values
 
 
-# ---- prompts -------------------------------------------------------------------------------------
-
-
 @dataclass
 class Roles:
-    """Which tokens of B sequences are predicted, and which are a prompt: BoolTensors (B, T). What
-    is neither is padding."""
+    """Which tokens of B sequences are predicted, and which a prompt; others are padding."""
 
-    predicted: Tensor
-    given: Tensor
+    predicted: Tensor  # BoolTensor (B, T)
+    given: Tensor  # the same
 
     def __post_init__(self):
         if {self.predicted.dtype, self.given.dtype} != {torch.bool}:
@@ -237,7 +214,7 @@ class Roles:
 
     @classmethod
     def of(cls, roles: Tensor) -> "Roles":
-        """From a data set's numbers for its tokens, (B, T): 0 predicted, 1 prompt, 2 padding."""
+        """From a dataset's roles, (B, T): 0 predicted, 1 prompt, 2 padding."""
         return cls(roles == 0, roles == 1)
 
     @property
@@ -249,8 +226,7 @@ class Roles:
         return Roles(self.predicted.to(device), self.given.to(device))
 
     def first_given(self, order: Tensor) -> Tensor:
-        """The orders (B, T) with the prompt first, in ascending order, then predicted positions as
-        they come in `order`, then padding."""
+        """The orders (B, T) with the prompt first, ascending; then `order`; then padding."""
         T = order.shape[1]
         place = inverse_permutation(order)
         place = torch.where(self.given, torch.arange(T, device=order.device) - T, place)

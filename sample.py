@@ -28,18 +28,23 @@ from runtime.errors import UserError
 from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
+from runtime.validation import Count, check_values
 from sampling import modes
-from sampling.modes import Context, DecodingOptions, SamplingOptions, sample_records
+from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
 
 @dataclass(frozen=True)
-class Arguments(SamplingOptions, ModelOptions, OutputOptions):
+class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
     prompt: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
     """Text that every sample begins with."""
+    length: Count | None = None
+    """Tokens in a sample, prompt included; by default the model's block size."""
+    new_tokens: Count | None = None  # Instead: tokens after the prompt.
+    num_samples: Count = 4  # Samples of each prompt.
     infill: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
@@ -84,16 +89,13 @@ def main() -> None:
 
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
-    # Mistakes are reported before the model is loaded, or else before it runs.
+    check_values(a)
     if a.decoding.mode:
         modes.with_mode_defaults(a.decoding)
     if a.length and a.new_tokens:
         raise UserError("--length counts the prompt, --new-tokens does not: give one of them")
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
-        raise UserError(
-            "give one of --prompt, --infill and --prompts; a .jsonl file of --prompts can hold "
-            "both kinds"
-        )
+        raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
@@ -109,9 +111,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
     if not procs.main:
         return
-    seconds = round(time.perf_counter() - started, 3)
     cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
-    cost["seconds"] = seconds
+    cost["seconds"] = round(time.perf_counter() - started, 3)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
     settings = origin.pop("settings")
     del settings["decoding"]  # `options` has its defaults
@@ -124,12 +125,9 @@ def sample(a: Arguments, procs: Processes) -> None:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
         if a.html:
-            shown = [
-                PageSample(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"])
-                for r in records
-            ]
+            rows = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
-            outputs.write(a.html, render(shown, known))
+            outputs.write(a.html, render([PageSample(*row) for row in rows], known))
         if not a.jsonl:
             print_samples(records, tokenizer)
     lengths = [record["length"] for record in records]
@@ -146,9 +144,7 @@ def read_requests(a: Arguments) -> list[Request]:
         return [Request("--prompt", "prompt", a.prompt or "")]
     stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
-        raise UserError(
-            f"--prompts {a.prompts}: give a .txt file with one prompt a line, or a .jsonl file"
-        )
+        raise UserError(f"--prompts {a.prompts}: give a .txt file, one prompt a line, or a .jsonl")
     lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix != ".jsonl"
     requests = [
         Request(place, "prompt", line) if is_text else read_request(place, line)
@@ -164,10 +160,9 @@ def read_request(place: str, line: str) -> Request:
     row = json_object(line, place)
     kinds = row.keys() & {"prompt", "infill"}
     if len(kinds) != 1 or row.keys() - {"prompt", "infill", "length"}:
-        raise UserError(
-            f'{place}: give {{"prompt": TEXT}}, also with "length": N, or {{"infill": TEXT}}; '
-            f"found keys {', '.join(map(repr, row)) or '(none)'}"
-        )
+        found = ", ".join(map(repr, row)) or "(none)"
+        wanted = '{"prompt": TEXT}, also with "length": N, or {"infill": TEXT}'
+        raise UserError(f"{place}: give {wanted}; found keys {found}")
     (kind,) = kinds
     for key, type_, name in ((kind, str, "text"), ("length", int, "a whole number")):
         if key in row and type(row[key]) is not type_:  # `isinstance` would take true for 1
@@ -209,31 +204,22 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
             room = min(a.new_tokens or (total + 1) // 2, total)
             prompt = prompt[max(0, len(prompt) + room - total) :]
         if not len(prompt) < total <= c.block_size:
-            raise TooLong(
-                f"{request.place}: the prompt has {len(prompt)} tokens and {option} is {total}: "
-                "the length must exceed the prompt and be at most the model's block size, "
-                f"{c.block_size}"
-            )
+            sizes = f"the prompt has {len(prompt)} tokens and {option} is {total}"
+            limits = f"it must exceed the prompt and be at most the block size, {c.block_size}"
+            raise TooLong(f"{request.place}: {sizes}: {limits}")
         context = prompt + [None] * (total - len(prompt))
     if loaded.scored_from and context[0] is None:
-        raise UserError(
-            f"{request.place}: this model has no start token (GPT-2): give it a prompt to "
-            "continue, or an infill that begins with text"
-        )
+        raise UserError(f"{request.place}: this model has no start token (GPT-2): begin with text")
     if c.l2r_only and any(token is not None for token in context[context.index(None) :]):
-        raise UserError(
-            f"{request.place}: this model is not conditioned on the target position and can only "
-            "continue a text: write one mask, at the end"
-        )
+        advice = "write one mask, at the end"
+        raise UserError(f"{request.place}: this model can only continue a text: {advice}")
     return context
 
 
 def encode_infill(request: Request, tokenizer: Tokenizer, length, block_size: int) -> Context:
     if length is not None or request.length is not None:
         option = "--length" if request.length is None else '"length"'
-        raise UserError(
-            f"{request.place}: an infill is as long as its text and its masks; leave out {option}"
-        )
+        raise UserError(f"{request.place}: text and masks say the length; leave out {option}")
     tokens = []
     # Text and masks alternate. Anything that begins like a mask must be one.
     for number, part in enumerate(re.split(r"(\[MASK\b[^\]]*\]?)", request.text)):
@@ -243,19 +229,13 @@ def encode_infill(request: Request, tokenizer: Tokenizer, length, block_size: in
             # One more than fits is enough to be refused, whatever the number is.
             tokens += [None] * min(int(mask[1]), block_size + 1)
         else:
-            raise UserError(
-                f"{request.place}: {part[:40]!r} is no mask; write [MASK:n] for n tokens, n at "
-                "least 1"
-            )
+            advice = "write [MASK:n] for n tokens, n at least 1"
+            raise UserError(f"{request.place}: {part[:40]!r} is no mask; {advice}")
     if None not in tokens:
-        raise UserError(
-            f"{request.place}: there is no mask; write [MASK:n] where n tokens are to be generated"
-        )
+        raise UserError(f"{request.place}: there is no mask; write [MASK:n] for n new tokens")
     if len(tokens) > block_size:
-        raise UserError(
-            f"{request.place}: text and masks together exceed the model's block size, {block_size} "
-            "tokens; shorten them"
-        )
+        limit = f"text and masks exceed the model's block size, {block_size} tokens"
+        raise UserError(f"{request.place}: {limit}; shorten them")
     return tokens
 
 

@@ -54,11 +54,8 @@ from variants import parameter_counts
 
 def main() -> int:
     config = configuration.from_command_line(sys.argv[1:], __doc__)
-    sharded = config.train.parallel == "fsdp"  # which needs a group even of one process
-    with (
-        deterministic(config.train.deterministic),
-        processes(config.train.device, config.train.timeout, group=sharded) as procs,
-    ):
+    t, sharded = config.train, config.train.parallel == "fsdp"  # needs a group even of one process
+    with deterministic(t.deterministic), processes(t.device, t.timeout, group=sharded) as procs:
         return train(config, procs)
 
 
@@ -92,12 +89,9 @@ def train(config: Config, procs: Processes) -> int:
             procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
-        raise CheckpointError(
-            "the last checkpoint could not be written (see above); free some space and start again"
-        )
-    step, mode = state.progress.step, " --mode l2r" if config.model.l2r_only else ""
-    if data.of_records:
-        mode = ' --mode l2r --prompt "..." --until-end'
+        raise CheckpointError("the last checkpoint is not written: free some space and start again")
+    step = state.progress.step
+    mode = ' --mode l2r --prompt "..." --until-end' if data.of_records else ""
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
         how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
@@ -106,15 +100,10 @@ def train(config: Config, procs: Processes) -> int:
 
 
 def training_loop(
-    config: Config,
-    procs: Processes,
-    state: State,
-    data: TokenDataset,
-    val_data: TokenDataset | None,
-    stop: StopRequest,
+    config: Config, procs: Processes, state: State, data: TokenDataset, val_data, stop: StopRequest
 ) -> Path | None:
     """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
-    could not be written."""
+    could not be written. val_data: TokenDataset, or None without validation."""
     progress, t, changed = state.progress, config.train, None
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
@@ -128,8 +117,8 @@ def training_loop(
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
             update(state, loss, norm)  # adds 1 to progress.step
             try:
-                data.check_unchanged()
-                (val_data or data).check_unchanged()
+                for files in filter(None, (data, val_data)):
+                    files.check_unchanged()
             except (UserError, OSError) as error:
                 changed, stop.signalled = error, True  # told after a checkpoint
             losses.add(progress.step, loss, norm)
@@ -235,11 +224,10 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     ahead = f"{folder} has prompts: set order.kind = 'l2r', or another model.target than 'none'"
     refuse(data.of_records and m.l2r_only and config.order.kind != "l2r", ahead)
     vocab_size = data.meta["vocab_size"]
-    more = f"the data in {folder} has a vocabulary of {vocab_size}, but model.vocab_size is "
-    more += f"{m.vocab_size}; set it to at least that (a multiple of 64 is fastest)"
-    refuse(vocab_size > m.vocab_size, more)
+    more = f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size to that"
+    refuse(vocab_size > m.vocab_size, f"{more} or above (it is {m.vocab_size})")
     mask = f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it to "
-    mask += f"{vocab_size}, the first id after its vocabulary, and model.vocab_size above that"
+    mask += f"{vocab_size}, and model.vocab_size above that"
     refuse(m.mask_token is not None and m.mask_token < vocab_size, mask)
 
 

@@ -1,7 +1,4 @@
-"""Load a model from a run folder, a checkpoint, an export of convert.py or released weights.
-
-The layouts of released weights are in released.py.
-"""
+"""Load a model from a run folder, a checkpoint, an export of convert.py or released weights."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from checkpoints import released, store
 from checkpoints.store import CheckpointError
 from data.tokenizers import RECORDED, Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 from runtime.files import sha256_file
 from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
 from variants import build_model, set_block_size
@@ -30,9 +27,8 @@ from variants import build_model, set_block_size
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
-    "supported are run folders and checkpoints of train.py, folders that convert.py wrote, and the "
-    "released weights of AO-GPT and sigma-GPT (.pt) and of GPT-2, RADD and SEDD (config.json with "
-    "model.safetensors or pytorch_model.bin)"
+    "supported are run folders, checkpoints, folders of convert.py, and released weights: AO-GPT, "
+    "sigma-GPT (.pt), GPT-2, RADD, SEDD (config.json, model.safetensors or pytorch_model.bin)"
 )
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -66,17 +62,14 @@ def load(
     block_size: int | None = None,
     checkpoint: str = "last",
 ) -> Loaded:
-    """Load a model in eval mode.
+    """Load a model in eval mode. Raises CheckpointError.
 
     Args:
         path: a run folder; a checkpoint, or a run's file `best`; a file of weights, or a folder
             with one and config.json; or a Hugging Face repo id "org/name".
         weights: "ema" for the averaged weights where there are any, "raw" for the last ones.
         block_size: another sequence length than the model was trained with.
-        checkpoint: of a run folder: "last", "best" or the number of a step.
-
-    Raises CheckpointError.
-    """
+        checkpoint: of a run folder: "last", "best" or the number of a step."""
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = expand_home(path) if expand_home(path).exists() else download(str(path))
@@ -118,10 +111,8 @@ def weights_file(folder: Path) -> Path:
     if len(files) > 1:
         raise CheckpointError(f"{folder} holds {', '.join(f.name for f in files)}; give one's path")
     if not files:
-        raise CheckpointError(
-            f"{folder} holds no checkpoints/step_N (has its run trained?), model.safetensors or "
-            f"pytorch_model.bin; {SUPPORTED}"
-        )
+        what = "holds no checkpoints/step_N (has its run trained?) and no weights"
+        raise CheckpointError(f"{folder} {what}; {SUPPORTED}")
     return files[0]
 
 
@@ -129,10 +120,8 @@ def download(repo: str) -> Path:
     """The folder of a Hugging Face repo's weights, from the network or the local cache."""
     is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
     if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
-        raise CheckpointError(
-            f"there is no {repo}; give a run folder (out/NAME) or a checkpoint, a file (.pt) or "
-            "folder of released weights, or a Hugging Face repo id (org/name)"
-        )
+        advice = "give a run folder (out/NAME) or a checkpoint, weights, or a Hugging Face repo id"
+        raise CheckpointError(f"there is no {repo}; {advice}")
     try:
         import huggingface_hub
 
@@ -142,8 +131,8 @@ def download(repo: str) -> Path:
             if any(local.glob(name)):
                 break
     except Exception as error:  # not installed, no network, no such repo, no access
-        reason = store.reason_of(error)
-        raise CheckpointError(f"there is no {repo} here or on Hugging Face: {reason}") from error
+        what = f"there is no {repo} here or on Hugging Face"
+        raise CheckpointError(f"{what}: {reason_of(error)}") from error
     return local
 
 

@@ -1,9 +1,6 @@
-"""Released weights under our names: AO-GPT, sigma-GPT, GPT-2, RADD and SEDD.
-
-AO-GPT is the decoder of the paper; sigma-GPT (Pannatier et al. 2024) adds the target position to
-the input; GPT-2 is as `transformers` stores it; RADD (Ou et al. 2024) and SEDD (Lou et al. 2023)
-are masked-diffusion encoders. Layouts are recognized by the names of their tensors.
-"""
+"""Released weights under our names: AO-GPT (the paper's decoder), sigma-GPT (Pannatier et al.
+2024), GPT-2 as `transformers` stores it, and the masked-diffusion encoders RADD (Ou et al. 2024)
+and SEDD (Lou et al. 2023). Layouts are recognized by the names of their tensors."""
 
 from __future__ import annotations
 
@@ -31,13 +28,12 @@ SETTINGS = {
 def read(
     contents: dict, settings: dict | None, weights: str
 ) -> tuple[ModelConfig, dict[str, Tensor], dict]:
-    """Released weights as our configuration, tensors by our names, and the rest of `Loaded`.
-
-    GPT-2 has no start token: our step 0 reads a zero [None], and steps >= 1 are GPT-2's.
+    """Released weights as our configuration, tensors by our names, and the rest of `Loaded`. GPT-2
+    has no start token: our step 0 reads a zero [None], steps >= 1 are GPT-2's. Raises UserError.
 
     contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in "model", its
     settings in "model_args" and averages in "ema_model". settings: config.json beside a state dict.
-    Raises UserError for unknown layouts, and settings and names that our model does not have."""
+    """
     average = None
     if isinstance(state := contents.get("model"), dict):
         settings, average = contents.get("model_args"), contents.get("ema_model")
@@ -106,8 +102,6 @@ def listed(names: list[str], limit: int = 4) -> str:
     return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown
 
 
-# ---- names ---------------------------------------------------------------------------------------
-
 # Modules there -> ours, in the order of parameters(), which is that of the averaged weights; within
 # a module the weight comes before the bias.
 GPT_BLOCK = (
@@ -145,8 +139,6 @@ def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
 def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
     return {f"{m}.{k}": f"{our}.{k}" for m, our in modules.items() for k in ("weight", "bias")}
 
-
-# ---- layouts: (state, settings) -> (ModelConfig, state, names) -----------------------------------
 
 PLAIN = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
 
@@ -194,13 +186,9 @@ def _diffusion(state: dict, settings: dict):
     return config, state, diffusion_names(config.n_layer)
 
 
-LAYOUTS = {
-    "AO-GPT": _ao_gpt,
-    "sigma-GPT": _sigma_gpt,
-    "GPT-2": _gpt2,
-    "RADD": _diffusion,
-    "SEDD": _diffusion,
-}
+# (state, settings) -> (ModelConfig, state, names)
+LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2}
+LAYOUTS |= dict.fromkeys(("RADD", "SEDD"), _diffusion)
 
 
 def _gpt_config(settings: dict, **model) -> ModelConfig:
@@ -213,8 +201,7 @@ def _gpt_config(settings: dict, **model) -> ModelConfig:
 
 def _size(settings: dict, name: str) -> int:
     if name not in settings:
-        place = "its configuration (model_args, or config.json beside it)"
-        raise UserError(f"{place}: it lacks {name}")
+        raise UserError(f"its settings (model_args, or config.json beside it): it lacks {name}")
     check_value(settings[name], Count, name)
     return settings[name]
 

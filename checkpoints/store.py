@@ -3,13 +3,12 @@
     best                    the name of the checkpoint with the lowest validation loss, on one line
     checkpoints/
         step_00001000/      the newest few, and the best one
-            *.safetensors   the tensors (model.NAME, ema.NAME, optimizer.NAME.KEY): a file for each
-                            kind, or under fsdp for each process
+            *.safetensors   tensors model.NAME, ema.NAME, optimizer.NAME.KEY: a file for each kind,
+                            or under fsdp for each process
             state.json      everything else, and the sha256 of each file and of itself
 
-The files are written to .step_00001000.tmp and flushed, state.json last, and the folder is renamed,
-which is atomic: a kill at any moment leaves a whole checkpoint or none. No format here holds code.
-"""
+The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a kill leaves a
+whole checkpoint or none. No format here holds code."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.command_line import show, visible
-from runtime.errors import UserError
-from runtime.files import sha256_file, sync_folder, write_text
+from runtime.errors import UserError, reason_of
+from runtime.files import sha256_file, sync, write_text
 from runtime.processes import Processes
 from runtime.validation import Count, NonNegative, from_values, read_json, schema
 
@@ -57,9 +56,7 @@ class CheckpointError(UserError):
 
 @schema
 class State(TypedDict):
-    """The contents of state.json.
-
-    Older checkpoints lack a key that is new here: declare it NotRequired, or raise FORMAT."""
+    """The contents of state.json. A new key is NotRequired, or needs another FORMAT."""
 
     step: NonNegative
     model_config: dict[str, Any]
@@ -123,11 +120,8 @@ def parts(folder: Path) -> list[Path]:
 
 
 def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
-    """Write a checkpoint from this process alone, a file for each kind of tensor: the averages can
-    be read without the rest.
-
-    values: everything but the tensors, see State. keep: how many of the newest to keep, besides the
-    best. Raises OSError or SafetensorError if it cannot be written."""
+    """Write a checkpoint from this process alone, a file for each kind of tensor. values: of State.
+    keep: how many of the newest to keep, besides the best. Raises OSError or SafetensorError."""
     path = path_of(run_folder, values["step"])
     folder = temporary_of(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -139,8 +133,7 @@ def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int)
         of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")}
         safetensors.torch.save_file(of_kind, file)
         file.chmod(permissions)
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+        sync(file)
     finish(run_folder, values, tensors, keep)
     return path
 
@@ -148,10 +141,8 @@ def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int)
 def start_writing_shards(
     folder: Path, tensors: dict[str, Tensor], then: Callable[[], None], group: ProcessGroup
 ) -> Future:
-    """Copy the shards of this process to CPU memory and start to write them in the background.
-
-    All processes must call. then: called on process 0 when all have written. group: a gloo group
-    without other traffic."""
+    """Copy the shards of this process to CPU memory and write them in the background. All processes
+    must call. then: called on process 0 when all have written. group: of gloo, its own."""
     import torch.distributed.checkpoint as dcp  # takes a second
 
     # otherwise it logs the duration of every step
@@ -162,8 +153,7 @@ def start_writing_shards(
 
 
 def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> None:
-    """Turn a folder of written tensors into the newest checkpoint of a run. Of `tensors` only the
-    dtypes and shapes are read."""
+    """Turn a folder of written tensors into the newest checkpoint of a run."""
     path = path_of(run_folder, values["step"])
     contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
     contents["tensors"] = {name: [str(t.dtype)[6:], *t.shape] for name, t in tensors.items()}
@@ -172,15 +162,12 @@ def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
     write_text(temporary_of(path) / STATE, json.dumps(contents, indent=1) + "\n")
     shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
     os.rename(temporary_of(path), path)
-    sync_folder(path.parent)
+    sync(path.parent)
     settle(run_folder, values, keep)
 
 
 def settle(run_folder: Path, values: dict, keep: int) -> None:
-    """Update `best` and drop old checkpoints, as the values of the newest one say.
-
-    Called again when a run resumes, as a kill may have prevented it; the second call does nothing.
-    """
+    """Update `best` and drop old checkpoints; a run that resumes does it again, after a kill."""
     best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
     with only_warned(f"write {run_folder}/best"):
         # first, so that it never names a checkpoint that was dropped
@@ -227,9 +214,8 @@ def is_finite(tensor: Tensor) -> Tensor | bool:
 
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
     """The contents of state.json, after its checksum and those of the files have been verified.
-
     share: of the files, where several processes divide them. prefix: of the tensors that will be
-    read: files of other kinds are not verified. Raises CheckpointError."""
+    read; files of other kinds are not verified. Raises CheckpointError."""
     file = path / STATE
     if not file.is_file():
         raise CheckpointError(f"{path} lacks {STATE}: it is not a checkpoint, or not a whole one")
@@ -259,14 +245,10 @@ def read_newest(
     procs: Processes | None = None,
     which: str = "last",
 ) -> tuple[Path, Any] | None:
-    """The newest checkpoint that can be read, and read(path); None if the run has none.
-
-    A damaged checkpoint is passed over with a warning. procs: the processes of the job that owns
-    the run; all must call and get the same checkpoint. Without, a job may be replacing checkpoints:
-    one that is gone is looked for again. which: see `candidates`; "best" or a step has no other.
-
-    Raises CheckpointError if all checkpoints are damaged, UserError if the processes see different
-    files."""
+    """The newest checkpoint that can be read, and read(path); None if the run has none. Damaged
+    ones are passed over with a warning. procs: the processes of the job that owns the run, which
+    all must call and get the same one; without, a job may be replacing checkpoints: one that is
+    gone is looked for again. which: see `candidates`. Raises CheckpointError if all are damaged."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, which)
@@ -274,9 +256,8 @@ def read_newest(
             what = f"the processes see different checkpoints in {run_folder}"
             raise UserError(f"{what}; put --out on a shared disk")
         for path in reversed(paths):
-            found, problem = None, None
             try:
-                found = read(path)
+                found, problem = read(path), None
             except CheckpointError as error:
                 problem = str(error)
             problems = [text for text in gather(problem) if text]  # of any process
@@ -298,10 +279,8 @@ def read_newest(
 
 
 def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, by name, whichever processes wrote it. Of a DTensor each
-    process reads its own shard; no process waits for another.
-
-    Raises CheckpointError for a missing name, another shape or dtype, or an unreadable file."""
+    """Fill tensors from a checkpoint, by name; of a DTensor this process's shard. Raises
+    CheckpointError for a missing name, another shape or dtype, or an unreadable file."""
     import torch.distributed.checkpoint as dcp
 
     for name, tensor in targets.items():
@@ -352,11 +331,3 @@ def check_names(path: Path, metadata: Any) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         if sum(math.prod(part.sizes) for part in entry.chunks) != math.prod(entry.size):
             raise CheckpointError(f"{path} is damaged: it lacks parts of {name}, or has some twice")
-
-
-def reason_of(error: BaseException) -> str:
-    """An error on one line; of torch.distributed.checkpoint, which collects those of all processes,
-    the first."""
-    failures = getattr(error, "failures", None)
-    error = next(iter(failures.values()))[0] if failures else error
-    return " ".join(f"{type(error).__name__}: {error}".split())

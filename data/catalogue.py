@@ -1,8 +1,5 @@
-"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS.
-
-The evaluation sets are those of the published zero-shot perplexities (the SEDD protocol), with
-their splits. A row is a document, and its text is what the Hugging Face datasets give.
-"""
+"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The evaluation
+sets are those of the published zero-shot perplexities (the SEDD protocol), with their splits."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
     from data.prepare import Prepare
 
 SPLITS = ("train", "val", "test")
-HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
-FILE_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 STORIES = Path(__file__).with_name("stories.jsonl.xz")
 
 
@@ -62,10 +57,11 @@ class Dataset:
         if paths:
             found = {s: local_files(p, self.readers, reading) for s, p in files.items()}
         elif self.url:
-            url = self.url.format(FILE_SPLITS[first])
+            url = self.url.format("valid" if first == "val" else first)
             found = {first: sources.downloaded_file(args.name, url, self.readers, reading)}
         else:
-            found = {first: sources.hub_rows(args.name, *self.hub, HUB_SPLITS[first], reading)}
+            split = "validation" if first == "val" else first
+            found = {first: sources.hub_rows(args.name, *self.hub, split, reading)}
         for i, (split, corpus) in enumerate(found.items()):
             if self.clean:
                 corpus.documents = map(self.clean, corpus.documents)
@@ -75,9 +71,8 @@ class Dataset:
 
 
 def evaluation_set(*numbers: int, lines=(), split="test", **options) -> Dataset:
-    """A test set of the published tables, such as
-    evaluation_set(2_000, splits=("test",), hub=("owner/repo", None)). numbers: published rows of
-    each of `splits`, in order; lines: suffixes of text files with a row a line."""
+    """A test set of the published tables. numbers: published rows of each of `splits`. lines:
+    suffixes of text files with a row a line."""
     readers = ROW_FILES | dict.fromkeys(lines, read_lines)
     options |= {"source": "optional", "protocol": "sedd", "split": split}
     return Dataset(numbers, readers=readers, **options)

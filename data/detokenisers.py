@@ -2,8 +2,7 @@
 
 The rules are the standard ones of Megatron-LM's lineage, as the zero-shot perplexities of the SEDD
 protocol use them, applied in order. A rule is (pattern, replacement): a string is replaced
-literally, everywhere and without overlaps, a compiled pattern as a regular expression.
-"""
+literally, everywhere and without overlaps, a compiled pattern as a regular expression."""
 
 import re
 

@@ -1,11 +1,10 @@
-"""Texts of which everything is known: their entropy, and which orders suit them. A document and its
-end-of-text fill a block if model.block_size is its length plus 1.
+"""Texts with a known entropy. A document and its end-of-text fill a block if model.block_size is
+its length plus 1.
 
 polya       63 draws from an urn of 16 letters, each put back with another one like it: the
             probability does not depend on the order of the draws, so no order is better
 latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
-shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order
-"""
+shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order"""
 
 from __future__ import annotations
 
@@ -25,10 +24,9 @@ SHUFFLED = 63  # characters of a chunk
 
 def generated(make: Callable, split: str, seed: list[int], documents: int) -> Corpus:
     """What `make` makes of random numbers."""
-
-    rng, facts = np.random.default_rng(seed), {"generated": make.__name__}
-    texts = (make(rng) for _ in range(documents))
-    return Corpus(texts, [facts | {"seed": seed, "documents": documents}])
+    rng = np.random.default_rng(seed)
+    facts = {"generated": make.__name__, "seed": seed, "documents": documents}
+    return Corpus((make(rng) for _ in range(documents)), [facts])
 
 
 def shuffled(corpus: Corpus, seed: int) -> Corpus:
@@ -78,8 +76,7 @@ def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
 
 
 def latin5(rng: np.random.Generator) -> str:
-    """A uniformly random Latin square, row by row, in the letters a to e: a reduced square with its
-    columns, and its rows but the first, in random order."""
+    """A random Latin square: a reduced one, columns and then rows but the first shuffled."""
     squares = reduced_squares()
     square = squares[rng.integers(len(squares))][:, rng.permutation(LATIN_SIZE)]
     rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]

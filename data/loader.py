@@ -1,17 +1,12 @@
 """Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
-
 A dataset is a folder with `meta.json` and a flat file of token ids for each split (prepare.py). A
 split is divided into blocks of `block_size` tokens; the rest after the last one is in no batch.
-Each epoch visits every block once, in an order that depends on (seed, epoch) alone, so a batch
-depends on (seed, step): resuming needs no loader state, and any number of processes reads the same.
-
-Shapes: B sequences, T block_size.
-"""
+Each epoch visits every block once, in an order that depends on (seed, epoch) alone: resuming needs
+no loader state, and any number of processes reads the same. Shapes: B sequences, T block_size."""
 
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -69,31 +64,25 @@ def find_dataset(name) -> Path:
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
     prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"
-    raise FileNotFoundError(
-        f"{name} is no prepared dataset, neither a folder nor in {home} ({prepared}); make it with:"
-        f" python data/prepare.py {name} (--help: all names and options)"
-    )
+    what = f"{name} is no prepared dataset, neither a folder nor in {home} ({prepared})"
+    raise FileNotFoundError(f"{what}; make it with: python data/prepare.py {name} (see --help)")
 
 
 def evaluation_split(meta: dict) -> str:
-    """The split to evaluate on where none is named: that of an evaluation set, else the only one,
-    else "val"."""
+    """The split to evaluate on by default: the only one, that of an evaluation set, or "val"."""
     if len(meta["splits"]) == 1:
         return next(iter(meta["splits"]))
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
 
 
 def load_meta(folder) -> Meta:
-    """The contents of `folder`/meta.json, or what it would say of nanoGPT's token files. Raises
-    FileNotFoundError or UserError."""
+    """The contents of meta.json, or what it would be for nanoGPT's token files."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         if path.with_name("train.bin").is_file():
             return nanogpt_meta(Path(folder))
-        raise FileNotFoundError(
-            f"{folder} is no data set (no meta.json); make one with: python data/prepare.py NAME "
-            f"--out {folder}"
-        )
+        advice = f"make one with: python data/prepare.py NAME --out {folder}"
+        raise FileNotFoundError(f"{folder} is no data set (no meta.json); {advice}")
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
@@ -139,19 +128,15 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
 
 
 def spread(count: int, total: int) -> np.ndarray:
-    """`count` numbers spread evenly over range(total), int64; all where there are no more. The
-    first blocks of a split would be no sample of it: often they are one document's."""
+    """`count` numbers spread evenly over range(total), int64; all where there are no more."""
     count = min(count, total)
     return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
-    examples with prompts are shorter.
-
-    Attributes: meta (dict), tokens (all ids, memory-mapped), num_blocks, of_records. Raises
-    FileNotFoundError or UserError for a folder that is missing, damaged (verify: see
-    `read_tokens`), too short, or packed for another block size."""
+    examples with prompts are shorter. Attributes: meta, tokens (all ids, memory-mapped),
+    num_blocks, of_records. verify: see `read_tokens`. Raises FileNotFoundError or UserError."""
 
     def __init__(self, folder, split: str, block_size: int, verify: bool = False):
         self.meta, self.tokens = load_meta(folder), read_tokens(folder, split, verify)
@@ -165,39 +150,33 @@ class TokenDataset:
             blocks = f"blocks of {packed} tokens (protocol {protocol}), not of {block_size}"
             raise UserError(f"{folder} is packed into {blocks}: {what}")
         if (count := self.tokens.size) < block_size:
-            few = f"has {count:,} tokens, fewer than one block of {block_size:,}"
-            advice = f"lower block_size to at most {count:,}, or prepare more text"
-            raise UserError(f"the {split} split of {folder} {few}: {advice}")
+            few = f"{split} of {folder} has {count:,} tokens, fewer than a block of {block_size:,}"
+            raise UserError(f"{few}: lower block_size to at most {count:,}, or prepare more text")
         self.block_size, self.num_blocks = block_size, count // block_size
-        self._paths = [Path(folder) / self.meta["splits"][split]["file"]]
         self.shift = 0  # not 0 where a run had batches of another size before
         self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
-        roles = self.meta["splits"][split].get("roles")
-        self.of_records = roles is not None  # whether a block is an example with a prompt
-        if self.of_records:
-            self._paths.append(Path(folder) / roles["file"])
-            self._roles = np.memmap(self._paths[1], np.uint8, mode="r").reshape(-1, block_size)
-        self._stamps = self._stamps_now()
-
-    def _stamps_now(self) -> list[tuple[int, int]]:
-        return [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, self._paths)]
+        entry = self.meta["splits"][split]
+        paths, self.of_records = [Path(folder) / entry["file"]], "roles" in entry
+        if self.of_records:  # a block is an example with a prompt
+            paths.append(Path(folder) / entry["roles"]["file"])
+            self._roles = np.memmap(paths[1], np.uint8, mode="r").reshape(-1, block_size)
+        self._opened = {path: _stamp(path) for path in paths}
 
     def check_unchanged(self) -> None:
-        """Raise UserError or OSError if a file has another size or time than when it was opened: to
-        read the missing end of a shorter one would be SIGBUS."""
-        if self._stamps_now() != self._stamps:
-            changed = f"{self._paths[0]} has changed since it was opened"
-            raise UserError(f"{changed}: see that it is whole (--data.verify) and start again")
+        """Raise UserError or OSError if a file has another size or time than when it was opened."""
+        for path, stamp in self._opened.items():
+            if _stamp(path) != stamp:  # reading the missing end of a shorter one would be SIGBUS
+                advice = "see that it is whole (--data.verify) and start again"
+                raise UserError(f"{path} has changed since it was opened: {advice}")
 
     def roles(self, indices) -> torch.Tensor:
-        """The roles (prompts.py) of the tokens in these blocks, where they are examples: uint8
-        (B, T)."""
+        """The roles (prompts.py) of the tokens in these blocks of examples, uint8 (B, T)."""
         import torch
 
         return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
 
     def predicted(self, seed: int, step: int, global_batch: int) -> int:
-        """How many tokens of the global batch of `step` are predicted, where it is examples."""
+        """How many tokens of a global batch of examples are predicted."""
         indices = self.indices(seed, step, range(global_batch), global_batch)
         return int((self._roles[indices] == 0).sum())
 
@@ -218,14 +197,12 @@ class TokenDataset:
         return torch.from_numpy(rest.astype(np.int64))[None]
 
     def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
-        """Sequences `rows` (a range within 0 .. global_batch - 1) of the global batch of `step`
-        -> LongTensor (B, T)."""
+        """Sequences `rows` of the global batch of `step` -> LongTensor (B, T)."""
         return self.blocks(self.indices(seed, step, rows, global_batch))
 
     def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
-        """The numbers of the blocks that `batch` reads, int64 (B,): sequence g = step *
-        global_batch + row + self.shift of the run is block shuffle_e[g % num_blocks] of epoch
-        e = g // num_blocks."""
+        """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch + row + shift
+        is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
         assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         epochs, places = np.divmod(sequence, self.num_blocks)
@@ -237,6 +214,11 @@ class TokenDataset:
         return indices
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 @functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of the blocks in an epoch, int64 (count,)."""
@@ -246,20 +228,16 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
-    """Length of the sequences in the global batch of each step, int64 (len(steps),): a pure
-    function of the arguments.
-
-    It is block_size, but with probability `random_prob` drawn uniformly from 1 .. block_size and
-    rounded up to an eighth of it. A shortened batch keeps the first tokens of its blocks."""
+    """Length of the sequences in the global batch of each step, int64 (len(steps),): block_size, or
+    with probability `random_prob` uniform in 1 .. block_size and rounded up to an eighth of it. A
+    shortened batch keeps the first tokens of its blocks."""
     lengths = np.full(len(steps), block_size, dtype=np.int64)
     if random_prob == 0 or not len(steps):
         return lengths
     # Two numbers a step, of the chunks that these steps are in.
     first, last = steps.start // LENGTHS_AT_ONCE, (steps.stop - 1) // LENGTHS_AT_ONCE
-    bits = [
-        philox_bits(seed, chunk, range(1), 2 * LENGTHS_AT_ONCE, randomness.LENGTHS)[0]
-        for chunk in range(first, last + 1)
-    ]
+    of_chunk = range(1), 2 * LENGTHS_AT_ONCE, randomness.LENGTHS
+    bits = [philox_bits(seed, chunk, *of_chunk) for chunk in range(first, last + 1)]
     start = steps.start - first * LENGTHS_AT_ONCE
     uniform = to_uniform(np.concatenate(bits)).reshape(-1, 2)[start : start + len(steps)]
     drawn = 1 + (uniform[:, 1] * block_size).astype(np.int64)

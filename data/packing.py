@@ -1,11 +1,9 @@
 """From documents to token files: which split they go into, their tokens, and how these are packed.
 
 full     every document, end-of-text after it, end to end: nothing is dropped
-sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, each divided into
-         groups of 1,000 rows; each group is concatenated and divided into blocks, its rest dropped.
-         What two calls of `map(num_proc=8)` of the package datasets give
-records  every example in a block of its own, and its prompt mask in a second file (prompts.py)
-"""
+sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in groups of
+         1,000 rows; each group is concatenated and divided into blocks, its rest dropped
+records  every example in a block of its own, and its prompt mask in a second file (prompts.py)"""
 
 import math
 import os
@@ -34,10 +32,8 @@ Encoded = tuple[np.ndarray, np.ndarray | None]  # tokens (n,), and the roles of 
 def route(
     corpora: dict[str, Corpus], fraction: float | None, limit: int | None, whole: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """(split, document) of every document, in reading order.
-
-    fraction: share of the "train" documents that becomes "val"; None: none. limit: on the documents
-    of the first split, those of --source. whole: never split a document."""
+    """(split, document) of every document, in reading order. fraction: share of the "train"
+    documents that becomes "val". limit: of documents of the first split. whole: never split one."""
     for number, (split, corpus) in enumerate(corpora.items()):
         documents = islice(corpus.documents, None if number else limit)
         if split == "train" and fraction is not None:
@@ -50,8 +46,7 @@ def _train_and_val(
     documents: Iterator[str], fraction: float, whole: bool
 ) -> Iterator[tuple[str, str]]:
     """One validation document in every group of 1 / fraction in a row, or of all where they are
-    fewer. Its place in the group is drawn from the number of the group, so a document's split does
-    not depend on later ones."""
+    fewer. Its place is drawn from the group's number: no split depends on later documents."""
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
         if whole:
@@ -71,8 +66,8 @@ def _train_and_val(
 
 
 def _place_to_split(text: str, fraction: float) -> int:
-    """Where the last share of a text begins, its validation split: at the end of a line, else at a
-    space, within the million characters before that share."""
+    """Where the last share of a text begins: at the end of a line, else at a space, within the
+    million characters before it."""
     place = len(text) - max(1, round(len(text) * fraction))
     if place < 1:
         raise UserError(f"the only document has {len(text)} characters; add documents")
@@ -134,11 +129,9 @@ class SplitFile:
             np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(self.path)
         size = os.path.getsize(self.path) // DTYPE.itemsize
         if size == 0:
-            raise UserError(
-                f"the {self.path.stem} split has {self.tokens:,} tokens in {len(self.ends):,} rows,"
-                f" and no group of {GROUP_ROWS:,} rows in a shard fills a block of "
-                f"{self.block_size:,}: lower --block-size, or use --protocol full"
-            )
+            what = f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows"
+            few = f"no group of {GROUP_ROWS:,} rows in a shard fills a block of {self.block_size:,}"
+            raise UserError(f"{what}; {few}: lower --block-size, or use --protocol full")
         facts = [{"file": p.name, "sha256": sha256_file(p)} for p in self._paths]
         counts = {"documents": len(self.ends), "dropped_tokens": self.tokens - size}
         return {"tokens": size, **counts, **facts[0]} | ({"roles": facts[1]} if facts[1:] else {})

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import tyro
 from annotated_types import Interval
+from tqdm import tqdm
 
 from data.catalogue import DATASETS, SPLITS, TASKS, Dataset
 from data.loader import load_meta, read_tokens
@@ -108,18 +109,15 @@ class Prepare:
 
 
 def main() -> None:
-    conf = tyro.conf
-    names = conf.PositionalRequiredArgs, conf.PositionalMetavarFromFieldName
-    config = (*names, conf.DisallowNone, conf.FlagCreatePairsOff)
+    names = tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName
+    config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
     # A scheduler's way to stop a run cleans up as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     prepare(tyro.cli(Prepare, description=__doc__, config=config))
 
 
 def prepare(args: Prepare) -> Path:
-    """Prepare the dataset that `args` describe and return its folder; does nothing where the folder
-    holds it already. When it raises UserError or OSError, or is interrupted, the output folder is
-    what it was before."""
+    """Prepare a dataset, unless its folder holds it already. Errors leave the folder as it was."""
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
     dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
@@ -185,9 +183,9 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
 def metadata(
     name: str, args: Prepare, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
 ) -> dict:
-    """The contents of meta.json, without splits and notes. settings: what decides the result,
-    beside the documents."""
+    """The contents of meta.json, without splits and notes."""
     keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
+    settings = {key: getattr(args, key) for key in keys.split()}  # on which the result depends
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -196,13 +194,10 @@ def metadata(
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "dtype": "uint16",
-        "protocol": args.protocol,
-        "block_size": args.block_size,
+        **{key: settings[key] for key in ("protocol", "block_size", "split")},
         "detokeniser": dataset.detokeniser,
-        "split": args.split,
         "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
-        "settings": {"dataset": args.name, "tokenizer": tokenizer.name}
-        | {key: getattr(args, key) for key in keys.split()},
+        "settings": {"dataset": args.name, "tokenizer": tokenizer.name, **settings},
     }
 
 
@@ -210,8 +205,6 @@ def write_splits(
     folder: Path, corpora: dict[str, Corpus], args: Prepare, tokenizer: Tokenizer, dataset: Dataset
 ) -> dict:
     """Write the token files into `folder`; returns the splits and notes for meta.json."""
-    from tqdm import tqdm
-
     encode = partial(encode_documents, tokenizer, dataset.detokeniser)
     if examples := args.protocol == "records":
         end = dataset.block_size is None  # examples of one length need no end
@@ -232,10 +225,9 @@ def write_splits(
                 bar.update(ids.size)
     if long and not args.skip_long:
         places = ", ".join(place for _, place in long[:3]) + ", ..." * (len(long) > 3)
-        raise UserError(
-            f"{len(long):,} records are longer than a block of {args.block_size} tokens ({places}; "
-            f"the longest has {max(long)[0]} tokens): give a larger --block-size, or --skip-long"
-        )
+        what = f"{len(long):,} records are longer than a block of {args.block_size} tokens"
+        advice = "give a larger --block-size, or --skip-long"
+        raise UserError(f"{what} ({places}; the longest has {max(long)[0]} tokens): {advice}")
     next(iter(corpora.values())).counts["records longer than a block are skipped"] += len(long)
     if not files:
         raise UserError(f"no document of {args.name} is left: give more text")
@@ -248,12 +240,9 @@ def write_splits(
     return {"splits": entries, "notes": notes}
 
 
-# ---- the folder: written beside its place, moved there when it is complete -----------------------
-
-
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
-    """Whether `target` holds the dataset that `meta` describes. Raises UserError where it holds
-    other files, whatever `overwrite` says, or without it another or a damaged dataset."""
+    """Whether `target` holds the dataset that `meta` describes. Raises UserError for other files
+    and, without `overwrite`, for another or a damaged dataset."""
     names = {path.name for path in target.iterdir()} if target.exists() else set()
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
@@ -276,15 +265,14 @@ def report(target: Path, meta: dict, counts: dict[str, int]) -> None:
     """Print what was made and noticed, and which command comes next."""
     name = os.path.relpath(target)
     for split, entry in meta["splits"].items():
-        dropped = f"{entry['dropped_tokens']:,} tokens dropped"
-        show(f"{split}: {entry['tokens']:,} tokens of {entry['documents']:,} documents, {dropped}")
+        text = "{tokens:,} tokens of {documents:,} documents, {dropped_tokens:,} tokens dropped"
+        show(f"{split}: {text.format(**entry)}")
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
     show(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
-    for what, count in counts.items():
-        if count:
-            show(f"note: {count:,} {what}")
-    for note in meta["notes"]:
-        show(f"not comparable with the published tables: {note}")
+    notes = [f"note: {count:,} {what}" for what, count in counts.items() if count]
+    notes += [f"not comparable with the published tables: {note}" for note in meta["notes"]]
+    for note in notes:
+        show(note)
     if meta["protocol"] == "sedd" or meta["split"]:
         show(f"next: python eval_ppl.py RUN --datasets {name}")
         return

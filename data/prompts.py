@@ -1,6 +1,5 @@
-"""Examples: short texts of which a part, the prompt, is given, each in a block of its own.
-
-The prompt stands between marks, anywhere in the text, in one part or several:
+"""Examples: short texts of which a part, the prompt, is given, each in a block of its own. The
+prompt stands between marks, anywhere in the text, in one part or several:
 
     [GIVEN]12+34=[/GIVEN]046
     The [GIVEN]old horse[/GIVEN] was tired
@@ -9,8 +8,7 @@ Beside the token file lies the prompt mask, a byte for each token, its *role*:
 
     PREDICTED   the model learns it, and is scored on it
     PROMPT      the model sees it before all others, without a loss
-    PADDING     after the end of the example: not seen, not predicted
-"""
+    PADDING     after the end of the example: not seen, not predicted"""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ def as_prompt(text: str) -> str:
 
 
 def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
-    """The parts of an example and their roles. Raises UserError, which begins with `place`, for
-    marks that do not come in pairs or nothing to predict."""
+    """The parts of an example and their roles. Raises UserError that begins with `place`."""
     parts = MARKS.split(example)  # every other one is a mark
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
         raise UserError(f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}")
@@ -47,12 +44,10 @@ def encode_example(
     tokenizer: Tokenizer, block_size: int, end: bool, example: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and roles, padded with end-of-text to (block_size,) each; longer examples stay longer.
-
-    Every part is encoded by itself, so that the prompt's tokens do not depend on the rest. end:
-    whether a predicted end-of-text follows."""
+    end: whether a predicted end-of-text follows."""
     ids, roles = [], []
     for text, role in spans(example):
-        part = tokenizer.encode(text)
+        part = tokenizer.encode(text)  # by itself: a prompt's tokens do not depend on the rest
         ids += part
         roles += [role] * len(part)
     missing = max(0, block_size - len(ids) - end)
@@ -68,8 +63,7 @@ class Example(str):
 
 
 class Examples(Reading):
-    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}.
-    `field` and `prompt_field` replace the names."""
+    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}."""
 
     @property
     def fields(self):

@@ -1,9 +1,7 @@
 """Puzzles on which the order of prediction matters, or does not. All examples of a puzzle have one
-length, a block, and no end-of-text.
-
-An example is made from a *key*, such as the solution of a Sudoku. Splits are assigned by hashing a
-canonical form of the key, so no puzzle or trivial variant of it is in two splits.
-"""
+length, a block, and no end-of-text. An example is made from a *key*, such as the solution of a
+Sudoku. Splits are assigned by hashing a canonical form of the key, so no puzzle or trivial variant
+of it is in two splits."""
 
 from __future__ import annotations
 
@@ -145,9 +143,8 @@ class Star(Task):
     name, length, documents = "star", 2 * EDGES + 4 + ARM + 1, 200_000
 
     def draw(self, rng):
-        """The edges, two letters each, in random order; the centre and the end of an arm. Nodes are
-        the first letters, all of them: with more letters, looking up an edge is learned late."""
-        names = letters(rng, EDGES + 1, of=EDGES + 1)
+        """The edges, two letters each, in random order; the centre and the end of an arm."""
+        names = letters(rng, EDGES + 1, of=EDGES + 1)  # with more, edges are looked up late
         arms = [names[0] + names[1 + ARM * a : 1 + ARM * (a + 1)] for a in range(ARMS)]
         edges = [arm[i : i + 2] for arm in arms for i in range(ARM)]
         shuffled = "".join(edges[i] for i in rng.permutation(EDGES))
@@ -183,8 +180,7 @@ class Colouring(Task):
         return "".join(sorted("".join(sorted(pair)) for pair in pairs(key, BORDERS)))
 
     def answer(self, key, rng):
-        """A colour for each country: the first colouring that fits, tried in random order, so not
-        all colourings are equally likely."""
+        """The first colouring that fits, tried in random order: not all are equally likely."""
         order = letters(rng, COUNTRIES, of=COUNTRIES)
 
         def search(colours: dict[str, str]) -> dict[str, str] | None:
@@ -254,8 +250,7 @@ class Reversal(Task):
         return "val" if int(number) % 4 == 1 else "test"
 
     def example(self, key, rng):
-        """A:B forward; backward A with the prompt :B, in training as :BA, which a left-to-right
-        model can continue."""
+        """A:B forward; backward A with the prompt :B, in training :BA for left-to-right models."""
         number, direction = key.split()
         name, other = facts()[int(number)]
         if direction == "forward":
@@ -307,8 +302,7 @@ def replace_limit(groups: Sequence[int]) -> float:
 
 
 def shuffle_limit(groups: Sequence[int]) -> float:
-    """With r letters left each position of a group takes any of them with probability 1 / r; all of
-    a group must differ."""
+    """With r letters left each position of a group draws one of them; all must differ."""
     left, right = sum(groups), 1.0
     for size in groups:
         right *= math.perm(left, size) / left**size
@@ -316,8 +310,7 @@ def shuffle_limit(groups: Sequence[int]) -> float:
     return right
 
 
-# Of the last three, the accuracy that parallel decoding can reach is known exactly (ParallelBench,
-# arXiv 2510.04767).
+# The accuracy that parallel decoding can reach on the last three is known (arXiv 2510.04767).
 ALL = (
     Sudoku(),
     Star(),

@@ -1,7 +1,5 @@
-"""Where documents come from: files of the user's, published files, the Hugging Face hub.
-
-Rows of .jsonl and .parquet files are read one at a time; text files are held whole.
-"""
+"""Where documents come from: files of the user's, published files, the Hugging Face hub. Rows of
+.jsonl and .parquet files are read one at a time; text files are held whole."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.tokenizers import END_OF_TEXT
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 from runtime.files import json_object, lines_of, sha256_file
 
 OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
@@ -59,8 +57,8 @@ class Reading:
         """Raise UserError for a small file that becomes very large."""
         self.left -= size
         if self.left < 0:
-            much = f"more than {MOST_UNPACKED} times the size of the file; if it is right"
-            raise UserError(f"{name}: {much}, unpack it first")
+            much = f"more than {MOST_UNPACKED} times the size of the file"
+            raise UserError(f"{name}: {much}; if it is right, unpack it first")
 
     def documents(self, text: str) -> Iterator[str]:
         """The documents in what was read as one."""
@@ -77,29 +75,26 @@ Reader = Callable[[BinaryIO, str, Reading], Iterator[str]]
 
 @dataclass
 class Corpus:
-    """The documents of a split, to be read once.
-
-    description: for meta.json; equal ones mean equal documents. published: how many documents the
-    published split has. counts: of `Reading`."""
+    """The documents of a split, to be read once."""
 
     documents: Iterable[str]
-    description: list[dict]
-    published: int | None = None
-    counts: Counter[str] = field(default_factory=Counter)
+    description: list[dict]  # for meta.json; equal ones mean equal documents
+    published: int | None = None  # documents of the published split
+    counts: Counter[str] = field(default_factory=Counter)  # of `Reading`, shared by all splits
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
-    """The files that paths mean: themselves, or those of a known kind in a folder or that match a
-    pattern such as texts/**/*.txt."""
+    """The files that paths mean: themselves, or those of known kinds in a folder or a pattern."""
     files: list[Path] = []
     for path in paths:
-        inside = [*path.rglob("*")] if path.is_dir() else glob.glob(str(path), recursive=True)
         if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
             files.append(path)
-        elif known := [p for p in map(Path, inside) if p.is_file() and reader_of(p, readers)]:
-            files += sorted(known)
-        else:
+            continue
+        inside = path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+        known = [p for p in map(Path, inside) if p.is_file() and reader_of(p, readers)]
+        if not known:
             raise UserError(f"{path}: there is no file of a known kind ({', '.join(readers)})")
+        files += sorted(known)
     return tuple(files)
 
 
@@ -139,7 +134,7 @@ def reader_of(file: Path | str, readers: dict[str, Reader]) -> Reader | None:
 def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
     if reader := reader_of(file, readers):
         return reader
-    known = f"{', '.join(readers)} (each also followed by .gz or .xz)"
+    known = f"{', '.join(readers)}, each also with .gz or .xz"
     raise UserError(f"{file}: unknown kind of file; known here are {known}")
 
 
@@ -189,10 +184,9 @@ def text_of(row: dict, field: str, place: str) -> str:
     if field not in row:
         fields = ", ".join(map(repr, row)) or "(none)"
         raise UserError(f"{place}: no field {field!r}, but {fields}; choose one with --field")
-    if not isinstance(row[field], str):
-        kind = type(row[field]).__name__
-        raise UserError(f"{place}: the field {field!r} holds {kind}, not a string; mend the file")
-    return row[field]
+    if not isinstance(text := row[field], str):
+        raise UserError(f"{place}: the field {field!r} holds {type(text).__name__}, not a string")
+    return text
 
 
 def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
@@ -228,7 +222,7 @@ def texts_of(rows: Iterable[dict], reading: Reading, name: str, problem: str) ->
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have errors of their own
-        raise UserError(f"{name}: {problem} ({cause(error)}, after row {number})") from error
+        raise UserError(f"{name}: {problem} ({reason_of(error)}, after row {number})") from error
 
 
 def hub_rows(name: str, repository: str, config: str | None, split: str, how: Reading) -> Corpus:
@@ -237,17 +231,16 @@ def hub_rows(name: str, repository: str, config: str | None, split: str, how: Re
     def hub() -> Iterator[dict]:
         from datasets import load_dataset
 
-        options = {"split": split, "streaming": True}
+        load = partial(load_dataset, repository, split=split, streaming=True)
         try:
-            streamed = load_dataset(repository, config, **options)
+            streamed = load(config)
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
             # datasets runs no loading scripts any more. For repositories that have one, the hub
             # keeps a converted copy, in folders CONFIG/SPLIT or CONFIG/partial-SPLIT.
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
-            copy = {"data_files": files, "revision": "refs/convert/parquet"}
-            streamed = load_dataset(repository, **copy, **options)
+            streamed = load(data_files=files, revision="refs/convert/parquet")
         yield from streamed
 
     problem = f"the hub failed; {OFFLINE.format(name)}"
@@ -266,17 +259,10 @@ def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Re
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            raise UserError(f"{url}: {cause(error)}; {OFFLINE.format(name)}") from error
+            raise UserError(f"{url}: {reason_of(error)}; {OFFLINE.format(name)}") from error
         yield from read(stream, url, reading)
 
     return Corpus(documents(), [{"url": url}])
-
-
-def cause(error: BaseException) -> str:
-    """The first line of the innermost error, which is the one that says something."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 ROW_FILES: dict[str, Reader] = {".jsonl": read_jsonl, ".parquet": read_parquet}

@@ -1,12 +1,10 @@
 """Tokenizers: text <-> ids, under three names, or of a file of yours.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
-english  a byte-pair encoding of 2048 ids, learned from English stories, for small models, whose
-         parameters and time a large vocabulary would use up
+english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 
-A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports.
-"""
+A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports."""
 
 import base64
 import codecs
@@ -19,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 from runtime.files import write_atomically
 from runtime.validation import check_value, expand_home, read_bounded
 
@@ -33,10 +31,9 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 
 class Tokenizer:
-    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have a
-    name, these numbers, ranks (ids by the bytes of a token), encode_array(text), unsigned integers
-    (n,), in which "<|endoftext|>" is plain text, and to_bytes(ids), in which end-of-text has the
-    bytes of its name."""
+    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have name,
+    vocab_size, eot, ranks (ids by the bytes of a token), encode_array(text), uint16 (n,), for which
+    "<|endoftext|>" is plain text, and to_bytes(ids), with that text for end-of-text."""
 
     @functools.cached_property
     def file(self) -> bytes:
@@ -56,17 +53,15 @@ class Tokenizer:
     def check(self, sha256: str | None) -> None:
         """Raise UserError if metadata record another vocabulary; None: they record none."""
         if sha256 not in (None, self.sha256):
-            raise UserError(
-                f"the vocabulary of the tokenizer {self.name} has changed since the data or the "
-                f"model was made (sha256 {self.sha256[:12]}, was {sha256[:12]}): put its file back"
-            )
+            what = f"the vocabulary of {self.name} has changed since the data or model"
+            sums = f"sha256 {self.sha256[:12]}, was {sha256[:12]}"
+            raise UserError(f"{what} was made ({sums}): put its file back")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
     def decode(self, ids) -> str:
-        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD. Raises
-        UserError for an id outside the vocabulary."""
+        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD."""
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
             known = f"the vocabulary of the {self.name!r} tokenizer (0 to {self.vocab_size - 1})"
@@ -74,9 +69,8 @@ class Tokenizer:
         return self.to_bytes(ids).decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
-        """Text of each of `ids`; joined, they are `decode(ids)`. A character whose bytes are spread
-        over several tokens belongs to the one that completes it, U+FFFD to the one that shows that
-        the bytes are invalid."""
+        """Text of each of `ids`; joined, they are `decode(ids)`. A character of several tokens
+        belongs to the one that completes it, U+FFFD to the one that shows that it is invalid."""
         decoder, pieces = codecs.getincrementaldecoder("utf-8")("replace"), []
         for token in ids.tolist() if hasattr(ids, "tolist") else ids:
             if token == self.eot and pieces:  # no character continues over the end of a document
@@ -129,8 +123,7 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple]:
-    """{key: (theirs, ours)} of what differs in the tokenizers that two descriptions of data record,
-    such as meta.json or fields of `Loaded`, where both say it."""
+    """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions have them."""
     pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
     return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 
@@ -180,9 +173,8 @@ def _get_known(name: str) -> Tokenizer:
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
     except Exception as error:  # of requests, an OSError, a wrong hash: one remedy for all
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"tiktoken could not get r50k_base, the file of the gpt2 tokenizer ({reason}). "
-            "Without a network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
+            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)}). Without a "
+            "network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
             "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4, or use --tokenizer bytes"
         ) from error

@@ -5,6 +5,7 @@ N rows of T tokens.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from evaluation.text_measures import mean_and_error
 from orders import Roles
 from runtime.errors import UserError
 from runtime.processes import Processes
+from sampling import modes
 from sampling.engine import Generation
-from sampling.modes import DecodingOptions, contexts_of, generate_distributed, plan_samples
+from sampling.modes import DecodingOptions
 from sampling.page import PageSample, render
 from sampling.plans import Plan, group_sizes
 
@@ -57,10 +59,8 @@ def open_questions(
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)
     if roles is None:
-        raise UserError(
-            f"{eval_set.folder} holds text without prompts; make some with: python "
-            "data/prepare.py records --source FILE.jsonl --block-size N"
-        )
+        advice = "make some with: python data/prepare.py records --source FILE.jsonl"
+        raise UserError(f"{eval_set.folder} holds text without prompts; {advice}")
     task = TASKS.get(eval_set.dataset.meta.get("settings", {}).get("dataset"))
     return Questions(eval_set.name, eval_set.tokens(rows), roles, task)
 
@@ -94,11 +94,10 @@ def answer(
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
     roles = questions.roles
-    planned = plan_samples(options, contexts_of(questions.tokens, roles.given, roles.lengths), seed)
-    started = time.perf_counter()
-    samples = generate_distributed(
-        loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
-    )
+    contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
+    planned, started = modes.plan_samples(options, contexts, seed), time.perf_counter()
+    how = options, loaded.vocab_size, procs, questions.name
+    samples = modes.generate_distributed(loaded.model, planned, *how)
     seconds = time.perf_counter() - started
     limit = limit_of(questions.task, planned.plan, options)
     return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
@@ -106,13 +105,8 @@ def answer(
 
 def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
     """Every row as it is and as it was filled in, up to its end-of-text."""
-    tokenizer, records = loaded.get_tokenizer(), []
+    text, records = functools.partial(modes.text_until, loaded.get_tokenizer()), []
     is_right = questions.task.is_right if questions.task else str.__eq__
-
-    def text(tokens: list[int]) -> str:
-        end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)
-        return tokenizer.decode(tokens[:end])
-
     rows = zip(questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True)
     for true, (filled, step, _), nfe in rows:
         record = {"text": text(true[: len(filled)]), "answer": text(filled)}

@@ -11,12 +11,11 @@ original order is as random as the others, and L_M falls with M (Jensen's inequa
 
 As written, one sequence takes T M passes. `cheap_gains` estimates L_M - L_1 without bias in M:
 
-1. One context instead of T. At a random step, the length of the context is uniform on 0..T-1, its
-   positions are a uniformly random set, and the target is any other position with equal probability
-   (RADD, arXiv 2406.03736). One pass scores *all* of these, and their mean replaces the one target.
-2. The gain instead of the loss. Under uniform orders, mean_j log p_j - log mean_j p_j has the
-   expectation L_M - L_1. What makes a token hard is common to the members and cancels, so it varies
-   far less than the loss. L_1 comes from ordinary causal passes (results/order_ensembles.md).
+1. One context instead of T: a uniform length on 0..T-1, a uniformly random set of positions, and
+   the mean over all other positions instead of one target (RADD, arXiv 2406.03736).
+2. The gain instead of the loss: under uniform orders, mean_j log p_j - log mean_j p_j has the
+   expectation L_M - L_1, and varies far less. L_1 comes from ordinary causal passes
+   (results/order_ensembles.md).
 
 B sequences, T positions, M members, S ensemble sizes.
 """

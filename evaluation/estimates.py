@@ -42,20 +42,14 @@ class Estimate:
 
 
 def estimate(
-    *parts: Tensor,
-    joint: bool = False,
-    weights: Tensor | None = None,
-    documents: Tensor | None = None,
+    *parts: Tensor, joint=False, weights: Tensor | None = None, documents: Tensor | None = None
 ) -> Estimate:
-    """The mean over N sequences of a sum of parts, and its standard errors.
-
-    A part is (N,), known exactly, or (N, D), D samples of an estimate of it; D may differ. weights:
-    (N,) of mean 1, where sequences of different lengths count by their tokens. joint: the N numbers
-    of a sample depend on one another, as stratified masks do. Then only the D means of the samples
-    are independent; standard_error ignores the stratification and is rather too large. documents:
-    (N,), the number of the document of each sequence; by default one for all."""
-    # The samples of a sequence share its text. Their N means are independent, and the spread of
-    # these holds that of the texts and that of the samples.
+    """The mean over N sequences of a sum of parts, and its standard errors. A part is (N,), known
+    exactly, or (N, D), D samples of an estimate of it; D may differ. weights: (N,) of mean 1, where
+    sequences count by their tokens. joint: the N numbers of a sample depend on one another, as
+    stratified masks do, which makes standard_error rather too large. documents: (N,), the number of
+    the document of each sequence; by default one for all."""
+    # The spread of the N independent means holds that of the texts and that of the samples.
     means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
     n = len(means)
     weights = torch.ones_like(means) if weights is None else weights

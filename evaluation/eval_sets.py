@@ -108,16 +108,14 @@ def open_eval_set(
     meta = loader.load_meta(folder)
     if other_tokenizer(vars(loaded), meta):
         other = " of another vocabulary" * (meta["tokenizer"] == loaded.tokenizer)
-        raise UserError(
-            f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens{other}; prepare the text again with the model's --tokenizer"
-        )
+        ours = f"but the model was trained on {loaded.tokenizer} tokens{other}"
+        advice = "prepare the text with the model's --tokenizer"
+        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {ours}; {advice}")
     preferred = preferred_split if preferred_split in meta["splits"] else None
     split = split or preferred or loader.evaluation_split(meta)
     dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=verify)
     rows = dataset.num_blocks
-    # The protocol sedd drops what is left over, as published evaluations do. A rest of no more than
-    # the tokens that the model cannot score holds nothing to count.
+    # The protocol sedd drops what is left over, as published evaluations do.
     if meta.get("protocol", "full") == "full" and dataset.tail().shape[1] > loaded.scored_from:
         rows += 1
     return EvalSet(Path(name).name, folder, split, dataset, min(rows, max_sequences or rows))

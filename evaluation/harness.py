@@ -38,8 +38,9 @@ from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.randomness import REQUESTS, philox_bits, to_uniform
 from runtime.validation import Count, check_value, check_values
+from sampling import modes
 from sampling.engine import generate
-from sampling.modes import BATCH_SIZE, DecodingOptions, plan_samples, with_mode_defaults
+from sampling.modes import BATCH_SIZE, DecodingOptions
 from sampling.token_choice import TokenChoice
 from variants import log_linear_noise
 
@@ -85,14 +86,12 @@ class HarnessModel(TemplateLM):
 
     The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
     depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
-    probable one where it was predicted, in all passes. An empty context is end-of-text; one that is
-    too long loses its beginning; a token that spans the two belongs to the continuation. Generation
-    fills max_gen_toks positions, then cuts at the first end-of-text or stop string; it depends on
-    (seed, context, repetition).
+    probable one, in all passes. An empty context is end-of-text; one that is too long loses its
+    beginning; a token that spans the two belongs to the continuation. Generation is a function of
+    (seed, context, repetition): max_gen_toks positions cut at the first end-of-text or stop string.
 
-    run: what `load` takes, or what it returns. options: fields of `Settings` and `DecodingOptions`;
-    `order` is that of log-likelihoods, l2r (decoders' default) or random (encoders'), `mode` that
-    of generation, by default l2r and mdm. max_batch_size: from the harness; without effect."""
+    run: what `load` takes or returns. options: fields of `Settings` and `DecodingOptions`; `order`
+    is that of log-likelihoods, `mode` that of generation. max_batch_size: without effect."""
 
     def __init__(
         self, run, processes: Processes | None = None, max_batch_size: int | None = None, **options
@@ -116,7 +115,8 @@ class HarnessModel(TemplateLM):
         order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
         self.order, mode = decoding.order or order, decoding.mode or mode
         order = decoding.order if mode in ("order", "speculative") else None
-        self.decoding = with_mode_defaults(dataclasses.replace(decoding, mode=mode, order=order))
+        decoding = dataclasses.replace(decoding, mode=mode, order=order)
+        self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
         self.counts = Counter()  # of requests: all, with a token across, with a context cut short
         self._check()
@@ -191,10 +191,8 @@ class HarnessModel(TemplateLM):
         pairs, passes = [], []
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) >= self.block_size:
-                raise UserError(
-                    f"a continuation of {len(continuation)} tokens does not fit in the model's "
-                    f"{self.block_size}: leave out its task or row"
-                )
+                long = f"a continuation of {len(continuation)} tokens does not fit in the model's"
+                raise UserError(f"{long} {self.block_size}: leave out its task or row")
             context = context or [self.prefix_token_id]
             pairs.append((self._fitting(context, len(continuation)), continuation))
             if continuation:  # one of no tokens has no pass: its log-likelihood is 0
@@ -234,7 +232,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _fitting(self, context: list[int], new: int) -> list[int]:
-        """The end of a context that leaves room for new tokens."""
+        """The end of a context that leaves room for new tokens; counts the request."""
         self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
         return context[new - self.block_size :]
 
@@ -246,8 +244,7 @@ class HarnessModel(TemplateLM):
         tokens, positions = context + continuation, torch.arange(c + n)
         if self.order == "l2r":
             return ScoringPass(tokens, positions, first=c, weight=1.0)
-        # The request itself is the key of its random numbers: neither its place among the others
-        # nor the process that scores it changes them.
+        # The request itself is the key of its random numbers, whatever its place and process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
         order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
@@ -316,15 +313,11 @@ class HarnessModel(TemplateLM):
         top_p, top_k = given.pop("top_p", None), given.pop("top_k", None)
         given.pop("temperature", None)
         if given:
-            raise UserError(
-                f"generation setting {', '.join(given)} is not supported: until, max_gen_toks, "
-                "do_sample, temperature, top_p and top_k are"
-            )
+            known = "until, max_gen_toks, do_sample, temperature, top_p and top_k are"
+            raise UserError(f"generation setting {', '.join(given)} is not supported: {known}")
         if not 1 <= max_tokens < self.block_size:
-            raise UserError(
-                f"max_gen_toks is {max_tokens}, but the model takes {self.block_size} tokens; give "
-                f"--gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
-            )
+            advice = f"give --gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
+            raise UserError(f"max_gen_toks is {max_tokens}: {advice}")
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
         choice = TokenChoice(temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k)
         return choice, max_tokens, until
@@ -334,33 +327,19 @@ class HarnessModel(TemplateLM):
         choice, most, until = settings
         keys = [digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)]
         rows = [context + [None] * most for context in contexts]
-        plan, tokens, uniforms = plan_samples(self.decoding, rows, self.settings.seed, keys=keys)
-        made = generate(
-            self._generator,
-            plan,
-            tokens,
-            uniforms=uniforms,
-            choice=choice,
-            vocab_size=self.loaded.vocab_size,
-            batch_size=self.batch_size,
-            compile=self.decoding.compile,
-            kernels=self.decoding.kernels,
-            progress=progress,
-        )
-        answers = zip(contexts, made.rows(), strict=True)
-        return [self._cut(row[len(context) :], until) for context, (row, *_) in answers]
+        seed = self.settings.seed
+        plan, tokens, uniforms = modes.plan_samples(self.decoding, rows, seed, keys=keys)
+        how = {"choice": choice, "uniforms": uniforms, "batch_size": self.batch_size}
+        how |= {"compile": self.decoding.compile, "kernels": self.decoding.kernels}
+        how |= {"vocab_size": self.loaded.vocab_size, "progress": progress}
+        answers = zip(contexts, generate(self._generator, plan, tokens, **how).rows(), strict=True)
+        new = (row[len(context) :] for context, (row, *_) in answers)
+        return [modes.text_until(self.tokenizer, row, until) for row in new]
 
     @functools.cached_property
     def _generator(self):
         """The model in the precision of generation: likelihoods keep its float32 weights."""
         return copy.deepcopy(self.model).bfloat16() if self.dtype == torch.bfloat16 else self.model
-
-    def _cut(self, tokens: list[int], until: tuple[str, ...]) -> str:
-        """The text up to the first end-of-text or stop string."""
-        end = tokens.index(self.eot_token_id) if self.eot_token_id in tokens else None
-        text = self.tokenizer.decode(tokens[:end])
-        found = [place for stop in until if (place := text.find(stop)) >= 0]
-        return text[: min(found, default=None)]
 
 
 if lm_eval is not None:

@@ -1,9 +1,8 @@
 """Judges of generated text: language models that score its tokens left to right, in float32.
 
 A judge is one of `transformers` (GPT-2 Large is the field's) or a decoder of this project. Samples
-of another tokenizer reach it through their text. A judge without a start token (GPT-2) scores
-tokens 2..n given those before them, one with a start token all n. A sample longer than the judge's
-context is cut into windows of that length that do not overlap, each scored like a sample.
+of another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens but the
+first. Samples longer than its context are cut into windows, each scored like a sample.
 """
 
 from __future__ import annotations
@@ -140,9 +139,8 @@ class TransformersJudge(Judge):
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise UserError(
                 f"--judge {name} could not be loaded: {type(error).__name__}: {reason}. Give a run "
-                "or checkpoint of this project; or, with pip install transformers, a folder with "
-                "config.json, model.safetensors and a tokenizer, or the id of a causal language "
-                "model on Hugging Face (which needs the network once), as gpt2-large"
+                "of this project; or, with pip install transformers, a causal language model: its "
+                "folder, or its Hugging Face id (which needs the network once), as gpt2-large"
             ) from error
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         if missing := sorted(info["missing_keys"]):

@@ -98,11 +98,9 @@ def decoding_nll(
     model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
     """-log p of every token along the order in which the model would decode the text if it drew
-    these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted.
-
-    The rule picks the next positions from the model's predictions, `group` of them if it has no
-    pace. So the model defines the order of a text, and the product of the conditionals along it is
-    a normalised likelihood: that of decoding at temperature 1 (DUEL, arXiv 2603.01367)."""
+    these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted. The rule
+    picks the next positions, `group` of them if it has no pace. The product along this order is a
+    normalised likelihood: that of decoding at temperature 1 (DUEL, arXiv 2603.01367)."""
     B, T = tokens.shape
     length = torch.full((B,), T) if roles is None else roles.lengths
     given = None if roles is None else roles.given[:, : int(length.max())]
@@ -205,8 +203,7 @@ def score(task: Task, runner: BatchRunner, seed: int, draws: int) -> Scores:
         losses.append(runner.run(task, loss))
     # Two contexts at least if there are two draws: a single one does not show its error.
     for _ in range(max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT)) if larger else 0):
-        # In float32: bfloat16 rounds every member in another way, and averaging independent noise
-        # looks like a gain. TF32 does so too little to measure.
+        # In float32 (or TF32): averaging the independent rounding of bfloat16 looks like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
     return _estimates(task, losses, gains)
@@ -234,9 +231,8 @@ def _estimates(task: Task, losses: list[Tensor], gains: list[Tensor]) -> Scores:
 def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = None) -> Estimate:
     """The importance-weighted bound over D orders of each sequence, -log mean_k p(x | order k)
     (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token, and `scored` (N,) tokens.
-
-    Its mean over draws is at most the any-order loss, falls with D, and is never below -log of the
-    mean of p over all orders. The Monte Carlo error is that of the log of a mean (delta method)."""
+    It falls with D, to -log of the mean of p over all orders. The Monte Carlo error is that of the
+    log of a mean (delta method)."""
     D = nll.shape[1]
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored

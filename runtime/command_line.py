@@ -46,9 +46,8 @@ def show(*values: Any, sep: str = " ", **options: Any) -> None:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. UserError, OSError and too little memory or too few processes
-    end in one line and status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in one line
-    and status 130. Any other exception keeps its traceback."""
+    """Run a script's main and exit. UserError, OSError and lack of memory or processes end in one
+    line and status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in status 130."""
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:

@@ -12,8 +12,7 @@ from runtime.errors import UserError
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device of that name, made the current one, to which events and pinned memory belong.
-    auto: cuda, else mps, else cpu. local_rank: which GPU, where the name does not say."""
+    """The device of that name, made the current one. local_rank: the GPU if the name has none."""
     if device == "auto":
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -21,23 +20,21 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
         chosen = torch.device(device)
         module = torch.get_device_module(chosen)
     except RuntimeError:
-        known = "auto, cpu, cuda, cuda:N, mps or another that PyTorch knows"
-        raise UserError(f"device {device!r} is not known; give {known}") from None
+        raise UserError(f"device {device!r} is not known; give auto, cpu, cuda:N or mps") from None
     if chosen.type == "cpu":
         return torch.device("cpu")
     chosen = torch.device(chosen.type, local_rank if chosen.index is None else chosen.index)
     count = module.device_count() if module.is_available() else 0
     if chosen.index >= count:
-        advice = "use --device cpu or fewer processes"
-        raise UserError(f"device {device!r}: PyTorch sees {count} GPUs here; {advice}")
+        what = f"device {device!r}: PyTorch sees {count} GPUs here"
+        raise UserError(f"{what}; use --device cpu or fewer processes")
     if hasattr(module, "set_device"):  # mps has one device only
         module.set_device(chosen)
     return chosen
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on a CUDA GPU that has it, else float32. bfloat16: float32 where autocast does
-    not have it."""
+    """auto: bfloat16 on a CUDA GPU that has it. bfloat16: where autocast has it. Else float32."""
     if dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -67,16 +64,15 @@ def current(device: torch.device):
 
 
 def attention_of_many_shapes():
-    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape: almost
-    every decoding step has its own."""
+    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels)
 
 
 @contextlib.contextmanager
 def deterministic(enabled: bool):
-    """A context in which, if enabled, a GPU computes the same bits in every run; an operation that
-    has no such form is a RuntimeError. Enter it before the GPU is used."""
+    """A context in which, if enabled, a GPU computes the same bits in every run, or an operation
+    raises RuntimeError. Enter it before the GPU is used."""
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(enabled)
@@ -90,8 +86,7 @@ def deterministic(enabled: bool):
 
 @contextlib.contextmanager
 def tf32(device: torch.device, enabled: bool):
-    """A context in which an NVIDIA GPU, if enabled, multiplies float32 matrices in TF32: several
-    times as fast, with a mantissa of 10 bits."""
+    """A context in which, if enabled, an NVIDIA GPU multiplies float32 matrices in TF32."""
     on = enabled and device.type == "cuda"
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:
@@ -114,10 +109,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory has run out: of the device, of Python, or of PyTorch's CPU allocator, which
-    raises a plain RuntimeError."""
+    """Whether the memory of the device or of the CPU has run out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return full or "can't allocate memory" in str(error)
+    return full or "can't allocate memory" in str(error)  # a plain RuntimeError on the CPU
 
 
 def has_compiler() -> bool:

@@ -25,9 +25,8 @@ MOST_BLANK = 1_000_000  # blank lines in a row
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bool = False) -> None:
-    """Call write(file) on a temporary sibling, flush it to the disk and move it into place, or
-    leave no trace. Permissions and links stay; devices and FIFOs are a FileExistsError.
-    exclusive: so is a file that is there when it is moved."""
+    """Call write(file) on a temporary sibling, flush it and move it into place, or leave no trace.
+    FileExistsError: of devices, FIFOs and, where `exclusive`, any file."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
@@ -35,7 +34,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bo
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            if path.exists():
+            if path.exists():  # permissions stay
                 os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
@@ -43,7 +42,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bo
         if exclusive:
             open(path, "xb").close()
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # that of a full disk
@@ -55,16 +54,14 @@ def is_alive(pid: int) -> bool:
     """Whether a process of this machine is running."""
     try:
         os.kill(pid, 0)  # sends nothing, but says whether it could
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush what was renamed or removed in a folder: a rename is not safe before that."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or what was renamed or removed in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -73,9 +70,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A new folder beside `target`, which becomes it at the end. Whatever happens, nothing is left
-    beside it, and what killed runs have left there goes, too. Without `replace`, a target that
-    exists by then is an OSError."""
+    """A new folder that becomes `target` at the end, or is removed. What killed runs have left is
+    removed, too. Without `replace`, a target that exists by then is an OSError."""
     prefix = f".{target.name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -88,20 +84,18 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
         (beside / "new").mkdir(parents=True)
         yield beside / "new"
         for path in (beside / "new").iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
         if replace and target.exists():
             target.rename(beside / "old")
         (beside / "new").rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if missing, for all processes of a job: all must
-    call, and all raise. The kernel frees it when the main process ends, however it ends."""
+    """Hold the lock of a folder, which is made if missing, for a job: all processes must call."""
     from filelock import FileLock, Timeout
 
     lock, error = FileLock(folder / "lock"), None

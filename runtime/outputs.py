@@ -1,5 +1,4 @@
-"""What a script reports: result files that replace nothing unasked, tables, pictures, and what is
-needed to make a number again."""
+"""What a script reports: result files that replace nothing unasked, tables, pictures, versions."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """The option of every script that writes results."""
+    """The option of scripts that write results."""
 
     overwrite: bool = False
     """Replace result files that exist already."""
@@ -41,9 +41,8 @@ class Outputs:
     def __init__(
         self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
     ):
-        """files: by the option that names them. inputs: what the script reads; anything that is not
-        an existing path is ignored. Raises UserError for a file that cannot or must not be written.
-        """
+        """files: by option. inputs: what the script reads; what is no existing path is ignored.
+        Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
         self.new: set[Path] = set()  # another process may be about to write them, too
         inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
@@ -63,15 +62,13 @@ class Outputs:
             if path.exists() and any(path.samefile(source) for source in inputs):
                 raise UserError(f"{option} {path} is a file that is read; name another file")
             if not overwrite and path.is_file() and path.stat().st_size:
-                advice = "pass --overwrite to replace it, or name another file"
-                raise UserError(f"{option} {path} exists already; {advice}")
+                raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
             if not overwrite and not path.exists():
                 self.new.add(path)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result, whole or not at all; None is nowhere. It replaces earlier ones of this
-        script. Text that cannot be written is printed; where another process has written the file
-        meanwhile, the result goes to another beside it."""
+        """Write a result, whole or not at all; None is nowhere. Text that cannot be written is
+        printed. Where another process has written the file, the result goes to one beside it."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
@@ -113,16 +110,10 @@ def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
     return path.exists() and not path.is_file()
 
 
-# ---- how a number was made -----------------------------------------------------------------------
-
-
 def versions() -> dict[str, str]:
     """Versions that a reported number depends on."""
-    import numpy
-    import torch
-
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    return found | {"numpy": numpy.__version__}
+    packages = {name: metadata.version(name) for name in ("torch", "numpy")}
+    return {"python": platform.python_version()} | packages
 
 
 def commit() -> str:
@@ -144,15 +135,11 @@ def command() -> str:
 def provenance(
     arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
 ) -> dict:
-    """What numbers depend on, for their JSON. arguments: the script's options, a dataclass. dtype:
-    what --dtype auto has become. more: anything else, such as the checkpoint."""
+    """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
     settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
     origin = {"command": command(), "settings": settings, "device": str(device)}
     return origin | {"processes": processes, "versions": versions()} | more
-
-
-# ---- tables and pictures -------------------------------------------------------------------------
 
 
 def escaped(line: str) -> str:
@@ -161,18 +148,13 @@ def escaped(line: str) -> str:
 
 
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
-    """The lines of a Markdown table that also reads well as plain text: `left` columns of names,
-    left-aligned, then numbers, right-aligned."""
-    cleaned = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
-    head, *rows = cleaned
-    widths = [max(3, *map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    rule = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
-    lines = []
-    for cells in (head, rule, *rows):
-        pairs = enumerate(zip(cells, widths, strict=True))
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in pairs]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    """The lines of a Markdown table, padded: `left` columns left-aligned, then right-aligned."""
+    rows = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
+    widths = [max(3, *map(len, cells)) for cells in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
+    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    padded = ([p(c, w) for p, c, w in zip(aligned, cells, widths, strict=True)] for cells in rows)
+    return [f"| {' | '.join(cells)} |" for cells in padded]
 
 
 def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):

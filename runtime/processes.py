@@ -1,5 +1,4 @@
-"""The processes of a job: who they are, how they find one another and agree to stop, and what to
-tell the user when one of them is lost."""
+"""The processes of a job: how they find one another, communicate and agree to stop."""
 
 import contextlib
 import datetime
@@ -62,7 +61,7 @@ class Processes:
 @contextlib.contextmanager
 def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
     """Join the job that torchrun started, or stand alone; yields `Processes`. timeout: of messages,
-    in seconds. group: make a process group also for a process alone, as FSDP needs it. Raises
+    in seconds. group: whether a process alone gets a process group, too, which FSDP needs. Raises
     ConnectionError where another process hangs or has ended."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     rank, local_rank, world_size = (int(os.environ.get(name, n)) for name, n in names.items())
@@ -92,11 +91,9 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store under a prefix that only the processes of this attempt know.
-
-    torchrun restarts a job with the old store, whose stale addresses make gloo fail (as of PyTorch
-    2.13), and its count of restarts differs between nodes. So rank 0 makes up a prefix, and gives
-    it to the others under random names, which each of them makes up and leaves in the store."""
+    """torchrun's store under a prefix that only the processes of this attempt know: a job that is
+    restarted gets the old store, whose stale addresses make gloo fail (as of PyTorch 2.13). Rank 0
+    gives it to the others under random names, which each of them leaves in the store."""
     deadline, limit = time.monotonic() + timeout, datetime.timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     name = secrets.token_hex(8)
@@ -117,8 +114,8 @@ def fresh_store(timeout: float) -> dist.Store:
 
 
 def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
-    """What to tell a user if an error means that another process has ended or does not answer; else
-    None. PyTorch has no class of its own for this, so the text decides."""
+    """The message for an error that means that another process has ended or hangs; else None."""
+    # PyTorch has no class of its own for such errors.
     text = " ".join(str(error).split()) if isinstance(error, RuntimeError) else ""
     if re.search(CUT_OFF, text):
         what = "the connection to another process was cut: it was killed, or ended with an error"
@@ -136,11 +133,9 @@ class StopRequest:
     all stop after the same step: one alone would leave the others waiting for its gradients."""
 
     def __init__(self, procs: Processes):
-        self.procs = procs
-        self.signalled = False  # this process
-        self.requested = False  # any process was asked to stop: all know, since `agree`
-        self.failed = False  # any process has failed: all know, since `agree`
-        self.due = False  # any process's clock says that a checkpoint is due
+        self.procs, self.signalled = procs, False  # signalled: this process
+        # Of any process, since `agree`. due: its clock says that a checkpoint is due.
+        self.requested = self.failed = self.due = False
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -151,12 +146,12 @@ class StopRequest:
         self.signalled = True
 
     def agree(self, failed: bool = False, due: bool = False) -> None:
-        """Set `requested`, `failed` and `due` if they are true of any process. Raises
-        ChildProcessError if torchrun was killed: another job may be started in its place."""
-        if self.launcher and os.getppid() != self.launcher:
+        """Set `requested`, `failed` and `due` if they are true of any process."""
+        if self.launcher and os.getppid() != self.launcher:  # another job may take its place
             raise ChildProcessError("torchrun, which started this process, has ended")
-        self.requested, self.failed, self.due = flags = self.signalled, failed, due
+        flags = self.signalled, failed, due
         if self.procs.world_size > 1:
             counts = torch.tensor(flags, dtype=torch.float32)
             dist.all_reduce(counts)  # between the CPUs: waits for no GPU
-            self.requested, self.failed, self.due = (counts > 0).tolist()
+            flags = (counts > 0).tolist()
+        self.requested, self.failed, self.due = flags

@@ -12,8 +12,7 @@ ENSEMBLES, REQUESTS, DROPOUT = range(8, 11)
 
 def philox_bits(seed: int, index: int, rows: range, width: int, stream: int = ORDERS) -> np.ndarray:
     """Rows of an endless table of random 64-bit integers, uint64 (len(rows), width): raw Philox
-    output, the same in every version of numpy. seed, index (often a step): below 2**64. A row is
-    the same whichever others are asked for. stream: one of the uses above."""
+    output, the same in every version of numpy. seed, index: below 2**64. stream: a use above."""
     counters = -(-width // 4)  # of a row: one counter yields four numbers
     key = np.array([seed, index], dtype=np.uint64)
     counter = np.array([0, 0, 0, stream], dtype=np.uint64)

@@ -1,5 +1,6 @@
 """Values that options, config keys and files may have: declared as types, checked by pydantic."""
 
+import codecs
 import contextlib
 import dataclasses
 import difflib
@@ -16,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from annotated_types import Interval, Predicate
 from typing_extensions import is_typeddict
 
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 
 LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
@@ -30,7 +31,7 @@ BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a drop
 FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))]
 
 MAX_BYTES = 64 << 20  # of a file of settings: state.json has 100 bytes for each tensor
-MAX_DEPTH, MAX_VALUES = 50, 1_000_000  # of tables within tables, and of values in them
+MAX_VALUES = 1_000_000  # in such a file
 
 
 class FileError(UserError):
@@ -80,25 +81,12 @@ def _validator(shape: Any):
 
 
 def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
-    """Plain values as what a type declares, such as a dataclass. Raises FileError that names the
-    source and ends with the advice."""
-    if _size(values) > MAX_VALUES:
-        raise FileError(f"{source}: it is nested too deep, or too large, for settings")
+    """Plain values as what a type declares, such as a dataclass. Raises FileError."""
     # Of JSON, lists may become tuples and tables dataclasses, but strings no numbers. A date, which
     # JSON does not have, becomes what no type asks for.
     with damaged(source, advice):
         text = json.dumps(values, default=lambda value: [str(value)])
     return from_json(text, shape, source, advice)
-
-
-def _size(values: Any, depth: int = 0) -> float:
-    """How many values there are, up to MAX_VALUES: a file can name the same list many times."""
-    total = math.inf if depth > MAX_DEPTH else 1
-    if isinstance(values, dict | list | tuple):
-        for value in values.values() if isinstance(values, dict) else values:
-            if total <= MAX_VALUES:
-                total += _size(value, depth + 1)
-    return total
 
 
 def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> Any:
@@ -112,8 +100,7 @@ def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> A
 
 def read_json(path: Path, shape: Any, advice: str) -> Any:
     """The contents of a JSON file of this type."""
-    text = read_bounded(path).removeprefix("\ufeff".encode())
-    return from_json(text, shape, str(path), advice)
+    return from_json(read_bounded(path).removeprefix(codecs.BOM_UTF8), shape, str(path), advice)
 
 
 def read_results(path: Path, advice: str) -> Any:
@@ -167,11 +154,8 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
     except (FileError, OSError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise FileError(f"{path} is damaged: {reason}; {advice}") from error
+        raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
 
-
-# ---- messages ------------------------------------------------------------------------------------
 
 OTHER_NAMES = {  # keys, and what other projects call them
     "lr": "learning_rate max_lr",
@@ -188,7 +172,6 @@ KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str
 KINDS |= dict.fromkeys(("tuple", "list"), "a list")
 KINDS |= dict.fromkeys(("dict", "dataclass"), "a table of keys")
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-short = reprlib.repr  # of a long value only the beginning and the end
 
 
 def _problem(errors: Any, shape: Any, key: str = "") -> str:
@@ -204,7 +187,7 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
         return f"it lacks {key}"
     if kind == "unexpected_keyword_argument":
         return f"unknown key {key!r}{nearest_key(key, shape)}"
-    message = f"{key or 'it'} is {short(value)}"
+    message = f"{key or 'it'} is {reprlib.repr(value)}"
     if kind == "predicate_failed":
         return f"{message}; give a name without a path"
     if kind == "literal_error":
@@ -245,9 +228,8 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def nearest_key(key: str, table: Any) -> str:
-    """What to write instead of an unknown key: a similar one, or one of that name elsewhere, as we
-    or other projects call it."""
+def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str:
+    """What to write instead of an unknown key: a similar one, or one of another table."""
     keys, prefix = list(keys_of(table)), "".join(key.rpartition(".")[:2])
     names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
     here, last = [prefix + name for name in dict.fromkeys(names)], key.removeprefix(prefix)
@@ -255,4 +237,4 @@ def nearest_key(key: str, table: Any) -> str:
     last = next((ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last)
     near = near or [name for name in keys if name.split(".")[-1] == last]
     near = near or difflib.get_close_matches(key, [*here, *keys], 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(here)}"
+    return f"; did you mean {shown(near[0])}?" if near else f"; the keys are {', '.join(here)}"

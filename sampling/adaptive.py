@@ -46,11 +46,9 @@ def within_limits(plan: Plan, known: Tensor, candidates: Tensor, scores: list[Te
     pace, slots = plan.pace, torch.arange(scores[0].shape[1])
     taken = candidate = (slots >= known[:, None]) & (slots < (known + candidates)[:, None])
     if pace.threshold is not None:
-        least = {
-            "confidence": math.log(pace.threshold) if pace.threshold else -math.inf,
-            "margin": pace.threshold,
-            "entropy": -pace.threshold,
-        }
+        limit = pace.threshold
+        log = math.log(limit) if limit else -math.inf
+        least = {"confidence": log, "margin": limit, "entropy": -limit}
         taken = taken & (scores[0] >= least[plan.unmask_by])
     if pace.entropy_bound is not None:
         entropy = (-scores[-1]).where(candidate, 0).double()
@@ -61,10 +59,8 @@ def within_limits(plan: Plan, known: Tensor, candidates: Tensor, scores: list[Te
 
 def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) -> tuple:
     """Put the candidates of every row in the order in which the model prefers them, by the first of
-    the scores `by`. hidden, index: as `Engine.predict` gives them.
-
-    Returns: `index` in that order, and the scores (B, T + 1) of its slots, infinite where they are
-    no candidates': above for what is known, below for what comes later."""
+    the scores `by`. hidden, index: as `Engine.predict` gives them. Returns `index` in that order,
+    and the scores (B, T + 1) of its slots: infinite for what is known, minus for what is later."""
     # 1. The scores of every candidate, (N, scores).
     row, slot = engine.slots(step.known, step.candidates, step.all_candidates)
     chunks = hidden[index[row, slot]].split(engine.head_rows)

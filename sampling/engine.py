@@ -1,8 +1,6 @@
 """The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
-
-A plan whose steps are known is followed without waiting for the device: the host knows the shapes
-of every step, the cache is allocated once, and only positions that are unmasked reach the output
-head. The model decides steps in `adaptive` and `speculation`.
+Plans whose steps are known are followed without waiting for the device; the model decides steps in
+`adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
 place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
@@ -87,18 +85,15 @@ def generate(
         tokens: LongTensor (B, T) with the given tokens; the rest is ignored.
         generator: CPU generator of one uniform number per position, or
         uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on
-            row b alone, apart from rounding, which depends on the batch.
-        forced: LongTensor (B, T): take these tokens instead of drawing any. The log-probabilities
-            are then those that decoding by this plan gives this text.
+            row b alone, up to rounding.
+        forced: LongTensor (B, T): take these tokens instead of drawing any, for log-probabilities.
         batch_size: samples in flight at once; by default all.
         halve: whether to halve the batch while memory runs out; by default if batch_size is None.
-        progress: called after every step with the number of positions it unmasked; and with less
-            than 0 where a smaller batch begins again.
+        progress: called after every step with the number of positions it unmasked, below 0 where a
+            smaller batch begins again.
         settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
 
-    Raises UserError for what does not fit together, where memory runs out and the batch may not be
-    halved, and where the model's output is not finite.
-    """
+    Raises UserError for what does not fit together, without memory, and for output not finite."""
     (B, T), device = plan.order.shape, model.wte.weight.device
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give at least 1, or None for all")
@@ -126,9 +121,8 @@ def generate(
             advice = f"take a batch size of {size // 2} or less"
             if size == 1:
                 advice = "not even one sample fits: take shorter samples or more steps"
-            raise UserError(
-                f"memory ran out with a batch of {size} samples of {T} tokens on {device}: {advice}"
-            )
+            tried = f"a batch of {size} samples of {T} tokens on {device}"
+            raise UserError(f"memory ran out with {tried}: {advice}")
         size //= 2
 
 
@@ -137,15 +131,12 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
     inexact = choice.noise != "float64" or forced is not None
+    unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
         (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
-        (
-            plan.draft and (c.is_encoder or c.l2r_only),
-            "speculative decoding needs a decoder that is conditioned on the target position; use "
-            "another plan",
-        ),
+        (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
     ):
@@ -256,9 +247,8 @@ class Engine:
     ) -> Generation:
         """As the function of that name, with the same checks."""
         if plan.order.shape[1] != self.T:
-            raise UserError(
-                f"the plan is for {plan.order.shape[1]} positions, but this engine is for {self.T}"
-            )
+            wrong = f"a plan for {plan.order.shape[1]} positions"
+            raise UserError(f"{wrong} does not fit this engine, which is for {self.T}")
         inputs = check_inputs(self.model, plan, self.choice, tokens, uniforms, generator, None)
         return self.run(plan, *inputs, progress)
 
@@ -296,10 +286,7 @@ class Engine:
         drive(self, plan, tally)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, :T].isfinite().all():
-            raise UserError(
-                "the model's output is not finite (its weights overflowed or hold NaN); nothing "
-                "was generated"
-            )
+            raise UserError("the model's output is not finite: its weights overflowed or hold NaN")
         order = self.order[:, :T].cpu()
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
@@ -429,7 +416,7 @@ def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
     sizes, chosen = group_sizes(plan).T, plan.unmask_by != "order"  # (G, B)
     at_once = len(sizes) if engine.end_token is None else STEPS_TO_END
     cached, tally.step = torch.zeros_like(tally.known), plan.step.where(plan.generated(), -1)
-    for size in sizes.split(max(at_once, 1)):
+    for size in sizes.split(at_once) if len(sizes) else ():
         size = size * ~engine.ended(tally)
         known = tally.known + size.cumsum(dim=0) - size
         after = engine.cached_after(known, chosen)

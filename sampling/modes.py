@@ -111,19 +111,6 @@ class DecodingOptions(TokenChoice):
         return TokenChoice(**{name: getattr(self, name) for name in TOKEN_CHOICE})
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How many samples are made, and how long they are."""
-
-    length: Count | None = None
-    """Tokens in a sample, prompt included; by default the model's block size."""
-    new_tokens: Count | None = None  # Instead: tokens after the prompt.
-    num_samples: Count = 4  # Samples of each prompt.
-
-    def __post_init__(self):
-        check_values(self)
-
-
 def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> DecodingOptions:
     """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
     options without meaning in it, and for values that exclude each other."""
@@ -141,28 +128,21 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
             defaults[name] = default if value is None else value
         elif value is not None:
             also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
-            raise UserError(
-                f"{flag(name)} has no meaning with --mode {options.mode}: leave it out, or take "
-                f"--mode {' or '.join((*modes, *also))}"
-            )
+            advice = f"leave it out, or take --mode {' or '.join((*modes, *also))}"
+            raise UserError(f"{flag(name)} has no meaning with --mode {options.mode}: {advice}")
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
     o = dataclasses.replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
-            raise UserError(
-                f"--noise {o.noise} has no meaning with --mode speculative, which draws exactly; "
-                "leave it out"
-            )
+            raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
         check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
     elif o.mode == "order":
         parse_order(o.order, "--order")
     if o.unmask_by == "random":
         if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
-            raise UserError(
-                "--threshold, --entropy-bound and --block are for positions that the model "
-                "chooses: give another --unmask-by"
-            )
+            limits = "--threshold, --entropy-bound and --block"
+            raise UserError(f"{limits} need a score to choose by: give another --unmask-by")
     elif o.threshold is not None:
         plans.check_threshold(o.unmask_by, o.threshold)
     return o
@@ -186,15 +166,10 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             what += f" (by {options.unmask_by})"
         elif options.mode == "l2r":
             what = f"--group-size {options.group_size}"
-        raise UserError(
-            f"{what} needs a model that is conditioned on the target position; this one takes "
-            "--mode l2r, group size 1"
-        )
+        needs = "needs a model that is conditioned on the target position"
+        raise UserError(f"{what} {needs}; this one takes --mode l2r, group size 1")
     if options.mode == "speculative" and config.is_encoder:
-        raise UserError(
-            "--mode speculative needs causal attention, and this model has full attention; take "
-            "another mode"
-        )
+        raise UserError("--mode speculative needs causal attention; take another mode")
 
 
 class PlannedSamples(NamedTuple):
@@ -214,28 +189,23 @@ def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
 
 
 def plan_samples(
-    options: DecodingOptions,
-    contexts: Sequence[Context],
-    seed: int,
-    num_samples: int = 1,
-    keys: Sequence[int] | None = None,
+    options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int = 1, keys=None
 ) -> PlannedSamples:
-    """The plan of all samples, `num_samples` in a row for each context. A sample is a function of
-    (seed, key of its context, its number among those of the context, its length), whatever else is
-    planned. options: with the mode's defaults. keys: below 2**64, by default the place of each."""
-    tokens, given, steps, keys_, uniforms = [], [], [], [], []
-    keys = range(len(contexts)) if keys is None else keys
-    for key, context in zip(keys, contexts, strict=True):
+    """The plan of all samples, `num_samples` in a row for each context: functions of (seed, key of
+    the context, number, length) alone. options: with the mode's defaults. keys: integers below
+    2**64, by default the place of each context."""
+    tokens, given, steps, sort_keys, uniforms = [], [], [], [], []
+    for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         which = seed, key, range(num_samples), len(context)
         tokens += [torch.tensor([token or 0 for token in context])] * num_samples
         given += [torch.tensor([token is not None for token in context])] * num_samples
         steps += [options.steps or max(1, context.count(None))] * num_samples
-        keys_ += _sort_keys(options, *which)
+        sort_keys += _sort_keys(options, *which)
         uniforms += torch.from_numpy(to_uniform(philox_bits(*which, TOKENS)))
     length = torch.tensor([len(row) for row in tokens])
-    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, keys_, uniforms))
-    tokens, given, keys_, uniforms = rows
-    plan = _mode_plan(options, length, given, torch.tensor(steps), keys_)
+    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, sort_keys, uniforms))
+    tokens, given, sort_keys, uniforms = rows
+    plan = _mode_plan(options, length, given, torch.tensor(steps), sort_keys)
     return PlannedSamples(plan, tokens, uniforms)
 
 
@@ -274,8 +244,7 @@ def generate_distributed(
     options: DecodingOptions,
     vocab_size: int,
     procs: Processes,
-    *,
-    label: str | None = None,
+    label: str = "",
     end_token: int | None = None,
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
@@ -286,13 +255,19 @@ def generate_distributed(
     settings |= {"compile": options.compile, "kernels": options.kernels, "end_token": end_token}
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
-    with tqdm(
-        total=total, unit="token", desc=visible(label or ""), disable=quiet, leave=False
-    ) as bar:
+    shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
+    with tqdm(total=total, **shown) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
             part = generate(model, plan, tokens, **random, **batch, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
+
+
+def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()) -> str:
+    """The text of the tokens up to the first end-of-text or stop string."""
+    end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else None
+    text = tokenizer.decode(tokens[:end])
+    return text[: min((p for s in stop if (p := text.find(s)) >= 0), default=None)]
 
 
 def sample_records(

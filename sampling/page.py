@@ -25,9 +25,7 @@ class PageSample:
     def __post_init__(self):
         lengths = len(self.pieces), len(self.step), len(self.log_probs)
         if len(set(lengths)) > 1:
-            raise UserError(
-                "a sample has {} pieces, {} steps and {} log-probabilities".format(*lengths)
-            )
+            raise UserError("{} pieces, {} steps and {} log-probabilities".format(*lengths))
         if min(self.step, default=0) < -1:
             raise UserError(f"a sample has step {min(self.step)}; give 0 or more, or -1 (given)")
 

@@ -1,11 +1,6 @@
-"""Plans of generation: which position is unmasked at which step.
-
-In masked diffusion a position unmasks at a time that does not depend on the model, so the times can
-be drawn first, and the model evaluated only where something unmasks: the distribution is the same
-(the paper, Lemma 4.1). So the plan of a sample is drawn before the model runs, and every way of
-generating is a plan: autoregressive (`l2r_plan`), in groups, in any distribution over orders
-(a `random_plan`), masked diffusion (`mdm_plan`), adaptive, speculative; with given positions it is
-prompting or infilling.
+"""Plans of generation: which position is unmasked at which step, drawn before the model runs. Times
+of masked diffusion do not depend on the model, so this is exact (the paper, Lemma 4.1). Every way
+of generating is a plan; with given positions it is prompting or infilling.
 
 Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
 Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
@@ -69,10 +64,7 @@ class Rule:
 
 def check_threshold(score: Score, threshold: float) -> None:
     if score != "entropy" and threshold > 1:
-        raise UserError(
-            f"the threshold is {threshold:g}, but {score} is a probability: give a number from 0 "
-            "to 1"
-        )
+        raise UserError(f"the threshold is {threshold:g}: for {score} give a number from 0 to 1")
 
 
 @dataclass
@@ -105,18 +97,13 @@ class Plan:
         if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
             raise UserError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
         if not torch.equal(self.order < self.length[:, None], self.valid()):
-            raise UserError(
-                "a plan's order must have a sample's positions before those it does not"
-            )
+            raise UserError("an order must have a sample's positions before those it does not")
         falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
         if (self.step < -1).any() or falls.any():
             raise UserError("a plan's steps must be -1 (given) or more and must not fall")
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
         if self.draft and (self.draft < 2 or self.unmask_by != "order"):
-            raise UserError(
-                f"a draft of {self.draft} positions (unmasked by {self.unmask_by!r}): draft at "
-                "least 2, in order"
-            )
+            raise UserError(f"a draft of {self.draft} positions: draft at least 2, in order")
         if (self.pace or self.block) and (self.unmask_by == "order" or not self.pace):
             raise UserError("a plan has a pace, and blocks with it, where the model chooses")
 
@@ -177,8 +164,7 @@ def mdm_plan(
         raise UserError(f"steps is {wrong[0]}; sampling takes at least 1 and at most 2**31 steps")
     check_value(schedule, Schedule, "the schedule")
     samples = _Samples(batch_size, length, given)
-    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its uniform
-    # number. Sorting by these numbers gives a uniformly random order, whatever the schedule.
+    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its number.
     uniforms = samples.uniforms(generator)
     order, index = samples.order_by(uniforms)
     if not even:
@@ -221,10 +207,7 @@ def adaptive_plan(
         plan = random_plan(batch_size, length, generator, given, group)
         return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
     if by == "random":
-        raise UserError(
-            "threshold, entropy_bound and block are for positions chosen by the model; give a "
-            "score to choose by"
-        )
+        raise UserError("threshold, entropy_bound and block need a score to choose by")
     samples = _Samples(batch_size, length, given)
     # The order within a block is random, as above: it decides between equals.
     number = samples.position // (block or max(samples.T, 1))
@@ -291,9 +274,7 @@ class _Samples:
     def __init__(self, batch_size: int, length: Length, given: Given):
         length, B = torch.as_tensor(length).cpu(), batch_size
         if length.shape not in ((), (B,)) or (length < 0).any():
-            raise UserError(
-                f"length must be a number >= 0, or {B} of them, one a sample; it is {length}"
-            )
+            raise UserError(f"length must be a number >= 0, or {B} of them; it is {length}")
         self.length, self.B = length.expand(B), B
         self.T = int(length.max()) if length.numel() else 0
         given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given

@@ -33,11 +33,9 @@ def speculate(engine, plan: Plan, tally) -> None:
         n_verify = known + size + (left > plan.draft) - first
         settled = first - known
         if n_verify.any():
-            settled = settled + verify(
-                engine, tally, cached, first, n_verify, known, size, draft_probs
-            )
-        # 3. Of the inputs of what is settled, the draft pass left the first in the cache, the
-        #    verification the others.
+            new = verify(engine, tally, cached, first, n_verify, known, size, draft_probs)
+            settled = settled + new
+        # 3. The inputs of what is settled are in the cache.
         tally.unmask(settled)
         cached = tally.known
 
@@ -80,16 +78,7 @@ def draft_from_pairs(engine, known: Tensor, size: Tensor) -> Tensor:
     return F.one_hot(drafted.to(engine.draw_device), V).double()
 
 
-def verify(
-    engine,
-    tally,
-    cached: Tensor,
-    first: Tensor,
-    n_verify: Tensor,
-    known: Tensor,
-    size: Tensor,
-    draft_probs: Tensor,
-) -> Tensor:
+def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Tensor) -> Tensor:
     """Settle the drafts of a round; how many slots of each row, from `first` on, are settled, (B,).
 
     A draft x is kept with probability min(1, q(x) / p(x)), where p is the distribution that it was
@@ -118,8 +107,7 @@ def verify(
     first, known, size, n_verify = (v.to(q.device) for v in (first, known, size, n_verify))
     column = slot - first[row]
     is_draft = slot < (known + size)[row]  # the others are bonus slots
-    # Drafts stand in draft_probs row after row; what needs no verification is skipped. A bonus slot
-    # was not drafted: with p = 0 it is drawn from q.
+    # Drafts stand in draft_probs row after row. A bonus slot has p = 0: it is drawn from q.
     drafted_before = (size.cumsum(0) - size)[row]
     p = draft_probs[(drafted_before + slot - known[row]).clamp(max=len(draft_probs) - 1)]
     p = p * is_draft[:, None]
@@ -128,8 +116,7 @@ def verify(
     uniforms = engine.uniforms_at(row, slot)
     coin = fresh_uniforms(uniforms, ACCEPTED)
     accept = coin * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
-    # Log-probabilities under q replace those of the draft, also in slots that are not kept: step 4
-    # or the next round overwrites them.
+    # Log-probabilities under q replace those of the draft; slots not kept are overwritten later.
     engine.store(row, slot, token.squeeze(1), logits)
     # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it a rejected
     #    draft or the bonus slot; `n_verify`, one past the last, where there is none.

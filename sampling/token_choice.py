@@ -59,12 +59,10 @@ class TokenChoice:
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
-    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,).
-
-    The nucleus is not sorted: a token is drawn from all, and the mass ranked before it says whether
-    it is in the nucleus. If not, it is drawn again from the nucleus: P(i) + (1 - P(nucleus)) P(i) /
-    P(nucleus) = P(i) / P(nucleus), exactly. Its uniform number is then a hash of the first.
-    """
+    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,). The
+    nucleus is not sorted: a token is drawn from all, and again from the nucleus if the mass ranked
+    before it says that it is outside it: P(i) + (1 - P(nucleus)) P(i) / P(nucleus) is P(i) /
+    P(nucleus). Its uniform number is then a hash of the first."""
     if choice.greedy:
         return logits.argmax(dim=-1)
     probs = _truncated(logits, choice)

@@ -250,9 +250,8 @@ def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
 
 @torch.no_grad()
 def scale_logits(model: AOGPT, vocab_size: int) -> None:
-    """Scale the head's weights to an entropy of about ENTROPY: the logits of random weights are
-    nearly flat, and their nucleus has nearly all tokens. Normal logits of standard deviation s have
-    an entropy of log V - s^2 / 2, and hidden states have a mean square of 1."""
+    """Scale the head's nearly flat random logits to an entropy of about ENTROPY. Normal logits of
+    standard deviation s have log V - s^2 / 2; hidden states have a mean square of 1."""
     std = model.head.weight.float().std() * math.sqrt(model.config.n_embd)
     model.head.weight.mul_(math.sqrt(2 * max(math.log(vocab_size) - ENTROPY, 0.1)) / std)
 
@@ -260,12 +259,11 @@ def scale_logits(model: AOGPT, vocab_size: int) -> None:
 def floor_of(
     plan: Plan, config: ModelConfig, vocab_size: int, itemsize: int, rates: dict[str, float]
 ) -> float:
-    """A lower bound on the seconds of the engine on AO-GPT at these rates.
-
-    In each model call the larger of two times. Bytes: the weights of blocks and head, and the keys
-    and values of all cached inputs, once. Operations: two per weight and input, two per weight of
-    the head and unmasked token, four per width, layer and pair of an input and one it sees. Not
-    included: adaLN (a table per position, computed once), embeddings, norms, token choice."""
+    """A lower bound on the seconds of the engine on AO-GPT at these rates: in each model call the
+    larger of two times. Bytes: the weights of blocks and head, and the keys and values of all
+    cached inputs, once. Operations: two per weight and input, two per weight of the head and
+    unmasked token, four per width, layer and pair of an input and one it sees. Not included: adaLN,
+    embeddings, norms, token choice."""
     sizes, D, L = group_sizes(plan), config.n_embd, config.n_layer
     active, known = sizes > 0, sizes.cumsum(dim=1) - sizes
     # The first copy of the group before has stayed in the cache; the others are computed again.
@@ -312,13 +310,10 @@ def report(result: dict) -> list[str]:
         f"{', compiled' * s['compile']}; median of {s['repeats']}. "
         f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, {rates['bandwidth'] / 1e9:,.1f} "
         "GB/s from memory. x ours: seconds relative to `ours`. x floor: seconds of `ours` relative "
-        "to the time that its arithmetic and memory traffic take at these rates. ~: some of the "
-        "calls were timed and scaled to all."
+        "to its arithmetic and memory traffic at these rates. ~: scaled up from some of the calls."
     )
     fitted = ["system", *(f"exponent of {kind}" for kind in rows[0]["by_repeat"])]
-    fits = [
-        [name, *map(common.spread_of, fit.values())]
-        for name, fit in result.get("exponents", {}).items()
-    ]
+    found = result.get("exponents", {}).items()
+    fits = [[name, *map(common.spread_of, fit.values())] for name, fit in found]
     tables = [text, "", *markdown_table(head, lines)]
     return tables + (["", *markdown_table(fitted, fits)] if fits else [])

@@ -89,8 +89,11 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
     for number, (label, points) in enumerate(lines.items()):  # hollow: lines may coincide
         draw_means(axes, points, marker="osD^v<>"[number % 7], fillstyle="none", label=label)
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
-    if experiment.bench:
-        log_x(axes, x.values())
+    if experiment.bench:  # a tick at each value and nowhere else
+        axes.set_xscale("log")
+        ticks = sorted(set(x.values()))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
         axes.set_yscale("log")
 
 
@@ -127,17 +130,4 @@ def draw_frontier(experiment: Experiment, axes, entries: Entries) -> None:
     axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
 
 
-DRAWINGS = {
-    "curves": draw_curves,
-    "lines": draw_lines,
-    "points": draw_points,
-    "frontier": draw_frontier,
-}
-
-
-def log_x(axes, values) -> None:
-    """A logarithmic x axis with a tick at each of these values and nowhere else."""
-    axes.set_xscale("log")
-    ticks = sorted(set(values))
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+DRAWINGS = dict(curves=draw_curves, lines=draw_lines, points=draw_points, frontier=draw_frontier)

@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +55,9 @@ def finite(value: float | None) -> float | None:
 
 
 def of_perplexity(result: dict) -> Measured:
-    """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; with _mM for ensembles of M,
-    _gG for groups of G; gain_ORDERS_mM and DATASET_gain_ORDERS_mM: what an ensemble gains over one
-    order, with a paired error. With several datasets eval_ and gain_ are of the first."""
+    """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; _mM: ensembles of M, _gG:
+    groups of G; [DATASET_]gain_ORDERS_mM: what an ensemble gains over one order, with a paired
+    error. With several datasets eval_ and gain_ are of the first."""
     figures: Measured = {}
     for row in result["results"]:
         name, size, group = row["orders"], row["ensemble"], row["group"]
@@ -141,12 +140,8 @@ def of_bench(result: dict) -> dict[str, dict]:
     return systems
 
 
-READERS: dict[str, Callable[[dict], dict]] = {
-    "studies.bench": of_bench,
-    "eval_ppl.py": of_perplexity,
-    "eval_gen.py": of_generation,
-    "eval_infill.py": of_infilling,
-}
+READERS = {"studies.bench": of_bench, "eval_infill.py": of_infilling}
+READERS |= {"eval_ppl.py": of_perplexity, "eval_gen.py": of_generation}
 
 
 @functools.cache

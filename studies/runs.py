@@ -61,10 +61,8 @@ def has_ended(config: Config) -> bool:
     if not file.exists():
         return False
     if changed := configuration.differences(configuration.load_toml(file), config):
-        raise UserError(
-            f"{config.run_folder} holds a run with another {', '.join(changed)}: the run config "
-            "has been changed since; remove the folder, or give the run config another name"
-        )
+        other = f"{config.run_folder} holds a run with another {', '.join(changed)}"
+        raise UserError(f"{other}: remove the folder, or give the run config another name")
     lines = validations_of(config, read_metrics(file.with_name("metrics.jsonl")))
     return any(line["step"] == config.train.steps for line in lines)
 

@@ -63,9 +63,7 @@ def main() -> None:
     known, entries = benchmark.recipes[RECIPE], read_entries(benchmark)
     for name in a.run_configs:
         if name not in known:
-            raise UserError(
-                f"there is no run config {name!r}; {a.benchmark} has {', '.join(known)}"
-            )
+            raise UserError(f"no run config is {name!r}; {a.benchmark} has {', '.join(known)}")
         if a.repetitions and name not in entries:
             raise UserError(f"{name} has no results: run it first, without --repetitions")
     if a.repetitions and a.run_configs:
@@ -149,15 +147,11 @@ def speed_of_short_run(config: Config, processes: int) -> float:
     tokens = config.train.batch_size * config.model.block_size
     steps = max(TIMED_STEPS, math.ceil(TIMED_TOKENS / tokens))
     with tempfile.TemporaryDirectory() as folder:
-        short = replace(
-            config,
-            out=folder,
-            train=replace(config.train, steps=steps, log_interval=steps // 10),
-            optim=replace(config.optim, warmup_steps=min(config.optim.warmup_steps, steps)),
-            eval=replace(config.eval, interval=steps, sequences=1),
-        )
-        lines = finished_run(short, processes)
-    return speed_of(lines)
+        steps_of = replace(config.train, steps=steps, log_interval=steps // 10)
+        optim = replace(config.optim, warmup_steps=min(config.optim.warmup_steps, steps))
+        validation = replace(config.eval, interval=steps, sequences=1)
+        short = replace(config, out=folder, train=steps_of, optim=optim, eval=validation)
+        return speed_of(finished_run(short, processes))
 
 
 def time_table(benchmark: Experiment) -> list[str]:

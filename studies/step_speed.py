@@ -172,12 +172,10 @@ def report(result: dict) -> list[str]:
         cells += ["unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"]
         cells += ["unknown" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"]
         lines.append([r["system"], *cells])
-    return [
+    legend = (
         f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
-        f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after {s['warmup']} steps "
-        "of warm-up. x gpt: median step relative to the GPT's; least and largest ratio of two "
-        "steps in the same repetition. MFU: operations of forward and backward relative to the "
-        "peak in the device's data sheet. peak: the most memory of a step, on a GPU.",
-        "",
-        *markdown_table(head, lines),
-    ]
+        f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after {s['warmup']} of "
+        "warm-up. x gpt: step relative to the GPT's. MFU: operations of forward and backward "
+        "relative to the device's data sheet. peak: the most memory of a step, on a GPU."
+    )
+    return [legend, "", *markdown_table(head, lines)]

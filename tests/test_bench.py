@@ -148,6 +148,7 @@ def test_exponents_are_fitted_over_lengths_for_every_system_that_is_listed(monke
     assert [r["forwards_16"] for r in figures["repeats"]] == [[2 * 16, None]] * 2
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_buffers_and_working_tensors():
     options = {"lengths": (32, 128), "batch_size": (1, 2), "memory": True, "repeats": 1}
     options["group"], systems = 4, ("ours", "l2r", "encoder")

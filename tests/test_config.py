@@ -115,7 +115,7 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ("[train]\nsteps = 8\nepochs = 3", "train.steps and train.epochs: leave one of them out"),
     ("[train]\ntimeout = 1e30", "train.timeout is 1", "at most 1000000"),
     ("[train]\nmax_iters = 2", UNKNOWN.format("train.max_iters", "train.steps")),
-    ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "(2048)", "model.block_size (1024)"),
+    ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "block 2048", "model.block_size 1024"),
     ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),
     ('[model]\ntarget = "none"', "model.target", "order.kind", "'l2r'"),

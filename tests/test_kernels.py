@@ -92,6 +92,7 @@ def test_the_engine_generates_with_the_kernel_what_it_does_without(system, mode,
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
 def test_kernels_assemble_for_an_h100(number, tmp_path):
     """Without a GPU. number: the type of floats, fp64 where torch.compile calls the kernel."""

@@ -167,7 +167,7 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
         (b"no numpy", "cannot be read"),
         (np.array([[{}]]), "cannot be read"),  # a pickle, which could run code
         (np.zeros((2, 3)), "does not hold integers"),
-        (np.array([[0, 1]]), "orders of 2 positions, but sequences have 3"),
+        (np.array([[0, 1]]), "orders of 2, not 3 positions"),
         (np.array([[0, 1, 2], [0, 1, 1]]), "no permutation of 0..2"),
     ],
 )

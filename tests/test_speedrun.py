@@ -196,7 +196,7 @@ def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
 def test_what_is_wrong_is_named(benchmark, tmp_path, monkeypatch, capsys):
     for words, message in (
         (["tinny"], "there is no benchmark 'tinny'; choose one of tiny"),
-        (["tiny", "fatser"], "there is no run config 'fatser'; tiny has still, moving, faster"),
+        (["tiny", "fatser"], "no run config is 'fatser'; tiny has still, moving, faster"),
         (["tiny", "still", "--repetitions", 1], "still has no results: run it first"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -590,7 +590,7 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     encoder = replace(encoder_config(config).model, mask_token=200)
     for changes, message in (
         ({"data__folder": str(nowhere)}, "make it with: python data/prepare.py"),
-        ({"model__vocab_size": 256}, "vocabulary of 257, but model.vocab_size is 256; set it to"),
+        ({"model__vocab_size": 256}, "vocabulary of 257: set model.vocab_size to that or above"),
         ({"model__block_size": 10**6}, "lower block_size to at most"),
         ({"data__folder": str(damaged), "data__verify": True}, "checksum"),
         ({"model": encoder}, "model.mask_token is 200, a token of the data .* set it to 257"),

@@ -16,7 +16,7 @@ from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
 
-AHEAD = 4  # micro-batches that are prepared in advance, or those of a step where it has more
+AHEAD, MOST = 4, 64  # micro-batches prepared in advance: those of a step, within these limits
 
 
 @dataclass
@@ -95,7 +95,7 @@ def micro_batches(
     wanted = ((step, index) for step in steps for index in range(micro_steps))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         # A file that changes under the run shows in the batches of the next step, not of this one.
-        first = itertools.islice(wanted, max(AHEAD, micro_steps))
+        first = itertools.islice(wanted, min(max(AHEAD, micro_steps), MOST))
         ahead = deque(thread.submit(make, *which) for which in first)
         try:
             while ahead:

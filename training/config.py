@@ -158,13 +158,11 @@ class Config(Table):
         """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the
         largest number below it that divides the process's share of the batch. Raises UserError
         where there are no equal shares."""
-        t = self.train
-        uneven = (
-            f"train.batch_size ({t.batch_size}) must be a multiple of the {world_size} processes"
-        )
-        refuse(t.batch_size % world_size, uneven)
-        share = t.batch_size // world_size
-        return max(n for n in range(1, min(share, t.micro_batch_size) + 1) if share % n == 0)
+        share, rest = divmod(self.train.batch_size, world_size)
+        uneven = f"train.batch_size ({self.train.batch_size}) must be a multiple of the"
+        refuse(rest, f"{uneven} {world_size} processes")
+        most = min(share, self.train.micro_batch_size)
+        return max(n for n in range(1, most + 1) if share % n == 0)
 
     def with_steps(self, num_blocks: int) -> "Config":
         """With train.epochs, of so many blocks, as train.steps."""
@@ -190,8 +188,7 @@ class Config(Table):
         refuse(is_path, f"name is {self.name!r}; give a plain folder name without a path")
         late = f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower it"
         refuse(o.warmup_steps > t.steps, late)
-        early = f"optim.decay_steps ({o.decay_steps}) is before the end of the warm-up "
-        early += f"({o.warmup_steps}); raise it, or give 0 for the last step"
+        early = f"optim.decay_steps ({o.decay_steps}) is below optim.warmup_steps; raise it"
         refuse(0 < o.decay_steps < o.warmup_steps, early)
         names = [f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)]  # of tensors
         twice = "optim.ema_decay and optim.more_ema_decays have a decay twice, to six digits"
@@ -218,9 +215,8 @@ class Config(Table):
             orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
             changes |= stage.kind == "mixture" and stage.l2r_prob < 1
-            needs = f"order.kind = {stage.kind!r} needs target positions, but model.target is "
-            needs += "'none'; set it to 'adaln' or 'input', or order.kind to 'l2r'"
-            refuse(m.l2r_only and changes, needs)
+            needs = f"order.kind = {stage.kind!r} needs target positions: set model.target"
+            refuse(m.l2r_only and changes, f"{needs} to 'adaln', or order.kind to 'l2r'")
             other = f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
             refuse(kind == "ar" and stage.kind != "l2r", other)
 
@@ -272,8 +268,7 @@ def check_options(words: list[str]) -> tuple[list[str], set[str]]:
         if option not in ("", "--help"):
             key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
             key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
-            near = re.sub("'.*'", lambda found: flag(found[0][1:-1]), nearest_key(key, Config))
-            refuse(key not in keys, f"unknown option {option}{near}")
+            refuse(key not in keys, f"unknown option {option}{nearest_key(key, Config, flag)}")
             whole = int in (keys[key], *get_args(keys[key]))
             given.add(key)
         if whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):

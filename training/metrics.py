@@ -162,8 +162,8 @@ class Log:
         row = {"step": step}
         for weights, of_kinds in losses.items():
             row |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds.items()}
-        errors = {f"val_error_{kind}": loss.error for kind, loss in averaged}
-        self._write(row | {key: error for key, error in errors.items() if error is not None})
+        errors = {kind: loss.error for kind, loss in averaged if loss.error is not None}
+        self._write(row | {f"val_error_{kind}": error for kind, error in errors.items()})
         self.restart_clock()
 
     def warn(self, message: str) -> None:

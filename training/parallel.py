@@ -30,11 +30,8 @@ SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
 def build(
     config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
 ) -> AOGPT:
-    """A model on its device, sharded under fsdp, block by block, so that no process ever holds more
-    than one block in full.
-
-    weights: initial values by name; None: new ones. empty: zeros, for a checkpoint to be read into.
-    """
+    """A model on its device, sharded under fsdp, block by block: no process ever holds more than
+    one in full. weights: initial values by name, or new ones; empty: zeros, to be read into."""
     with torch.device("meta"):
         model = build_model(config.model)
     shard = sharding(config, procs) if config.train.parallel == "fsdp" else lambda module: None
@@ -95,9 +92,8 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
             save = operation.__name__.startswith(saved)
             return checkpoint.CheckpointPolicy["MUST_SAVE" if save else "PREFER_RECOMPUTE"]
 
-        options["context_fn"] = functools.partial(
-            checkpoint.create_selective_checkpoint_contexts, policy
-        )
+        contexts = checkpoint.create_selective_checkpoint_contexts
+        options["context_fn"] = functools.partial(contexts, policy)
     block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
 
 

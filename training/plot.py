@@ -13,16 +13,14 @@ import tyro
 from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, new_figure, png
-from training.metrics import read_metrics
+from training.metrics import ORDERS, read_metrics
 
-PANELS = {  # title: keys of metrics.jsonl, drawn solid and dashed
-    "training loss (the run's objective), smoothed": ("loss",),
-    "validation, left to right (dashed: last weights)": ("val_loss_l2r", "val_loss_l2r_raw"),
-    "validation, any order (dashed: last weights)": ("val_loss_random", "val_loss_random_raw"),
-    "validation, fixed order (dashed: last weights)": ("val_loss_fixed", "val_loss_fixed_raw"),
-    "validation, the run's orders (dashed: last weights)": ("val_loss_own", "val_loss_own_raw"),
-    "gradient norm, smoothed": ("grad_norm",),
+PANELS = {"training loss (the run's objective), smoothed": ("loss",)}
+PANELS |= {  # title: keys of metrics.jsonl, drawn solid and dashed
+    f"validation, {orders} (dashed: last weights)": (f"val_loss_{kind}", f"val_loss_{kind}_raw")
+    for kind, orders in ORDERS.items()
 }
+PANELS |= {"gradient norm, smoothed": ("grad_norm",)}
 
 
 @dataclass(frozen=True, kw_only=True)

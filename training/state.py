@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from checkpoints import CheckpointError, load, store
 from data.tokenizers import RECORDED, other_tokenizer
 from model import AOGPT
-from runtime.errors import UserError
+from runtime.errors import UserError, reason_of
 from runtime.processes import Processes
 from training import config as configuration
 from training import optimizers, parallel
@@ -37,10 +37,8 @@ REFUSED |= dict.fromkeys((f"data.{key}" for key in RECORDED), "tokenizer")
 NOW, OTHER_LOSS = "from this step on", "losses before and after this step do not compare"
 SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
 TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
-TOLD |= dict.fromkeys(
-    ("order", "objective", "schedule", "eval.sequences", "eval.draws"), OTHER_LOSS
-)
-TOLD |= {"seed": SHUFFLED, "data.train": SHUFFLED, "data.val": OTHER_LOSS}
+COMPARED = ("order", "objective", "schedule", "eval.sequences", "eval.draws", "data.val")
+TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(("seed", "data.train"), SHUFFLED)
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
 TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
 
@@ -73,9 +71,7 @@ class State:
 
 def start(config: Config, data_meta: dict, procs: Processes) -> State:
     """The run's state: new, with the weights of train.init_from, or from its newest checkpoint.
-
-    Raises UserError if the run in the folder is another one, CheckpointError if none of its
-    checkpoints can be read."""
+    Raises UserError for another run's folder, CheckpointError if no checkpoint can be read."""
     torch.manual_seed(config.seed)
     share = slice(procs.rank, None, procs.world_size)  # each process verifies some of the files
     read = functools.partial(store.read_values, share=share)
@@ -145,10 +141,9 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
         changes |= {f"data.{split}": (before, after)} if before != after else {}
     for key, (before, after) in changes.items():
         if key not in TOLD and (what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))):
-            raise UserError(
-                f"{config.run_folder} was trained with {key} = {before!r}, but now it is {after!r}:"
-                f" the {what} of a run cannot change; set it back, or start another run with --name"
-            )
+            now = f"was trained with {key} = {before!r}, but now it is {after!r}"
+            why = f"the {what} of a run cannot change; set it back, or start another with --name"
+            raise UserError(f"{config.run_folder} {now}: {why}")
     for key, (before, after) in changes.items():
         effect = TOLD.get(key, TOLD.get(key.partition(".")[0], "")).format(**values)
         if key in ("data.train", "data.val"):
@@ -170,26 +165,20 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
 
 @torch.no_grad()
 def warm_start(model: AOGPT, source: AOGPT) -> None:
-    """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2.
-
-    A new adaLN starts as the identity (shift 0, scale 0, gate 1) and other new tables of target
-    positions at 0, so the model first computes what the source does. Exceptions: two streams, whose
-    queries are new, and a plain GPT with rotary positions, in which all distances grow by one.
-    Of longer tables of positions the first rows are taken. Raises CheckpointError if the weights
-    would mean something else in the model."""
-    theirs, ours = source.config, model.config
+    """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2. A new adaLN
+    starts as the identity (shift 0, scale 0, gate 1) and other new tables of target positions at 0,
+    so the model first computes what the source does, except for two streams and for a plain GPT
+    with rotary positions. Longer tables of positions are cropped. Raises CheckpointError if the
+    weights would mean something else in the model."""
+    theirs, ours, refused = source.config, model.config, "cannot start from these weights"
     unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
     for name, before in asdict(theirs).items():
         now, free = getattr(ours, name), name in FREE or unread.get(name)
         if before != now and not free and GAINED.get(name, now) != before:
-            raise CheckpointError(
-                f"cannot start from these weights: set model.{name} = {before!r} (it is {now!r})"
-            )
+            raise CheckpointError(f"{refused}: set model.{name} = {before!r} (it is {now!r})")
     if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
-        raise CheckpointError(
-            f"cannot start from these weights: their tables have {theirs.block_size} positions; "
-            f"set model.block_size to at most that (it is {ours.block_size})"
-        )
+        size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
+        raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
     weights, own = dict(source.named_parameters()), dict(model.named_parameters())
     for name, weight in weights.items():
         table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
@@ -248,10 +237,8 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time.
-
-    Under ddp the main process writes while the others wait; under fsdp every process writes its
-    shards in the background."""
+    """Writes the checkpoints of a run, one at a time: under ddp the main process while the others
+    wait, under fsdp every process its shards in the background."""
 
     def __init__(self, config: Config, procs: Processes, data_meta: dict, warn: Callable):
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
@@ -263,11 +250,8 @@ class Saver:
         self.written = None  # the path of the last one; None if it could not be written
 
     def save(self, state: State, best: dict | None) -> None:
-        """Write the state, or start to. All processes must call, after `wait`.
-
-        best: {"step", "loss"} of the best checkpoint, maybe this one; progress.best is set once
-        this one has been written. Raises UserError, on every process, if the state is not finite.
-        """
+        """Write the state, or start to; best: {"step", "loss"}, progress.best once it is written.
+        All processes must call, after `wait`; all raise UserError if the state is not finite."""
         config = self.config
         tensors = named_tensors(state)
         if name := next(filter(None, self.procs.gather(not_finite(tensors))), None):
@@ -287,7 +271,7 @@ class Saver:
             try:
                 store.write(*arguments)
             except (OSError, SafetensorError) as failure:
-                error = store.reason_of(failure)
+                error = reason_of(failure)
         self.pending = None, self.procs.gather(error)[0], state, best, path
         self.wait()
 
@@ -304,7 +288,7 @@ class Saver:
             cause = next(iter(failure.failures.values()))[0]
             if not isinstance(cause, OSError):
                 raise cause from failure
-            error = store.reason_of(cause)
+            error = reason_of(cause)
         self.written = None if error else path
         if error is None:
             state.progress.best = best
@@ -325,13 +309,10 @@ def last_good(config: Config, step: int) -> str:
 def not_finite_message(config: Config, progress: Progress, what: str) -> str:
     """Why a run ends whose numbers are no longer finite."""
     good = last_good(config, progress.step - progress.skipped_in_a_row)
-    advice = f"move {config.run_folder} away"
-    if store.find(config.run_folder):
-        advice = "if no loss after that checkpoint is finite, remove it"
-    return (
-        f"{what} is not finite at step {progress.step}; {good}. Lower --optim.lr, or set "
-        f"--optim.grad-clip, and start again; {advice}"
-    )
+    remove = "if no loss after that checkpoint is finite, remove it"
+    last = remove if store.find(config.run_folder) else f"move {config.run_folder} away"
+    advice = f"Lower --optim.lr, or set --optim.grad-clip, and start again; {last}"
+    return f"{what} is not finite at step {progress.step}; {good}. {advice}"
 
 
 def newest_and_best(config: Config, progress: Progress) -> str:

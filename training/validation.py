@@ -82,8 +82,7 @@ def validation_loss(
     largest_share = math.ceil(count / procs.world_size)
     for first in range(share.start, share.start + largest_share, size):
         batch_rows, roles = range(first, min(first + size, share.stop)), None
-        # Under fsdp all processes take part in a forward pass: one that has no sequences left makes
-        # it on sequence 0, which does not count.
+        # Under fsdp all take part in a forward pass, maybe with sequence 0, which does not count.
         counts = bool(batch_rows)
         batch_rows = batch_rows or range(1)
         tokens = val_data.blocks(chosen[batch_rows]).to(procs.device)

@@ -96,9 +96,8 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         share of masked tokens."""
         check_mask(self, tokens, masked)
         if lengths is not None:  # padding is not predicted
-            masked = masked & (
-                torch.arange(masked.shape[1], device=masked.device) < lengths[:, None]
-            )
+            positions = torch.arange(masked.shape[1], device=masked.device)
+            masked = masked & (positions < lengths[:, None])
         if not self.config.noise:
             return -self(tokens, masked, lengths=lengths)
         normaliser, output = self(tokens, masked, self._noise_of(masked, lengths), lengths)
@@ -127,7 +126,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
             check_boolean(steps, "steps")
         else:
             steps = torch.arange(order.shape[1], device=order.device) >= known[:, None]
-        inputs = torch.where(masked, self.config.mask_token, tokens)
+        inputs = self.with_masks(tokens, masked)
         sigma = self._noise_of(masked, lengths) if self.config.noise else None
         row, step = steps.nonzero(as_tuple=True)
         targets = order[row, step]
