@@ -8,7 +8,6 @@ the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,9 +150,3 @@ def rope_of(settings: dict) -> tuple[float, tuple[float, float, float, int] | No
         raise UserError(f"its rotary scaling lacks {missing[0]}")
     factor, low, high, length = (rope[name] for name in names)
     return base, (float(factor), float(low), float(high), int(length))
-
-
-def shards(folder: Path, index: dict) -> list[Path]:
-    """The files that an index names, in order."""
-    names = sorted(set(index["weight_map"].values()))
-    return [folder / name for name in names]
