@@ -15,7 +15,7 @@ import tyro
 from checkpoints import CheckpointError, load
 from checkpoints.load import EXPORT_FORMAT, EXPORTED
 from checkpoints.store import digest, is_finite
-from data.tokenizers import OWN
+from data.tokenizers import FILES
 from runtime.command_line import run_script, show
 from runtime.files import staging, write_json
 from variants import parameter_counts
@@ -53,7 +53,7 @@ def convert(
         with staging(destination, replace=False) as folder:
             (folder / "model.safetensors").write_bytes(data)
             settings["files"] = {"model.safetensors": hashlib.sha256(data).hexdigest()}
-            if loaded.tokenizer == OWN:
+            if loaded.tokenizer in FILES:
                 loaded.get_tokenizer().keep(folder)
             write_json(folder / "config.json", settings | {"sha256": digest(settings)})
     except OSError as error:
