@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import tyro
 
@@ -24,6 +26,7 @@ from data.loader import spread
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
+from evaluation.unknown_length import rank_lengths
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
@@ -31,9 +34,16 @@ from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from runtime.processes import Processes
 from runtime.validation import Count, check_values
 from sampling import modes
-from sampling.modes import DecodingOptions
+from sampling.modes import Context, DecodingOptions
 
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
+LENGTH_HEAD = ["run", "ranked by log p a token of", "best", "best three", "tokens off"]
+LENGTH_HEAD += ["ROUGE-1", "ROUGE-2", "ROUGE-L"]
+FOUND = ("best", "best_three", "distance", "rouge_1", "rouge_2", "rouge_l")
+LENGTH_NOTE = (
+    "{passages} sentences, filled by mode {mode} at every length. best, best three: how often the "
+)
+LENGTH_NOTE += "true length is; right: the text after the gap, joint: it and the filling."
 WORD = "passage"  # what is given of a last word
 
 
@@ -53,6 +63,9 @@ class Arguments(ModelOptions, OutputOptions):
     """Tokens of the sentence, at least."""
     longest: Count = 40
     """And at most."""
+    unknown_length: bool = False
+    """Instead: fill every sentence at each length from --shortest to --longest, and tell how well
+    three rankings of the fillings find the true length."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(temperature=0)
     """Without --mode: left to right and, given both sides, random and adaptive, too."""
     json: Path | None = None
@@ -74,13 +87,21 @@ def main() -> None:
     for run in a.runs:
         loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
         with autocast(device, dtype):
-            rows += evaluate(run, loaded, passages_of(a, loaded), a)
-    for row in rows:
+            evaluate_run = evaluate_lengths if a.unknown_length else evaluate
+            rows += evaluate_run(run, loaded, passages_of(a, loaded), a)
+    if a.unknown_length:
+        cells = [
+            [r["run"], r["ranked_by"], *(f"{np.mean(r[key]):.3f}" for key in FOUND)] for r in rows
+        ]
+    for row in rows if not a.unknown_length else ():
         mean, half = mean_and_reach(row["nll"])
         scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
         given = row["run"], row["given"], row["mode"]
         cells.append([*given, f"{mean:.4f}", f"± {half:.4f}", *scores])
-    lines = [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
+    if not a.unknown_length:
+        lines = [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
+    else:
+        lines = [*markdown_table(LENGTH_HEAD, cells, left=2), "", LENGTH_NOTE.format(**rows[0])]
     origin = provenance(a, dtype, device, rows=rows)
     origin["settings"] |= origin["settings"].pop("decoding")
     with outputs:
@@ -121,6 +142,26 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
     return rows
 
 
+def evaluate_lengths(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
+    """A row for every ranking of the fillings of all lengths; by default from left to right."""
+    decoding = a.decoding if a.decoding.mode else dataclasses.replace(a.decoding, mode="l2r")
+    options = modes.with_mode_defaults(decoding)
+    modes.check_mode(options, loaded.model.config)
+    fill, decode = partial(generate, loaded, options, a.seed), loaded.get_tokenizer().decode
+    lengths = range(a.shortest, a.longest + 1)
+    rows = rank_lengths(loaded.model, passages, lengths, fill, decode)
+    return [{"run": run, "passages": len(passages), "mode": options.mode} | row for row in rows]
+
+
+def generate(
+    loaded: Loaded, options: DecodingOptions, seed: int, contexts: list[Context]
+) -> list[list[int]]:
+    planned = modes.plan_samples(options, contexts, seed)
+    alone, size = Processes(0, 1, torch.device("cpu")), loaded.vocab_size
+    samples = modes.generate_distributed(loaded.model, planned, options, size, alone)
+    return [tokens for tokens, *_ in samples.rows()]
+
+
 def fill_in(
     loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[tuple[str, str]]:
@@ -128,11 +169,11 @@ def fill_in(
     N, T = passages.tokens.shape
     length = torch.full((N,), T) if both else passages.end
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    planned = modes.plan_samples(options, contexts, seed)
-    alone, size = Processes(0, 1, torch.device("cpu")), loaded.vocab_size
-    samples = modes.generate_distributed(loaded.model, planned, options, size, alone)
+    rows = generate(loaded, options, seed, contexts)
     decode = loaded.get_tokenizer().decode
-    pairs = zip(passages.middle(samples.tokens), passages.middle(passages.tokens), strict=True)
+    spans = zip(rows, passages.start.tolist(), passages.end.tolist(), strict=True)
+    samples = [row[start:end] for row, start, end in spans]
+    pairs = zip(samples, passages.middle(passages.tokens), strict=True)
     return [(decode(sample), decode(true)) for sample, true in pairs]
 
 

@@ -9,9 +9,9 @@ Examples:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
-from sampling import modes
+from sampling import gaps, modes
+from sampling.gaps import ranked, score_fillings
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
@@ -46,8 +47,12 @@ class Arguments(ModelOptions, OutputOptions):
     new_tokens: Count | None = None  # Instead: tokens after the prompt.
     num_samples: Count = 4  # Samples of each prompt.
     infill: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
-    """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens.
+    """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens, and
+    [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
+    candidates: Count | None = None
+    """Show only so many fillings of each --infill, the best first: those after which the known text
+    to the right is most probable, per token. By default 1 where a length is unknown, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
@@ -119,15 +124,22 @@ def sample(a: Arguments, procs: Processes) -> None:
     settings |= vars(options) | origin
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
+    if a.candidates or len(set(numbers)) < len(numbers):
+        records = best_fillings(model, contexts, records, numbers, a.candidates)
     for record in records:
         record["prompt_index"] = numbers[record["prompt_index"]]
     with outputs:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
         if a.html:
-            rows = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
+            pages = [
+                PageSample(
+                    tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"], caption=caption(r)
+                )
+                for r in records
+            ]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
-            outputs.write(a.html, render([PageSample(*row) for row in rows], known))
+            outputs.write(a.html, render(pages, known))
         if not a.jsonl:
             print_samples(records, tokenizer)
     lengths = [record["length"] for record in records]
@@ -135,6 +147,35 @@ def sample(a: Arguments, procs: Processes) -> None:
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
     made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
+
+
+def best_fillings(model, contexts, records, numbers: list[int], count: int | None) -> list[dict]:
+    """The records, and of each text with masks only the `count` best, the best first, with scores.
+    numbers: of the request of each context; a text with several contexts has its best one alone."""
+    groups: dict[int, list[dict]] = {}
+    for record in records:
+        groups.setdefault(numbers[record["prompt_index"]], []).append(record)
+    kept = []
+    for number, group in groups.items():
+        limit = count or (1 if numbers.count(number) > 1 else None)
+        if limit and "infill" in group[0]:
+            given = [contexts[record["prompt_index"]] for record in group]
+            found = score_fillings(model, given, [record["tokens"] for record in group])
+            chosen = ranked(found)[:limit]
+            group = [group[i] | {"scores": dataclasses.asdict(found[i])} for i in chosen]
+        kept += group
+    return kept
+
+
+def caption(record: dict) -> str:
+    """What is said of a filling that was chosen."""
+    if "scores" not in record:
+        return ""
+    names = {"text to the right": "right", "filling": "filling"}
+    values = {name: record["scores"][key] for name, key in names.items()}
+    told = [f"{name} {value:.3f}" for name, value in values.items() if value == value]  # no NaN
+    blanks = sum(step >= 0 for step in record["step"])
+    return f"{blanks} tokens; log p a token: {', '.join(told)}"
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -176,7 +217,7 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
     found, too_long = {}, []
     for number, request in enumerate(requests):
         try:
-            found[number] = encode(request, tokenizer, a, loaded)
+            found[number] = encode(request, tokenizer, a, loaded)  # one a length
         except TooLong as error:
             too_long.append(error)
     if not found:
@@ -184,15 +225,16 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
     if too_long and procs.main:
         told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
         show(f"{told} (or give --truncate left); the first is {too_long[0]}", file=sys.stderr)
-    return list(found), list(found.values())
+    pairs = [(number, context) for number, several in found.items() for context in several]
+    return tuple(map(list, zip(*pairs, strict=True)))
 
 
-def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded) -> Context:
-    """The tokens of a sample, None where they are to be generated; UserError for what the model
-    cannot do."""
+def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded) -> list[Context]:
+    """The tokens of a sample, None where they are to be generated, for each length that it may
+    have; UserError for what the model cannot do."""
     c = loaded.model.config
     if request.kind == "infill":
-        context = encode_infill(request, tokenizer, a.length or a.new_tokens, c.block_size)
+        found = encode_infill(request, tokenizer, a.length or a.new_tokens, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:
@@ -207,36 +249,24 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
             sizes = f"the prompt has {len(prompt)} tokens and {option} is {total}"
             limits = f"it must exceed the prompt and be at most the block size, {c.block_size}"
             raise TooLong(f"{request.place}: {sizes}: {limits}")
-        context = prompt + [None] * (total - len(prompt))
+        found = [prompt + [None] * (total - len(prompt))]
+    context = found[0]
     if loaded.scored_from and context[0] is None:
         raise UserError(f"{request.place}: this model has no start token (GPT-2): begin with text")
     if c.l2r_only and any(token is not None for token in context[context.index(None) :]):
         advice = "write one mask, at the end"
         raise UserError(f"{request.place}: this model can only continue a text: {advice}")
-    return context
+    return found
 
 
-def encode_infill(request: Request, tokenizer: Tokenizer, length, block_size: int) -> Context:
+def encode_infill(request: Request, tokenizer, length, block_size: int) -> list[Context]:
     if length is not None or request.length is not None:
         option = "--length" if request.length is None else '"length"'
         raise UserError(f"{request.place}: text and masks say the length; leave out {option}")
-    tokens = []
-    # Text and masks alternate. Anything that begins like a mask must be one.
-    for number, part in enumerate(re.split(r"(\[MASK\b[^\]]*\]?)", request.text)):
-        if number % 2 == 0:
-            tokens += tokenizer.encode(part)
-        elif mask := re.fullmatch(r"\[MASK:0*([1-9][0-9]{0,8})\]", part):
-            # One more than fits is enough to be refused, whatever the number is.
-            tokens += [None] * min(int(mask[1]), block_size + 1)
-        else:
-            advice = "write [MASK:n] for n tokens, n at least 1"
-            raise UserError(f"{request.place}: {part[:40]!r} is no mask; {advice}")
-    if None not in tokens:
-        raise UserError(f"{request.place}: there is no mask; write [MASK:n] for n new tokens")
-    if len(tokens) > block_size:
-        limit = f"text and masks exceed the model's block size, {block_size} tokens"
-        raise UserError(f"{request.place}: {limit}; shorten them")
-    return tokens
+    try:
+        return gaps.contexts(request.text, tokenizer, block_size)
+    except UserError as error:
+        raise UserError(f"{request.place}: {error}") from None
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:
@@ -251,7 +281,8 @@ def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:
             for bold, run in itertools.groupby(pieces, key=lambda piece: piece[1] >= 0):
                 part = visible("".join(piece for piece, _ in run))
                 text += f"\033[1m{part}\033[0m" if bold else part
-        sys.stdout.write(f"=== sample {number}{source} ===\n{text}\n\n")  # bold stays
+        chosen = f" ({caption(record)})" if "scores" in record else ""
+        sys.stdout.write(f"=== sample {number}{source}{chosen} ===\n{text}\n\n")  # bold stays
 
 
 if __name__ == "__main__":

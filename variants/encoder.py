@@ -104,6 +104,13 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         return (output - normaliser) * masked
 
     @torch.no_grad()
+    def masked_logits(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        """As `Scoring.masked_logits`."""
+        check_mask(self, tokens, masked)
+        sigma = self._noise_of(masked, None) if self.config.noise else None
+        return self.head_logits(self.hidden(self.with_masks(tokens, masked), sigma)[masked])
+
+    @torch.no_grad()
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
         """As `Scoring.token_log_probs`, in T passes: every step masks what is left."""
         return group_log_probs(self, tokens, order, group=1)

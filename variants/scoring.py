@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model import AOGPT, Pass, attention
+from model import AOGPT, Pass, attention, inverse_permutation
 from runtime.errors import UserError
 from variants.chunked_head import ChunkedHead
 
@@ -52,6 +52,16 @@ class Scoring:
         order = unknown.to(torch.uint8).argsort(dim=1, stable=True)  # the context comes first
         log_probs = self.parallel_log_probs(tokens, order, known=(~unknown).sum(1))
         return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
+
+    @torch.no_grad()
+    def masked_logits(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        """Logits of every masked token given all unmasked ones, in one pass: (masked tokens, V),
+        row after row, by position. tokens (B, T); masked BoolTensor (B, T)."""
+        check_mask(self, tokens, masked)
+        order = masked.to(torch.uint8).argsort(dim=1, stable=True)
+        x = self.parallel_hidden(tokens, order, known=(~masked).sum(1))
+        row, position = masked.nonzero(as_tuple=True)
+        return self.head_logits(x[row, inverse_permutation(order)[row, position]])
 
     @torch.no_grad()
     def parallel_log_probs(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:

@@ -1,0 +1,218 @@
+"""A model at the keyboard, from Python: text in, text out.
+
+    import aogpt
+    model = aogpt.load("results/books_model")
+    print(model.score("The old horse was tired.").nats)
+    print(model.fill("She[MASK:2-6] home.", candidates=3)[0].text)
+    print(model.rank("The [cat|dog|tax] barked.")[0].text)
+    print(model.blanks("The cat[MASK] home.")[0])
+
+`.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import checkpoints
+from orders import orders_at, parse_order
+from runtime.errors import UserError
+from runtime.processes import Processes
+from runtime.randomness import SCORED_ORDERS
+from sampling import gaps, modes
+from sampling.modes import Context, DecodingOptions
+
+ALTERNATIVES = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of a text's tokens, nats, by position."""
+
+    pieces: list[str]  # the text of each token
+    log_probs: list[float]
+    bytes: int  # of the text in UTF-8
+
+    @property
+    def nats(self) -> float:
+        """-log p of the text."""
+        return -math.fsum(self.log_probs)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / max(1, self.bytes)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A text with its gaps filled in. Scores are in nats per token: `gaps.Scores`."""
+
+    text: str
+    tokens: list[int]
+    scores: gaps.Scores
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A text with one of the alternatives of each bracket."""
+
+    text: str
+    log_prob: float  # of the whole text, nats
+    share: float  # of the probability of all alternatives
+    given_both_sides: float  # log p of what is in the brackets given the rest, nats
+
+
+def load(path: str, **options: Any) -> TextModel:
+    """A model with text in and out. options: weights, device, block_size, checkpoint, of
+    `checkpoints.load`, which says what paths there are."""
+    return TextModel(checkpoints.load(path, **options))
+
+
+class TextModel:
+    def __init__(self, loaded: checkpoints.Loaded):
+        self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.get_tokenizer()
+        self.device, self.block_size = self.model.wte.weight.device, self.model.config.block_size
+
+    def score(self, text: str, order: str | Tensor = "l2r", seed: int = 0) -> Scored:
+        """log p of every token, given those before it in an order: "l2r", "random" or another kind
+        of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself."""
+        ids, found = self.tokenizer.encode(text), []
+        if not ids:
+            raise UserError("there is no text to score")
+        for number, start in enumerate(range(0, len(ids), self.block_size)):
+            tokens = torch.tensor([ids[start : start + self.block_size]])
+            found += self._along(tokens, self._order(order, tokens.shape[1], seed, number))
+        if self.loaded.scored_from and found:
+            found[0] = 0.0  # a model without a start token says nothing of it
+        return Scored(self.tokenizer.pieces(ids), found, len(text.encode(errors="replace")))
+
+    def _order(self, order: str | Tensor, length: int, seed: int, number: int) -> Tensor:
+        if isinstance(order, Tensor):
+            return order[None]
+        return orders_at(parse_order(order, "order"), seed, number, range(1), length, SCORED_ORDERS)
+
+    def _along(self, tokens: Tensor, order: Tensor) -> list[float]:
+        """log p of each token along an order, by position."""
+        found = self.model.token_log_probs(tokens.to(self.device), order.to(self.device))
+        return torch.zeros_like(found).scatter_(1, order.to(self.device), found)[0].tolist()
+
+    def score_each(self, text: str) -> Scored:
+        """log p of every token given all others of the text, which must fit into a block."""
+        ids = self._encode(text)
+        T, found = len(ids), []
+        tokens = torch.tensor([ids], device=self.device)
+        for start in range(0, T, 16):
+            rows = torch.arange(start, min(T, start + 16), device=self.device)
+            masked = torch.arange(T, device=self.device) == rows[:, None]
+            log_probs = self.model.masked_log_probs(tokens.expand(len(rows), T), masked)
+            found += log_probs[masked].tolist()
+        return Scored(self.tokenizer.pieces(ids), found, len(text.encode(errors="replace")))
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        if not 0 < len(ids) <= self.block_size:
+            raise UserError(f"the text has {len(ids)} tokens; give 1 to {self.block_size}")
+        return ids
+
+    def generate(self, prompt: str = "", new_tokens: int | None = None, **options: Any) -> str:
+        """A continuation of a prompt, prompt included, up to a block. options: seed, and those of
+        `modes.DecodingOptions`: mode, temperature, top_p, ..."""
+        ids = self.tokenizer.encode(prompt)
+        room = self.block_size - len(ids)
+        blanks = [None] * (room if new_tokens is None else new_tokens)
+        if not 0 < len(blanks) <= room:
+            what = f"the prompt has {len(ids)} tokens and new_tokens is {len(blanks)}"
+            raise UserError(f"{what}; together at most {self.block_size}, and at least 1 is new")
+        (tokens,) = self._sample([ids + blanks], 1, options)
+        return self.tokenizer.decode(tokens)
+
+    def fill(
+        self, text: str, candidates: int = 1, num_samples: int = 4, **options: Any
+    ) -> list[Filling]:
+        """The best fillings of a text's gaps, "She[MASK:2-6] home.", the best first: those after
+        which the known text to the right is most probable, per token. num_samples: of each length.
+        options: as of `generate`."""
+        given = gaps.contexts(text, self.tokenizer, self.block_size)
+        count = max(num_samples, candidates) if len(given) == 1 else num_samples
+        rows = self._sample(given, count, options)
+        contexts = [context for context in given for _ in range(count)]
+        scores = gaps.score_fillings(self.model, contexts, rows)
+        best = gaps.ranked(scores)[:candidates]
+        return [Filling(self.tokenizer.decode(rows[i]), rows[i], scores[i]) for i in best]
+
+    def _sample(self, given: list[Context], count: int, options: dict) -> list[list[int]]:
+        options = dict(options)
+        seed, config = options.pop("seed", 0), self.model.config
+        decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
+        modes.check_mode(decoding, config)
+        planned = modes.plan_samples(decoding, given, seed, count)
+        alone, size = Processes(0, 1, self.device), self.loaded.vocab_size
+        made = modes.generate_distributed(self.model, planned, decoding, size, alone)
+        return [tokens for tokens, *_ in made.rows()]
+
+    @torch.no_grad()
+    def blanks(self, text: str, top: int = 10) -> list[list[tuple[str, float]]]:
+        """For every masked token of a text, the likeliest tokens and their probabilities given the
+        known text, all in one pass."""
+        (context,) = self._one_length(text)
+        tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
+        blank = torch.tensor([[token is None for token in context]], device=self.device)
+        logits = self.model.masked_logits(tokens, blank)[:, : self.loaded.vocab_size]
+        best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
+        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        decode = self.tokenizer.decode
+        return [[(decode([i]), p) for i, p in zip(*row, strict=True)] for row in rows]
+
+    def _one_length(self, text: str) -> list[Context]:
+        given = gaps.contexts(text, self.tokenizer, self.block_size)
+        if len(given) > 1:
+            raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
+        if self.model.config.l2r_only:
+            raise UserError("this model has no target positions and sees no text to the right")
+        return given
+
+    def rank(self, text: str) -> list[Alternative]:
+        """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
+        parts = read_alternatives(text)
+        whole, given, rows = [], [], []
+        for words in itertools.product(*parts[1::2]):
+            pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]
+            places = list(itertools.accumulate(map(len, pieces), initial=0))
+            whole.append("".join(pieces))
+            rows.append(self._encode(whole[-1]))
+            spans = list(zip(places[1::2], places[2::2], strict=True))[: len(words)]
+            given.append(self._without(rows[-1], spans))
+        scores = gaps.score_fillings(self.model, given, rows)
+        totals = [self._total(row) for row in rows]
+        weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
+        both = [s.filling * row.count(None) for s, row in zip(scores, given, strict=True)]
+        found = map(Alternative, whole, totals, weights, both)
+        return sorted(found, key=lambda row: -row.log_prob)
+
+    def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
+        """The tokens, None where they hold characters of a span (from, to) of the text."""
+        ends = list(itertools.accumulate(map(len, self.tokenizer.pieces(ids))))
+        places = zip(ids, [0, *ends], ends, strict=False)
+        return [
+            None if any(start < until and begin < end for begin, until in spans) else token
+            for token, start, end in places
+        ]
+
+    def _total(self, ids: list[int]) -> float:
+        found = self._along(torch.tensor([ids]), torch.arange(len(ids))[None])
+        return math.fsum(found[self.loaded.scored_from :])
+
+
+def read_alternatives(text: str) -> list[str | list[str]]:
+    """Text and alternatives, in turn. A bracket without "|" is text."""
+    parts = ALTERNATIVES.split(text)
+    if len(parts) == 1:
+        raise UserError("there are no alternatives; write [this|that]")
+    return [part.split("|") if number % 2 else part for number, part in enumerate(parts)]
