@@ -83,25 +83,12 @@ def main() -> None:
     outputs = Outputs(files, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
-    rows, cells = [], []
+    rows, evaluate_run = [], evaluate_lengths if a.unknown_length else evaluate
     for run in a.runs:
         loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
         with autocast(device, dtype):
-            evaluate_run = evaluate_lengths if a.unknown_length else evaluate
             rows += evaluate_run(run, loaded, passages_of(a, loaded), a)
-    if a.unknown_length:
-        cells = [
-            [r["run"], r["ranked_by"], *(f"{np.mean(r[key]):.3f}" for key in FOUND)] for r in rows
-        ]
-    for row in rows if not a.unknown_length else ():
-        mean, half = mean_and_reach(row["nll"])
-        scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
-        given = row["run"], row["given"], row["mode"]
-        cells.append([*given, f"{mean:.4f}", f"± {half:.4f}", *scores])
-    if not a.unknown_length:
-        lines = [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
-    else:
-        lines = [*markdown_table(LENGTH_HEAD, cells, left=2), "", LENGTH_NOTE.format(**rows[0])]
+    lines = table_of_lengths(rows) if a.unknown_length else table_of_sides(rows)
     origin = provenance(a, dtype, device, rows=rows)
     origin["settings"] |= origin["settings"].pop("decoding")
     with outputs:
@@ -175,6 +162,25 @@ def fill_in(
     samples = [row[start:end] for row, start, end in spans]
     pairs = zip(samples, passages.middle(passages.tokens), strict=True)
     return [(decode(sample), decode(true)) for sample, true in pairs]
+
+
+def table_of_sides(rows: list[dict]) -> list[str]:
+    cells = []
+    for row in rows:
+        mean, half = mean_and_reach(row["nll"])
+        scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
+        cells.append(
+            [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"± {half:.4f}", *scores]
+        )
+    return [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
+
+
+def table_of_lengths(rows: list[dict]) -> list[str]:
+    cells = [
+        [row["run"], row["ranked_by"], *(f"{np.mean(row[key]):.3f}" for key in FOUND)]
+        for row in rows
+    ]
+    return [*markdown_table(LENGTH_HEAD, cells, left=2), "", LENGTH_NOTE.format(**rows[0])]
 
 
 def notes(rows: list[dict]) -> list[str]:

@@ -360,7 +360,7 @@ def words(text):
         ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
         ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
         ("--infill | no mask", "--infill: there is no mask | [MASK:n]"),
-        ("--infill | a [MASK]", "'[MASK]' is no mask | [MASK:n]"),
+        ("--infill | a [MASK:]", "'[MASK:]' is no mask | [MASK:n]"),
         ("--infill | [MASK:1] [MASK:0]", "'[MASK:0]' is no mask | at least 1"),
         (f"--infill | [MASK:{'9' * 5000}]", "is no mask"),
         ("--infill | xxxxxxxxxxxxxxxx[MASK:1]", "--infill | block size, 16 tokens; shorten"),
