@@ -57,6 +57,7 @@ class Filling:
     text: str
     tokens: list[int]
     scores: gaps.Scores
+    context: Context  # the tokens, None in the gaps
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ class TextModel:
         contexts = [context for context in given for _ in range(count)]
         scores = gaps.score_fillings(self.model, contexts, rows)
         best = gaps.ranked(scores)[:candidates]
-        return [Filling(self.tokenizer.decode(rows[i]), rows[i], scores[i]) for i in best]
+        return [
+            Filling(self.tokenizer.decode(rows[i]), rows[i], scores[i], contexts[i]) for i in best
+        ]
 
     def _sample(self, given: list[Context], count: int, options: dict) -> list[list[int]]:
         options = dict(options)
@@ -190,7 +193,7 @@ class TextModel:
             spans = list(zip(places[1::2], places[2::2], strict=True))[: len(words)]
             given.append(self._without(rows[-1], spans))
         scores = gaps.score_fillings(self.model, given, rows)
-        totals = [self._total(row) for row in rows]
+        totals = [self.log_prob(row) for row in rows]
         weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
         both = [s.filling * row.count(None) for s, row in zip(scores, given, strict=True)]
         found = map(Alternative, whole, totals, weights, both)
@@ -205,7 +208,7 @@ class TextModel:
             for token, start, end in places
         ]
 
-    def _total(self, ids: list[int]) -> float:
+    def log_prob(self, ids: list[int]) -> float:
         found = self._along(torch.tensor([ids]), torch.arange(len(ids))[None])
         return math.fsum(found[self.loaded.scored_from :])
 
