@@ -7,7 +7,6 @@ It needs gradio: run `make playground`, or pip install -r requirements-playgroun
 """
 
 import functools
-import html
 import itertools
 import math
 import os
@@ -50,14 +49,9 @@ class Fill:
     it takes the tokens that sample.py takes."""
 
     def __init__(self, text: aogpt.TextModel, context: Context):
-        self.text, self.context = text, list(context)
+        self.text, self.context, self.tokens = text, list(context), list(context)
         self.steps: list[tuple[int, int, float]] = []  # position, token, its log p in nats
         self._log_probs: Tensor | None = None
-
-    @property
-    def tokens(self) -> Context:
-        taken = {position: token for position, token, _ in self.steps}
-        return [taken.get(i, token) for i, token in enumerate(self.context)]
 
     @property
     def blanks(self) -> list[int]:
@@ -103,7 +97,7 @@ class Fill:
 
     def put(self, position: int, token: int) -> None:
         self.steps.append((position, token, float(self.log_probs(position)[token])))
-        self._log_probs = None
+        self.tokens[position], self._log_probs = token, None
 
     def write(self, position: int, text: str) -> None:
         """Put one's own text into a blank and those right after it."""
@@ -115,8 +109,8 @@ class Fill:
             self.put(place, token)
 
     def undo(self) -> None:
-        del self.steps[-1:]
-        self._log_probs = None
+        if self.steps:
+            self.tokens[self.steps.pop()[0]], self._log_probs = None, None
 
     def left_to_right(self) -> tuple[float, float]:
         """log p of a finished text's filling given the rest, and of the whole text."""
@@ -136,7 +130,7 @@ class Settings(NamedTuple):
     beside_rule: str
     beside_seed: int
     own: str
-    clicked: str = ""  # a position or a token
+    clicked: int = -1  # a position or a token
 
 
 class Session:
@@ -152,24 +146,35 @@ class Session:
         """Do what a visitor asks for; then the text beside keeps pace. Raises UserError."""
         check_value(s.seed, Seed, "the seed")
         check_value(s.beside_seed, Seed, "the seed beside")
-        getattr(self, action)(s)
-        if self.fill and action != "select":
-            self.selected = self.fill.next(s.rule, s.seed)
-        if not s.compare or action == "compare":
-            self.beside = None
-        if s.compare and self.fill:
-            other = self.beside = self.beside or Fill(self.fill.text, self.fill.context)
-            while len(other.steps) > len(self.fill.steps):
-                other.undo()
-            while len(other.steps) < len(self.fill.steps):
-                blank = other.next(s.beside_rule, s.beside_seed)
-                other.draw(blank, s.temperature, s.beside_seed)
-
-    def compare(self, s: Settings) -> None:
-        """Another order beside, or none."""
-
-    def choose(self, s: Settings) -> None:
-        """Another order here, for the steps to come."""
+        stale = self.fill is None or self.source != (s.model, s.text) and action in ("step", "run")
+        if stale or action == "restart":
+            self.restart(s)
+        fill, blanks = self.fill, self.fill.blanks
+        if action in ("step", "run", "put", "write") and blanks and self.selected is None:
+            raise UserError("click a blank first, or choose another order")
+        match action:
+            case "step" | "run" if blanks:
+                fill.draw(self.selected, s.temperature, s.seed)
+                while action == "run" and (blank := fill.next(s.rule, s.seed)) is not None:
+                    fill.draw(blank, s.temperature, s.seed)
+            case "undo":
+                fill.undo()
+            case "select" if s.clicked in blanks:
+                self.selected = s.clicked
+            case "put" if blanks:
+                fill.put(self.selected, s.clicked)
+            case "write" if blanks:
+                fill.write(self.selected, s.own)
+            case "settings":
+                self.beside = None
+        if action != "select":
+            self.selected = fill.next(s.rule, s.seed)
+        self.beside = (self.beside or Fill(fill.text, fill.context)) if s.compare else None
+        while self.beside and len(self.beside.steps) > len(fill.steps):
+            self.beside.undo()
+        while self.beside and len(self.beside.steps) < len(fill.steps):
+            blank = self.beside.next(s.beside_rule, s.beside_seed)
+            self.beside.draw(blank, s.temperature, s.beside_seed)
 
     def restart(self, s: Settings) -> None:
         text, note = load(s.model or ""), ""
@@ -180,46 +185,17 @@ class Session:
             options = {"mode": "l2r", "temperature": s.temperature, "seed": s.seed}
             found = text.fill(s.text, 2 * len(given), num_samples=2, **options)
             given = list(dict.fromkeys(tuple(filling.context) for filling in found))
-            best, *others = map(lengths, given[:3])
-            note = f"Lengths that fit best: {best} tokens (taken), then {', then '.join(others)}."
+            fits = (" and ".join(map(str, gap_lengths(context))) for context in given[:3])
+            note = (
+                f"Best lengths of the gaps, in tokens: {'; then '.join(fits)}. The first is taken."
+            )
         self.fill, self.beside, self.note = Fill(text, given[0]), None, note
         self.selected, self.source = self.fill.next(s.rule, s.seed), (s.model, s.text)
 
-    def step(self, s: Settings) -> None:
-        if self.source != (s.model, s.text):  # another text was written meanwhile
-            self.restart(s)
-        if self.fill.blanks:
-            self.fill.draw(self.chosen(), s.temperature, s.seed)
-            self.selected = self.fill.next(s.rule, s.seed)
 
-    def run(self, s: Settings) -> None:
-        self.step(s)
-        while self.fill.blanks:
-            self.step(s)
-
-    def undo(self, s: Settings) -> None:
-        if self.fill:
-            self.fill.undo()
-
-    def select(self, s: Settings) -> None:
-        if int(s.clicked) in self.fill.blanks:
-            self.selected = int(s.clicked)
-
-    def put(self, s: Settings) -> None:
-        self.fill.put(self.chosen(), int(s.clicked))
-
-    def write(self, s: Settings) -> None:
-        self.fill.write(self.chosen(), s.own)
-
-    def chosen(self) -> int:
-        if self.selected is None:
-            raise UserError("click a blank first, or choose another order")
-        return self.selected
-
-
-def lengths(context: Context) -> str:
+def gap_lengths(context: Context) -> list[int]:
     runs = itertools.groupby(context, key=lambda token: token is None)
-    return " and ".join(str(len(list(run))) for blank, run in runs if blank)
+    return [len(list(run)) for blank, run in runs if blank]
 
 
 @functools.lru_cache(maxsize=4)
@@ -227,78 +203,48 @@ def load(path: str) -> aogpt.TextModel:
     return aogpt.load(path, device=pick_device("auto"))
 
 
-# ---- as HTML -------------------------------------------------------------------------------------
-
-CLICK = """element.addEventListener("click", (event) => {
-  const button = event.target.closest("button[data-value]");
-  if (button) trigger("click", {value: button.dataset.value});
-});"""
-CHOICE = (
-    '<button class="choice" data-value="{}"><b>{}</b><i style="--p: {:.4f}"></i>{:.1%}</button>'
-)
+# ---- the page ------------------------------------------------------------------------------------
 
 
-def plain(text: str) -> str:
-    """A token by itself: spaces and line ends can be seen."""
-    return html.escape(visible(text.replace(" ", "·").replace("\n", "⏎")))
-
-
-def show_text(fill: Fill, selected: int | None = None, tag: str = "span") -> str:
-    """The known text, what was filled in, and blanks with the best guess."""
-    parts, tokenizer = [], fill.text.tokenizer
+def view(fill: Fill, selected: int | None = None) -> dict:
+    """What app.js draws of a text."""
+    decode, tokens = fill.text.tokenizer.decode, []
     steps = {position: (i, log_p) for i, (position, _, log_p) in enumerate(fill.steps, 1)}
     for blank, run in itertools.groupby(enumerate(fill.tokens), key=lambda pair: pair[1] is None):
         places, ids = zip(*run, strict=True)
-        pieces = ids if blank else tokenizer.pieces(ids)
-        for i, piece in zip(places, pieces, strict=True):
-            if blank:
-                ((token, p),) = fill.best(i)
-                name = f"{plain(tokenizer.decode([token]))} <small>{p:.0%}</small>"
-                kind = f'class="blank{" next" * (i == selected)}" data-value="{i}"'
-                parts.append(f"<{tag} {kind}>{name}</{tag}>")
-            else:
-                number, log_p = steps.get(i, (None, 0.0))
-                told = f"{number}. token: log p {log_p:.2f}, probability {math.exp(log_p):.1%}"
-                kind = f'class="filled" title="{told}" style="--p: {math.exp(log_p):.3f}"'
-                parts.append(f"<span {kind if number else ''}>{html.escape(visible(piece))}</span>")
-    return f'<div class="filling">{"".join(parts)}</div>{show_score(fill)}'
-
-
-def show_score(fill: Fill) -> str:
-    filled, total = len(fill.steps), fill.context.count(None)
-    rows = [("in the order taken", fill.sums[-1], filled)]
-    if filled == total:
+        if blank:
+            best = [fill.best(i)[0] for i in places]
+            told = [{"blank": i, "next": i == selected} for i in places]
+            rows = [t | {"text": decode([b]), "p": p} for t, (b, p) in zip(told, best, strict=True)]
+        else:
+            told = [steps.get(i, (0, 0.0)) for i in places]
+            rows = [{"step": step, "p": math.exp(log_p)} for step, log_p in told]
+            pieces = zip(rows, fill.text.tokenizer.pieces(ids), strict=True)
+            rows = [row | {"text": visible(piece)} for row, piece in pieces]
+        tokens += rows
+    scores = [("in the order taken", fill.sums[-1], len(fill.steps))]
+    if not fill.blanks:
         given, whole = fill.left_to_right()
-        rows.append(("the same tokens, left to right", given, total))
-        rows.append(("the whole text, left to right", whole, len(fill.context)))
-    head = f"<tr><th>{filled} of {total} tokens</th><th>log p</th><th>per token</th></tr>"
-    row = "<tr><td>{}</td><td>{:.2f}</td><td>{:.2f}</td></tr>".format
-    return f"<table>{head}{''.join(row(name, p, p / max(n, 1)) for name, p, n in rows)}</table>"
+        scores.append(("the same tokens, left to right", given, len(fill.steps)))
+        scores.append(("the whole text, left to right", whole, len(tokens)))
+    best = fill.best(selected, 8) if selected is not None else []
+    choices = [(i, decode([i]), p) for i, p in best]
+    return {"tokens": tokens, "scores": scores, "sums": fill.sums, "choices": choices}
 
-
-def show_choices(fill: Fill, selected: int | None) -> str:
-    """The likeliest tokens of the selected blank, to be clicked."""
-    if selected is None:
-        return "Click a blank." if fill.blanks else "No blank is left."
-    name = fill.text.tokenizer.decode
-    return "".join(CHOICE.format(i, plain(name([i])), p, p) for i, p in fill.best(selected, 8))
-
-
-# ---- the page ------------------------------------------------------------------------------------
 
 INTRO = """# AO-GPT playground
 The model fills in the gaps of a text one token at a time, in any order. **Step** fills in the
 outlined blank. The order chooses that blank, or you do: click one. Then you can also choose its
 token, or write your own."""
 GAPS = "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a mask."
-LEGEND = """Dashed: a blank, with its likeliest token and that token's probability (· is a space).
-Outlined: it comes next. Green: filled in; the darker, the more probable."""
 
 
 def page(run: str):
     """The page, gradio's Blocks."""
-    import gradio as gr
-    import pandas as pd
+    try:
+        import gradio as gr
+    except ImportError:
+        raise UserError("the playground needs gradio: run make playground") from None
 
     runs = [str(path) for path in sorted(Path("out").glob("*")) if (path / "checkpoints").is_dir()]
     models, rules = dict.fromkeys([run, *[BOOKS] * Path(BOOKS).exists(), *runs]), [*RULES.items()]
@@ -314,60 +260,43 @@ def page(run: str):
             rule = gr.Dropdown(rules, value="confidence", label="Order")
             temperature = gr.Slider(0, 2, 0.8, step=0.1, label="Temperature")
             seed = gr.Number(0, label="Seed", precision=0)
-            compare = gr.Checkbox(label="Compare with another order")
+            compare = gr.Checkbox(label="Compare two orders")
+        with gr.Row(visible=False) as row:
+            beside_rule = gr.Dropdown(rules[:-1], value="l2r", label="Order beside")
+            beside_seed = gr.Number(0, label="Seed beside", precision=0)
         with gr.Row():
-            buttons = [gr.Button(name, min_width=80) for name in ("Step", "Run", "Undo", "Restart")]
-        message = gr.HTML()
-        with gr.Row():
-            with gr.Column(min_width=300):
-                here = gr.HTML(js_on_load=CLICK)
-            with gr.Column(min_width=300, visible=False) as column:
-                beside = gr.HTML()
-                with gr.Row():
-                    beside_rule = gr.Dropdown(rules[:-1], value="l2r", label="Order beside")
-                    beside_seed = gr.Number(0, label="Seed beside", precision=0)
-        gr.Markdown(LEGEND)
-        with gr.Row():
-            with gr.Column(min_width=300):
-                gr.Markdown("### What fits into the outlined blank")
-                choices = gr.HTML(js_on_load=CLICK)
-                own = gr.Textbox(label="Or write your own, and press Enter")
-            axes = {"x": "tokens", "y": "log p", "color": "order"}
-            plot = gr.LinePlot(label="log p of the tokens filled in", min_width=300, **axes)
+            step, run_all = (gr.Button(name, variant="primary") for name in ("Step", "Run"))
+            undo, restart = (gr.Button(name) for name in ("Undo", "Restart"))
+        script = Path(__file__).with_name("app.js")
+        drawing = {"html_template": "<div></div>", "js_on_load": script.read_text("utf-8")}
+        board = gr.HTML(apply_default_css=False, **drawing)
+        own = gr.Textbox(label="Or write your own text for the outlined blank, and press Enter")
         controls = [model, text, rule, temperature, seed, compare, beside_rule, beside_seed, own]
-        outputs = [session, message, here, choices, beside, plot, column]
 
         def on(event, action):
             def act(data: gr.EventData, session, *values):
-                s = Settings(*values, (data._data or {}).get("value", ""))
+                clicked = data.value if action in ("select", "put") else -1
+                s, error = Settings(*values, clicked), ""
                 try:
                     session.act(s, action)
-                    told = session.note
-                except (UserError, OSError) as error:
-                    told = f'<b class="error">{html.escape(visible(error, one_line=True))}</b>'
-                fill, other, shown = session.fill, session.beside, ["", ""]
-                if fill:
-                    shown[0] = show_text(fill, session.selected, "button")
-                    shown[1] = show_choices(fill, session.selected)
-                sums = [(f, n) for f, n in ((fill, "here"), (other, "beside")) if f]
-                sums = [(i, total, n) for f, n in sums for i, total in enumerate(f.sums)]
-                shown += other and show_text(other), pd.DataFrame(sums, columns=axes.values())
-                return [session, told, *shown, gr.Column(visible=s.compare)]
+                except (UserError, OSError) as problem:
+                    error = visible(problem, one_line=True)
+                views = [view(session.fill, session.selected)] if session.fill else []
+                views += [view(session.beside)] if session.beside else []
+                told = {"error": error, "note": session.note, "views": views}
+                return session, told, gr.Row(visible=s.compare)
 
             options = {"concurrency_id": "model", "show_progress": "minimal"}
-            event(act, [session, *controls], outputs, **options)
+            event(act, [session, *controls], [session, board, row], **options)
 
-        for event in (blocks.load, text.submit, model.change):
+        for event in (blocks.load, text.submit, model.change, restart.click):
             on(event, "restart")
-        for button in buttons:
-            on(button.click, button.value.lower())
-        for control in (rule, seed):
-            on(control.change, "choose")
-        for control in (compare, beside_rule, beside_seed):
-            on(control.change, "compare")
-        on(here.click, "select")
-        on(choices.click, "put")
-        on(own.submit, "write")
+        for control in (rule, seed, compare, beside_rule, beside_seed):
+            on(control.change, "settings")
+        pairs = [(step.click, "step"), (run_all.click, "run"), (undo.click, "undo")]
+        pairs += [(board.select, "select"), (board.click, "put"), (own.submit, "write")]
+        for event, action in pairs:
+            on(event, action)
     return blocks
 
 
@@ -382,11 +311,8 @@ class Arguments:
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     load(a.run)
-    try:
-        blocks = page(a.run)
-    except ImportError:
-        raise UserError("the playground needs gradio: run make playground") from None
-    blocks.launch(server_port=a.port, share=False, css_paths="app.css", ssr_mode=False)
+    css = Path(__file__).with_name("app.css")
+    page(a.run).launch(server_port=a.port, share=False, ssr_mode=False, css_paths=css)
 
 
 if __name__ == "__main__":
