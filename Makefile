@@ -3,6 +3,7 @@
 # make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
+# make playground: a page on which the model of results/books_model fills in texts, in the browser.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
@@ -17,9 +18,9 @@ SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.8 --top-p 0.9
 # Tensors as small as the quickstart's gain nothing from more threads.
 quickstart: export OMP_NUM_THREADS ?= 2
-eval-smoke soak fuzz: export OMP_NUM_THREADS ?= 1
+eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint eval-smoke gpu soak fuzz clean
+.PHONY: quickstart test test-all lint eval-smoke playground gpu soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -56,6 +57,9 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+
+playground: $(VENV)/.requirements-playground
+	$(PY) app.py
 
 gpu: $(VENV)/.requirements-dev
 	@failed=0; $(PY) -m pytest -m gpu --numprocesses=1 || failed=$$?; $(PY) -m studies.bench gpu || failed=$$?; exit $$failed
@@ -111,6 +115,10 @@ $(VENV)/.requirements: requirements.txt
 
 $(VENV)/.requirements-dev: requirements-dev.txt requirements-harness.txt $(VENV)/.requirements
 	$(PY) -m pip install --quiet -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.requirements-playground: requirements-playground.txt $(VENV)/.requirements
+	$(PY) -m pip install --quiet -r requirements-playground.txt
 	@touch $@
 
 clean:

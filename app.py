@@ -63,11 +63,15 @@ class Fill:
         return list(itertools.accumulate((log_p for *_, log_p in self.steps), initial=0.0))
 
     def log_probs(self, position: int) -> Tensor:
-        """log p of every id at a blank given all known tokens, float64 (V,)."""
+        """log p of every id at a blank given all known tokens, float64 (V,). A decoder has read
+        them in the order in which they became known."""
         if self._log_probs is None:
-            x = torch.tensor([[token or 0 for token in self.tokens]], device=self.text.device)
-            blank = torch.tensor([[token is None for token in self.tokens]], device=x.device)
-            logits = self.text.model.masked_logits(x, blank).cpu().double()
+            rank = {place: i for i, (place, *_) in enumerate(self.steps)}
+            key = [(token is None, rank.get(i, -1)) for i, token in enumerate(self.tokens)]
+            order = [sorted(range(len(key)), key=key.__getitem__)]
+            values = [[token or 0 for token in self.tokens]], [[blank for blank, _ in key]], order
+            given = (torch.tensor(v, device=self.text.device) for v in values)
+            logits = self.text.model.masked_logits(*given).cpu().double()
             # ids that only pad the token table are never drawn
             self._log_probs = logits.log_softmax(dim=-1)[:, : self.text.loaded.vocab_size]
         return self._log_probs[self.blanks.index(position)]
@@ -253,11 +257,13 @@ def page(run: str):
         session = gr.State(Session())
         gr.Markdown(INTRO)
         with gr.Row():
-            text = gr.Textbox(EXAMPLE, label="Text with gaps", info=GAPS, lines=2, scale=3)
+            text = gr.Textbox(
+                EXAMPLE, label="Text with gaps", info=GAPS, lines=2, scale=2, min_width=320
+            )
             label = "Model: from the list, or a path" if any_path else "Model"
-            model = gr.Dropdown([*models], label=label, scale=2, allow_custom_value=any_path)
+            model = gr.Dropdown([*models], label=label, min_width=240, allow_custom_value=any_path)
         with gr.Row():
-            rule = gr.Dropdown(rules, value="confidence", label="Order")
+            rule = gr.Dropdown(rules, value="confidence", label="Order", min_width=240)
             temperature = gr.Slider(0, 2, 0.8, step=0.1, label="Temperature")
             seed = gr.Number(0, label="Seed", precision=0)
             compare = gr.Checkbox(label="Compare two orders")
@@ -265,8 +271,10 @@ def page(run: str):
             beside_rule = gr.Dropdown(rules[:-1], value="l2r", label="Order beside")
             beside_seed = gr.Number(0, label="Seed beside", precision=0)
         with gr.Row():
-            step, run_all = (gr.Button(name, variant="primary") for name in ("Step", "Run"))
-            undo, restart = (gr.Button(name) for name in ("Undo", "Restart"))
+            step, run_all = (
+                gr.Button(name, variant="primary", min_width=70) for name in ("Step", "Run")
+            )
+            undo, restart = (gr.Button(name, min_width=70) for name in ("Undo", "Restart"))
         script = Path(__file__).with_name("app.js")
         drawing = {"html_template": "<div></div>", "js_on_load": script.read_text("utf-8")}
         board = gr.HTML(apply_default_css=False, **drawing)
@@ -312,7 +320,9 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     load(a.run)
     css = Path(__file__).with_name("app.css")
-    page(a.run).launch(server_port=a.port, share=False, ssr_mode=False, css_paths=css)
+    page(a.run).launch(
+        server_port=a.port, share=False, ssr_mode=False, css_paths=css, footer_links=["settings"]
+    )
 
 
 if __name__ == "__main__":

@@ -104,8 +104,8 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         return (output - normaliser) * masked
 
     @torch.no_grad()
-    def masked_logits(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """As `Scoring.masked_logits`."""
+    def masked_logits(self, tokens: Tensor, masked: Tensor, order: Tensor | None = None) -> Tensor:
+        """As `Scoring.masked_logits`; no order matters."""
         check_mask(self, tokens, masked)
         sigma = self._noise_of(masked, None) if self.config.noise else None
         return self.head_logits(self.hidden(self.with_masks(tokens, masked), sigma)[masked])

@@ -54,11 +54,13 @@ class Scoring:
         return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
     @torch.no_grad()
-    def masked_logits(self, tokens: Tensor, masked: Tensor) -> Tensor:
+    def masked_logits(self, tokens: Tensor, masked: Tensor, order: Tensor | None = None) -> Tensor:
         """Logits of every masked token given all unmasked ones, in one pass: (masked tokens, V),
-        row after row, by position. tokens (B, T); masked BoolTensor (B, T)."""
+        row after row, by position. tokens (B, T); masked BoolTensor (B, T). order (B, T): in which
+        a decoder reads the unmasked tokens, the masked ones last; by default from left to right."""
         check_mask(self, tokens, masked)
-        order = masked.to(torch.uint8).argsort(dim=1, stable=True)
+        if order is None:
+            order = masked.to(torch.uint8).argsort(dim=1, stable=True)
         x = self.parallel_hidden(tokens, order, known=(~masked).sum(1))
         row, position = masked.nonzero(as_tuple=True)
         return self.head_logits(x[row, inverse_permutation(order)[row, position]])

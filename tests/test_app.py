@@ -1,0 +1,283 @@
+"""The playground: filling in step by step, exact against the model, and the page in Chromium
+(skipped where gradio or Chromium is missing)."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from helpers import ROOT, assert_user_error, run_script, wait_for
+from reference import make_system
+
+import aogpt
+import app
+from checkpoints import Loaded
+from sampling import gaps
+
+GAPPED = "a[MASK:2]c d[MASK]f[MASK:3]."
+SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
+RULES = [rule for rule in app.RULES.values() if rule != "click"]
+SETTINGS = app.Settings("tiny", GAPPED, "confidence", 1.0, 0, False, "random", 0, "")
+
+
+def small(system, dtype=torch.float64):
+    """A random model over bytes."""
+    model = make_system(system, 3, tokens=257, block_size=32, dtype=dtype).eval()
+    return aogpt.TextModel(Loaded(model, "x", 0, "raw", "bytes", 257))
+
+
+def gapped(text, written=GAPPED):
+    return app.Fill(text, gaps.contexts(written, text.tokenizer, text.block_size)[0])
+
+
+@pytest.fixture
+def visit(monkeypatch):
+    """Act as a visitor of a page with one tiny model; settings that are given stay."""
+    text, session, known = small("target rotary"), app.Session(), {}
+    monkeypatch.setattr(app, "load", lambda path: text)
+
+    def act(action, **settings):
+        known.update(settings)
+        session.act(SETTINGS._replace(**known), action)
+        return session
+
+    return act
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
+    text, tolerance = small(system), 1e-5 if system == "SEDD" else 1e-9
+    fill, states, T = gapped(text), [], len(gapped(text).context)
+    given = [i for i in range(T) if fill.context[i] is not None]
+    for number, position in enumerate([9, 1, 6, 8, 2, 10]):
+        states.append((list(fill.tokens), {i: fill.log_probs(i) for i in fill.blanks}))
+        known = given + [i for i, *_ in fill.steps]
+        order = [*known, position, *(i for i in fill.blanks if i != position)]
+        x = torch.tensor([[token or 0 for token in fill.tokens]]).repeat(257, 1)
+        x[:, position] = torch.arange(257)
+        along = text.model.token_log_probs(x, torch.tensor([order]).expand(257, T))
+        got, expected = fill.log_probs(position), along[:, len(known)].double()
+        assert (got - expected).abs().max() < tolerance and got.dtype == torch.float64
+        if number == 0 or text.model.config.is_encoder:
+            masked = torch.tensor([[token is None for token in fill.tokens]])
+            logits = text.model.masked_logits(x[:1].where(~masked, 0), masked)
+            every = torch.stack([fill.log_probs(i) for i in fill.blanks])
+            assert (every - logits.log_softmax(dim=-1)[:, :257]).abs().max() < 1e-12
+        best = fill.best(position, 8)
+        assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
+        assert best[0][0] == int(expected.argmax())
+        if number % 2:
+            fill.draw(position, 0.8, seed=1)
+        else:
+            fill.put(position, 97 + number)
+    tokens, known = torch.tensor([fill.tokens]), T - 6
+
+    def total(order, start):
+        log_probs = text.model.token_log_probs(tokens, torch.tensor([order]))
+        return float(log_probs[0, start:].double().sum())
+
+    blanks = [i for i in range(T) if fill.context[i] is None]
+    taken = [position for position, *_ in fill.steps]
+    assert abs(fill.sums[-1] - total(given + taken, known)) < tolerance
+    assert fill.sums[0] == 0 and len(fill.sums) == 7
+    expected = total(given + blanks, known), total(list(range(T)), 0)
+    for got, value in zip(fill.left_to_right(), expected, strict=True):
+        assert abs(got - value) < tolerance
+    for tokens, log_probs in reversed(states):  # undo restores every state, bit for bit
+        fill.undo()
+        assert fill.tokens == tokens and fill.blanks == list(log_probs)
+        assert all(torch.equal(fill.log_probs(i), values) for i, values in log_probs.items())
+    fill.undo()
+    assert fill.tokens == fill.context and fill.sums == [0.0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
+def test_one_rule_and_seed_throughout_takes_the_tokens_of_sample_py(rule, system):
+    text = small(system)
+    for seed in (0, 1, 2):
+        fill = gapped(text)
+        while (blank := fill.next(rule, seed)) is not None:
+            fill.draw(blank, 0.7, seed)
+        options = {"mode": rule, "temperature": 0.7, "seed": seed, "num_samples": 1}
+        assert fill.tokens == text.fill(GAPPED, **options)[0].tokens
+
+
+def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
+    session = visit("restart", rule="click")
+    assert session.selected is None and session.fill.blanks == [1, 2, 6, 8, 9, 10]
+    for action in ("step", "run", "put", "write"):
+        with pytest.raises(ValueError, match="click a blank first"):
+            visit(action)
+    assert visit("select", clicked=9).selected == 9
+    assert visit("select", clicked=0).selected == 9  # that is no blank
+    assert visit("step").fill.tokens[9] is not None and session.selected is None
+    visit("select", clicked=6)
+    assert visit("put", clicked=120).fill.tokens[6] == 120
+    visit("select", clicked=1)
+    for own in ("three", ""):
+        with pytest.raises(ValueError, match="do not fit"):
+            visit("write", own=own)
+    assert visit("write", own="to").fill.tokens[1:3] == [*b"to"]
+    assert [position for position, *_ in session.fill.steps] == [9, 6, 1, 2]
+    assert visit("undo").fill.blanks == [2, 8, 10] and visit("undo").fill.blanks == [1, 2, 8, 10]
+    visit("select", clicked=10)
+    visit("run", rule="l2r")  # the outlined blank first, then by the rule
+    assert visit("settings").selected is None
+    positions = [position for position, *_ in session.fill.steps]
+    assert positions == [9, 6, 10, 1, 2, 8]
+    for action in ("step", "run", "write", "put"):
+        assert visit(action).fill.blanks == []  # nothing is left, and nothing is wrong
+
+
+def test_the_text_beside_keeps_pace_in_its_own_order(visit):
+    session = visit("restart", compare=True, beside_rule="random", beside_seed=5)
+    for action, count in (("step", 1), ("step", 2), ("undo", 1), ("run", 6)):
+        assert len(visit(action).beside.steps) == count == len(session.fill.steps)
+    alone = gapped(session.fill.text)
+    while (blank := alone.next("random", 5)) is not None:
+        alone.draw(blank, 1.0, 5)
+    assert session.beside.steps == alone.steps != session.fill.steps
+    again = visit("settings", beside_rule="confidence", beside_seed=0)
+    assert again.beside.steps == again.fill.steps
+    assert visit("settings", compare=False).beside is None
+
+
+def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(visit):
+    session = visit("restart", text="ab[MASK:2-4]cd e[MASK:1-2]f")
+    text = session.fill.text
+    best = text.fill("ab[MASK:2-4]cd e[MASK:1-2]f", num_samples=2, mode="l2r")[0]
+    assert session.fill.context == best.context and session.note.startswith("Best lengths")
+    steps = [visit("step").fill for _ in range(2)]
+    assert len(steps[-1].steps) == 2
+    fill = visit("step", text="x[MASK:2]y").fill
+    assert len(fill.steps) == 1 and len(fill.context) == 4 and not session.note
+    for wrong, words in (("x", "no mask"), ("[MASK:99]", "block size"), ("[MASK:", "is no mask")):
+        with pytest.raises(ValueError, match=words):
+            visit("run", text=wrong)
+    with pytest.raises(ValueError, match="seed"):
+        visit("step", text="x[MASK:2]y", seed=-1)
+    assert session.fill is fill and len(fill.steps) == 1
+
+
+def test_mistakes_are_told(monkeypatch):
+    monkeypatch.setattr(app, "load", lambda path: small("GPT-2"))
+    with pytest.raises(ValueError, match="only continues texts"):
+        app.Session().act(SETTINGS, "step")
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(ValueError, match="make playground"):
+        app.page("x")
+    assert_user_error(run_script("app.py", "no/such/run", check=False), "no/such/run")
+
+
+# ---- in the browser ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tab():
+    pytest.importorskip("gradio")
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = "chromium", "chromium-browser", "google-chrome"
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"needs Chromium: none of {names} is on PATH")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address, complaints = f"http://127.0.0.1:{port}/", []
+    command = [sys.executable, "app.py", "--port", str(port)]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    def answers():
+        try:
+            return urllib.request.urlopen(address).status == 200
+        except urllib.error.URLError:
+            return False
+
+    try:
+        wait_for(answers, server)
+        with playwright.sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+            page = browser.new_page(viewport={"width": 1200, "height": 900})
+            page.set_default_timeout(600_000)  # as helpers.wait_for
+            page.on("request", lambda r: r.url.startswith(address) or complaints.append(r.url))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(address)
+            yield page
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait()
+    assert not complaints  # and nothing was asked of any other address
+
+
+def begin(tab, text):
+    tab.get_by_label("Text with gaps").fill(text)
+    tab.get_by_role("button", name="Restart").click()
+
+
+def filled(tab, count, column=0):
+    tab.locator("section .scores th", has_text=f"{count} of").nth(column).wait_for()
+
+
+def test_a_text_is_filled_in_by_clicks(tab):
+    begin(tab, "The old horse[MASK:4] home.")
+    filled(tab, 0)
+    assert tab.locator("button.blank").count() == 4 and tab.locator(".choice").count() == 8
+    tab.get_by_role("button", name="Step").click()
+    filled(tab, 1)
+    first = tab.locator(".scores td").nth(1).inner_text()
+    tab.locator("button.blank:not(.next)").first.click()
+    tab.locator("button.blank.next").nth(0).wait_for()
+    place = tab.locator("button.blank").first
+    wait_for(lambda: "next" in place.get_attribute("class"))
+    choice = tab.locator(".choice b").nth(1).inner_text()
+    tab.locator(".choice").nth(1).click()
+    filled(tab, 2)
+    told = tab.locator(".filled", has_text=choice.replace("·", "").strip()).first
+    assert "token" in told.get_attribute("title")
+    assert float(tab.locator(".scores td").nth(1).inner_text()) < float(first) <= 0
+    tab.get_by_role("button", name="Undo").click()
+    filled(tab, 1)
+    assert tab.locator(".scores td").nth(1).inner_text() == first
+    tab.get_by_label("Compare two orders").check()
+    filled(tab, 1, column=1)
+    tab.get_by_role("button", name="Run").click()
+    filled(tab, 4, column=1)
+    assert tab.locator(".blank").count() == 0 and tab.locator(".scores").count() == 2
+    text = tab.locator(".filling").first.inner_text()
+    assert text.startswith("The old horse") and text.endswith(" home.")
+    assert tab.locator("polyline").count() == 2 and tab.locator("circle").count() == 10
+    assert tab.locator(".scores tr").count() == 8
+    tab.get_by_label("Compare two orders").uncheck()
+    wait_for(lambda: tab.locator(".scores").count() == 1)
+
+
+def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
+    hostile = "${document.title='x'}<img src=x onerror=\"document.title='y'\">`{{value}}\\u0041"
+    begin(tab, hostile + "[MASK:9]")
+    filled(tab, 0)
+    box = tab.get_by_label("Or write your own")
+    box.fill("<b>")
+    box.press("Enter")
+    tab.locator(".scores th", has_text="of 9").filter(has_not_text="0 of 9").wait_for()
+    assert tab.locator(".filling").text_content().startswith(hostile)
+    assert (
+        tab.title() == "AO-GPT playground" and tab.locator(".filling img, .filling b").count() == 0
+    )
+
+
+def test_an_error_is_told_in_one_line(tab):
+    begin(tab, "no gap")
+    tab.locator(".error", has_text="there is no mask").wait_for()
+    begin(tab, "a[MASK:2] b")
+    filled(tab, 0)
+    assert tab.locator(".error").count() == 0
+    model = tab.get_by_role("combobox", name="Model")
+    model.fill("no/such/run")
+    model.press("Enter")
+    tab.locator(".error", has_text="no/such/run").wait_for()
