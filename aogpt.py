@@ -209,6 +209,7 @@ class TextModel:
         ]
 
     def log_prob(self, ids: list[int]) -> float:
+        """log p of the tokens of a whole text, left to right, nats."""
         found = self._along(torch.tensor([ids]), torch.arange(len(ids))[None])
         return math.fsum(found[self.loaded.scored_from :])
 

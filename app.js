@@ -17,7 +17,7 @@ function drawText(parent, view, tag) {
     if (token.blank !== undefined) {
       const node = add(text, tag, token.next ? "blank next" : "blank", `${plain(token.text)} `);
       add(node, "small", "", percent(token.p, 0));
-      node.onclick = () => tag === "button" && trigger("select", { value: token.blank });
+      node.onclick = () => tag === "button" && trigger("select", { value: [token.blank, -1] });
     } else if (token.step) {
       const node = add(text, "span", "filled", token.text);
       node.style.setProperty("--p", token.p);
@@ -42,12 +42,12 @@ function drawChoices(parent, view) {
   add(parent, "h4", "", "What fits into the outlined blank");
   const open = view.tokens.some((token) => token.blank !== undefined);
   if (!view.choices.length) add(parent, "p", "", open ? "Click a blank." : "No blank is left. Undo takes the last token back, Restart all of them.");
-  for (const [token, text, p] of view.choices) {
+  for (const [position, token, text, p] of view.choices) {
     const node = add(parent, "button", "choice");
     add(node, "b", "", plain(text));
     add(node, "i").style.width = percent(p);
     add(node, "span", "", percent(p));
-    node.onclick = () => trigger("click", { value: token });
+    node.onclick = () => trigger("click", { value: [position, token] });
   }
 }
 

@@ -134,7 +134,7 @@ class Settings(NamedTuple):
     beside_rule: str
     beside_seed: int
     own: str
-    clicked: int = -1  # a position or a token
+    clicked: tuple[int, int] = (-1, -1)  # a position and a token
 
 
 class Session:
@@ -153,8 +153,8 @@ class Session:
         stale = self.fill is None or self.source != (s.model, s.text) and action in ("step", "run")
         if stale or action == "restart":
             self.restart(s)
-        fill, blanks = self.fill, self.fill.blanks
-        if action in ("step", "run", "put", "write") and blanks and self.selected is None:
+        (position, token), fill, blanks = s.clicked, self.fill, self.fill.blanks
+        if action in ("step", "run", "write") and blanks and self.selected is None:
             raise UserError("click a blank first, or choose another order")
         match action:
             case "step" | "run" if blanks:
@@ -163,10 +163,10 @@ class Session:
                     fill.draw(blank, s.temperature, s.seed)
             case "undo":
                 fill.undo()
-            case "select" if s.clicked in blanks:
-                self.selected = s.clicked
-            case "put" if blanks:
-                fill.put(self.selected, s.clicked)
+            case "select" if position in blanks:
+                self.selected = position
+            case "put" if position in blanks:  # a double click comes too late
+                fill.put(position, token)
             case "write" if blanks:
                 fill.write(self.selected, s.own)
             case "settings":
@@ -190,9 +190,7 @@ class Session:
             found = text.fill(s.text, 2 * len(given), num_samples=2, **options)
             given = list(dict.fromkeys(tuple(filling.context) for filling in found))
             fits = (" and ".join(map(str, gap_lengths(context))) for context in given[:3])
-            note = (
-                f"Best lengths of the gaps, in tokens: {'; then '.join(fits)}. The first is taken."
-            )
+            note = f"Lengths of the gaps in tokens, the best first: {'; then '.join(fits)}."
         self.fill, self.beside, self.note = Fill(text, given[0]), None, note
         self.selected, self.source = self.fill.next(s.rule, s.seed), (s.model, s.text)
 
@@ -212,27 +210,25 @@ def load(path: str) -> aogpt.TextModel:
 
 def view(fill: Fill, selected: int | None = None) -> dict:
     """What app.js draws of a text."""
-    decode, tokens = fill.text.tokenizer.decode, []
+    tokens, name = [], lambda token: visible(fill.text.tokenizer.decode([token]))
     steps = {position: (i, log_p) for i, (position, _, log_p) in enumerate(fill.steps, 1)}
     for blank, run in itertools.groupby(enumerate(fill.tokens), key=lambda pair: pair[1] is None):
         places, ids = zip(*run, strict=True)
-        if blank:
-            best = [fill.best(i)[0] for i in places]
-            told = [{"blank": i, "next": i == selected} for i in places]
-            rows = [t | {"text": decode([b]), "p": p} for t, (b, p) in zip(told, best, strict=True)]
-        else:
-            told = [steps.get(i, (0, 0.0)) for i in places]
-            rows = [{"step": step, "p": math.exp(log_p)} for step, log_p in told]
-            pieces = zip(rows, fill.text.tokenizer.pieces(ids), strict=True)
-            rows = [row | {"text": visible(piece)} for row, piece in pieces]
-        tokens += rows
+        pieces = ids if blank else fill.text.tokenizer.pieces(ids)
+        for i, piece in zip(places, pieces, strict=True):
+            if blank:
+                ((token, p),) = fill.best(i)
+                tokens.append({"blank": i, "next": i == selected, "text": name(token), "p": p})
+            else:
+                step, log_p = steps.get(i, (0, 0.0))
+                tokens.append({"step": step, "text": visible(piece), "p": math.exp(log_p)})
     scores = [("in the order taken", fill.sums[-1], len(fill.steps))]
     if not fill.blanks:
         given, whole = fill.left_to_right()
         scores.append(("the same tokens, left to right", given, len(fill.steps)))
         scores.append(("the whole text, left to right", whole, len(tokens)))
     best = fill.best(selected, 8) if selected is not None else []
-    choices = [(i, decode([i]), p) for i, p in best]
+    choices = [(selected, token, name(token), p) for token, p in best]
     return {"tokens": tokens, "scores": scores, "sums": fill.sums, "choices": choices}
 
 
@@ -257,9 +253,7 @@ def page(run: str):
         session = gr.State(Session())
         gr.Markdown(INTRO)
         with gr.Row():
-            text = gr.Textbox(
-                EXAMPLE, label="Text with gaps", info=GAPS, lines=2, scale=2, min_width=320
-            )
+            text = gr.Textbox(EXAMPLE, label="Text with gaps", info=GAPS, lines=2, min_width=320)
             label = "Model: from the list, or a path" if any_path else "Model"
             model = gr.Dropdown([*models], label=label, min_width=240, allow_custom_value=any_path)
         with gr.Row():
@@ -271,10 +265,9 @@ def page(run: str):
             beside_rule = gr.Dropdown(rules[:-1], value="l2r", label="Order beside")
             beside_seed = gr.Number(0, label="Seed beside", precision=0)
         with gr.Row():
-            step, run_all = (
-                gr.Button(name, variant="primary", min_width=70) for name in ("Step", "Run")
-            )
-            undo, restart = (gr.Button(name, min_width=70) for name in ("Undo", "Restart"))
+            small, main = {"min_width": 70}, {"min_width": 70, "variant": "primary"}
+            step, run_all = (gr.Button(name, **main) for name in ("Step", "Run"))
+            undo, restart = (gr.Button(name, **small) for name in ("Undo", "Restart"))
         script = Path(__file__).with_name("app.js")
         drawing = {"html_template": "<div></div>", "js_on_load": script.read_text("utf-8")}
         board = gr.HTML(apply_default_css=False, **drawing)
@@ -283,7 +276,7 @@ def page(run: str):
 
         def on(event, action):
             def act(data: gr.EventData, session, *values):
-                clicked = data.value if action in ("select", "put") else -1
+                clicked = data.value if action in ("select", "put") else (-1, -1)
                 s, error = Settings(*values, clicked), ""
                 try:
                     session.act(s, action)
@@ -320,9 +313,7 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     load(a.run)
     css = Path(__file__).with_name("app.css")
-    page(a.run).launch(
-        server_port=a.port, share=False, ssr_mode=False, css_paths=css, footer_links=["settings"]
-    )
+    page(a.run).launch(server_port=a.port, share=False, css_paths=css, footer_links=["settings"])
 
 
 if __name__ == "__main__":
