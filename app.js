@@ -70,8 +70,8 @@ function drawSums(parent, views) {
     svg(picture, "line", { x1: left, x2: width - 12, y1: y(sum), y2: y(sum), class: "grid" });
     svg(picture, "text", { x: left - 6, y: y(sum) + 4, "text-anchor": "end" }, sum.toFixed(1));
   }
-  for (const i of new Set([0, count]))
-    svg(picture, "text", { x: x(i), y: height - 4, "text-anchor": "middle" }, i);
+  svg(picture, "text", { x: left, y: height - 4 }, "0");
+  svg(picture, "text", { x: x(count), y: height - 4, "text-anchor": "end" }, `${count} tokens`);
   views.forEach((view, number) => {
     const points = view.sums.map((sum, i) => `${x(i)},${y(sum)}`).join(" ");
     svg(picture, "polyline", { points, class: `curve${number}` });

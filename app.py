@@ -265,13 +265,13 @@ def page(run: str):
             beside_rule = gr.Dropdown(rules[:-1], value="l2r", label="Order beside")
             beside_seed = gr.Number(0, label="Seed beside", precision=0)
         with gr.Row():
-            small, main = {"min_width": 70}, {"min_width": 70, "variant": "primary"}
+            small, main = {"min_width": 50}, {"min_width": 50, "variant": "primary"}
             step, run_all = (gr.Button(name, **main) for name in ("Step", "Run"))
             undo, restart = (gr.Button(name, **small) for name in ("Undo", "Restart"))
         script = Path(__file__).with_name("app.js")
         drawing = {"html_template": "<div></div>", "js_on_load": script.read_text("utf-8")}
         board = gr.HTML(apply_default_css=False, **drawing)
-        own = gr.Textbox(label="Or write your own text for the outlined blank, and press Enter")
+        own = gr.Textbox(label="Or write your own and press Enter (a word begins with a space)")
         controls = [model, text, rule, temperature, seed, compare, beside_rule, beside_seed, own]
 
         def on(event, action):
@@ -313,7 +313,7 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     load(a.run)
     css = Path(__file__).with_name("app.css")
-    page(a.run).launch(server_port=a.port, share=False, css_paths=css, footer_links=["settings"])
+    page(a.run).launch(server_port=a.port, share=False, css_paths=css, footer_links=["gradio", "settings"])
 
 
 if __name__ == "__main__":
