@@ -3,7 +3,7 @@
 # make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
-# make playground: a page on which the model of results/books_model fills in texts, in the browser.
+# make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.

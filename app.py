@@ -45,8 +45,8 @@ EXAMPLE = "The old horse was tired,[MASK:7] and so they gave him[MASK:2-4] water
 
 
 class Fill:
-    """A text whose blanks are filled in one by one. With one rule, temperature and seed throughout
-    it takes the tokens that sample.py takes."""
+    """A text whose blanks are filled in one by one: with one rule, temperature and seed throughout,
+    as in the first sample of sample.py."""
 
     def __init__(self, text: aogpt.TextModel, context: Context):
         self.text, self.context, self.tokens = text, list(context), list(context)
@@ -313,7 +313,9 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     load(a.run)
     css = Path(__file__).with_name("app.css")
-    page(a.run).launch(server_port=a.port, share=False, css_paths=css, footer_links=["gradio", "settings"])
+    page(a.run).launch(
+        server_port=a.port, share=False, css_paths=css, footer_links=["gradio", "settings"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The playground: filling in step by step, exact against the model, and the page in Chromium
 (skipped where gradio or Chromium is missing)."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -163,6 +164,26 @@ def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(vis
     with pytest.raises(ValueError, match="seed"):
         visit("step", text="x[MASK:2]y", seed=-1)
     assert session.fill is fill and len(fill.steps) == 1
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
+def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
+    text = small(system)
+    fill = gapped(text, "é\x07[MASK:2]\n<b>[MASK]")
+    fill.put(9, 98)
+    drawn = json.loads(json.dumps(app.view(fill, 3)))
+    known = [token["text"] for token in drawn["tokens"] if "step" in token]
+    assert "".join(known) == "é\\x07\n<b>b"  # control characters are escaped
+    blanks = [token for token in drawn["tokens"] if "blank" in token]
+    assert [(token["blank"], token["next"]) for token in blanks] == [(3, True), (4, False)]
+    assert [token["p"] for token in blanks] == [fill.best(i)[0][1] for i in (3, 4)]
+    assert drawn["choices"][0][:2] == [3, fill.best(3)[0][0]] and len(drawn["choices"]) == 8
+    assert drawn["scores"] == [["in the order taken", fill.sums[-1], 1]]
+    for position in (3, 4):
+        fill.draw(position, 1.0, 0)
+    drawn = app.view(fill)
+    assert [score for _, score, _ in drawn["scores"]] == [fill.sums[-1], *fill.left_to_right()]
+    assert not drawn["choices"] and len(drawn["sums"]) == 4
 
 
 def test_mistakes_are_told(monkeypatch):
