@@ -81,6 +81,11 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+def mark_of_none(run_folder: Path) -> Path:
+    """An empty folder that a run has until its first checkpoint is finished."""
+    return Path(run_folder) / "checkpoints" / ".none_yet"
+
+
 def step_of(path: Path) -> int | None:
     """The step in the name of a checkpoint; None for other names."""
     found = re.fullmatch(r"step_(\d{8,})", path.name)
@@ -163,6 +168,7 @@ def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
     shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
     os.rename(temporary_of(path), path)
     sync(path.parent)
+    shutil.rmtree(mark_of_none(run_folder), ignore_errors=True)
     settle(run_folder, values, keep)
 
 

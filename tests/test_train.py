@@ -676,6 +676,11 @@ def removed(folder):
     (folder / "best").unlink()
 
 
+def emptied(folder):
+    for path in (folder / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
 @pytest.mark.parametrize("lose", [unmount, empty_mount_point, removed])
 def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference, tmp_path, lose):
     config = copy_of(reference, tmp_path)
@@ -700,6 +705,54 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, t
     rows = [json.dumps(row) for row in rows if row["step"] <= steps]
     (config.run_folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "lo']))
     assert train.train(config, ALONE) == 0 and metrics(config) == before
+
+
+@pytest.mark.parametrize(
+    "changes, more",
+    [
+        ({"checkpoint__interval": 6}, {}),  # the metrics end at the step of the only checkpoint
+        ({"train__steps": 7}, {"checkpoint__interval": 100, "train__steps": 9}),
+        ({"checkpoint__interval": 100, "checkpoint__minutes": 1e-9}, {}),  # saved by the clock
+    ],
+)
+def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
+    data, tmp_path, changes, more
+):
+    config = change(tiny_config(data, tmp_path, steps=6), eval__interval=0, **changes)
+    train.train(config, ALONE)
+    config = change(config, **more)
+    train.train(config, ALONE)
+    emptied(config.run_folder)
+    before = files(config.run_folder)
+    with pytest.raises(UserError, match="history of a run of . steps, .* move .* away"):
+        train.train(config, ALONE)
+    assert files(config.run_folder) == before
+
+
+@pytest.mark.parametrize("step, linked", [(2, False), (4, False), (4, True)])
+def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
+    data, tmp_path, monkeypatch, step, linked
+):
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)  # saves at steps 4 and 6
+    if linked:
+        (tmp_path / "disk").mkdir()
+        config.run_folder.mkdir()
+        (config.run_folder / "checkpoints").symlink_to(tmp_path / "disk")
+
+    def update(state, *numbers):
+        if state.progress.step == step:  # after the row of that step, or instead of the checkpoint
+            raise KeyboardInterrupt
+        return whole(state, *numbers)
+
+    whole = train.update
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", update)
+        patch.setattr(train.Saver, "save", lambda *arguments: None)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train.train(config, ALONE)
+    assert max(metrics(config, "loss")) == step
+    assert train.train(config, ALONE) == 0 and not store.mark_of_none(config.run_folder).exists()
 
 
 def test_every_damage_of_the_metrics_is_kept_in_a_file_of_its_own(reference, tmp_path, capsys):

@@ -98,6 +98,8 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     state = State(model, averages, optimizers.make_optimizer(model, config), Progress())
     if procs.main:
         store.remove_partial(folder)
+        if not found:
+            store.mark_of_none(folder).mkdir(parents=True, exist_ok=True)
     if found:
         restore(state, *found)
         if procs.main:  # a kill may have prevented it
@@ -120,9 +122,12 @@ def history_in(folder: Path) -> str | None:
     if own:
         steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
         first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
-    unfinished = store.temporary_of(store.path_of(folder, first)).exists()
+    # Versions without the mark made `checkpoints` with the first checkpoint.
+    unfinished = store.mark_of_none(folder).exists()
+    unfinished |= steps <= 2 * first and store.temporary_of(store.path_of(folder, first)).exists()
+    unfinished |= steps < first and not place.exists()
     unmounted = place.is_symlink() and not place.is_dir()
-    if not (unmounted or "best" in held or steps > first and not unfinished):
+    if not (unmounted or "best" in held or steps and not unfinished):
         return None
     why = f"the history of a run of {steps} steps, but there is no checkpoint in {place}"
     return f"{folder} holds {why}: mount its disk, or move {folder} away to start anew"
