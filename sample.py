@@ -52,8 +52,8 @@ class Arguments(ModelOptions, OutputOptions):
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
     truncate: Literal["no", "left"] = "no"
-    """Prompts that are too long. no: they are left out of --prompts. left: they lose their
-    beginning, so that --new-tokens, or else half of the length, are generated."""
+    """Prompts that are too long. no: they are left out of --prompts. left: they (without masks)
+    lose their beginning, so that --new-tokens, or else half of the length, are generated."""
     stop: tuple[str, ...] = ()
     """Cut each sample before the first of these texts."""
     until_end: bool = False
@@ -68,7 +68,7 @@ class Arguments(ModelOptions, OutputOptions):
 
 
 class TooLong(UserError):
-    """A prompt that leaves no room."""
+    """A prompt that leaves no room, or a text with masks that exceeds the block size."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("--length counts the prompt, --new-tokens does not: give one of them")
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
+    if "" in a.stop:
+        raise UserError("--stop is empty; give the text before which samples are cut")
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
@@ -183,7 +185,7 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
         raise too_long[0]
     if too_long and procs.main:
         told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
-        show(f"{told} (or give --truncate left); the first is {too_long[0]}", file=sys.stderr)
+        show(f"{told} (--truncate left cuts those without masks); the first is {too_long[0]}", file=sys.stderr)
     return list(found), list(found.values())
 
 
@@ -192,7 +194,7 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     cannot do."""
     c = loaded.model.config
     if request.kind == "infill":
-        context = encode_infill(request, tokenizer, a.length or a.new_tokens, c.block_size)
+        context = encode_infill(request, tokenizer, a, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:
@@ -216,9 +218,9 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     return context
 
 
-def encode_infill(request: Request, tokenizer: Tokenizer, length, block_size: int) -> Context:
-    if length is not None or request.length is not None:
-        option = "--length" if request.length is None else '"length"'
+def encode_infill(request: Request, tokenizer: Tokenizer, a: Arguments, block_size: int) -> Context:
+    lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
+    if option := next((option for option, value in lengths.items() if value is not None), None):
         raise UserError(f"{request.place}: text and masks say the length; leave out {option}")
     tokens = []
     # Text and masks alternate. Anything that begins like a mask must be one.
@@ -235,7 +237,7 @@ def encode_infill(request: Request, tokenizer: Tokenizer, length, block_size: in
         raise UserError(f"{request.place}: there is no mask; write [MASK:n] for n new tokens")
     if len(tokens) > block_size:
         limit = f"text and masks exceed the model's block size, {block_size} tokens"
-        raise UserError(f"{request.place}: {limit}; shorten them")
+        raise TooLong(f"{request.place}: {limit}; shorten them")
     return tokens
 
 
