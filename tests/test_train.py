@@ -498,6 +498,17 @@ def test_under_other_settings_the_count_of_skipped_steps_starts_anew(data, tmp_p
     assert metrics(config, "skipped_steps")[8] == 4
 
 
+def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(data, tmp_path, monkeypatch):
+    """That of the last step, also where the count starts anew after it."""
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, train__max_skipped_steps=4)
+    spoil(monkeypatch, set(range(5, 20)), "loss")
+    train.train(config, ALONE)  # saves at steps 4 and 6
+    assert newest(config)["skipped_in_a_row"] == 2
+    message = "at step 10; the last good checkpoint is .*/step_00000004.* remove it and all later"
+    with pytest.raises(UserError, match=message):
+        train.train(change(config, train__steps=12), ALONE)
+
+
 def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
     reference, tmp_path, script
 ):

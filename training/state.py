@@ -307,15 +307,19 @@ class Saver:
 
 
 def last_good(config: Config, step: int) -> str:
-    paths = store.find(config.run_folder, up_to=step)
-    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no earlier checkpoint"
+    """The newest checkpoint up to a step that was not saved, as at a stop, after skipped steps."""
+    for path in reversed(store.find(config.run_folder, up_to=step)):
+        with contextlib.suppress(CheckpointError):
+            if not store.read_values(path, share=slice(0))["skipped_in_a_row"]:
+                return f"the last good checkpoint is {path}"
+    return "there is no earlier checkpoint"
 
 
 def not_finite_message(config: Config, progress: Progress, what: str) -> str:
     """Why a run ends whose numbers are no longer finite."""
     good = last_good(config, progress.step - progress.skipped_in_a_row)
-    remove = "if no loss after that checkpoint is finite, remove it"
-    last = remove if store.find(config.run_folder) else f"move {config.run_folder} away"
+    remove = "if no loss after that checkpoint is finite, remove it and all later ones"
+    last = remove if good.startswith("the last") else f"move {config.run_folder} away"
     advice = f"Lower --optim.lr, or set --optim.grad-clip, and start again; {last}"
     return f"{what} is not finite at step {progress.step}; {good}. {advice}"
 
