@@ -41,6 +41,7 @@ from runtime.validation import Count, NonNegative, from_values, read_json, schem
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
+NONE_YET = ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
 ADVICE = "use another checkpoint of the run"
 TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
@@ -79,11 +80,6 @@ def path_of(run_folder: Path, step: int) -> Path:
 def temporary_of(path: Path) -> Path:
     """Where a checkpoint is while it is being written or removed."""
     return path.with_name(f".{path.name}.tmp")
-
-
-def mark_of_none(run_folder: Path) -> Path:
-    """An empty folder that a run has until its first checkpoint is finished."""
-    return Path(run_folder) / "checkpoints" / ".none_yet"
 
 
 def step_of(path: Path) -> int | None:
@@ -168,7 +164,7 @@ def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
     shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
     os.rename(temporary_of(path), path)
     sync(path.parent)
-    shutil.rmtree(mark_of_none(run_folder), ignore_errors=True)
+    shutil.rmtree(Path(run_folder) / NONE_YET, ignore_errors=True)
     settle(run_folder, values, keep)
 
 

@@ -242,7 +242,9 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
     assert metrics(config, "lr")[42] == learning_rate(41, config)
     assert configuration.load_toml(config.run_folder / "config.toml") == config
     meta = json.loads((other / "meta.json").read_text())
-    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "words"}))
+    (other / "meta.json").write_text(
+        json.dumps(meta | {"tokenizer": "words", "tokenizer_sha256": "0"})
+    )
     with pytest.raises(UserError, match="tokenizer = 'bytes', but now it is 'words'"):
         train.train(change(config, train__steps=43), ALONE)
 
@@ -763,7 +765,7 @@ def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
             with pytest.raises(KeyboardInterrupt):
                 train.train(config, ALONE)
     assert max(metrics(config, "loss")) == step
-    assert train.train(config, ALONE) == 0 and not store.mark_of_none(config.run_folder).exists()
+    assert train.train(config, ALONE) == 0 and not (config.run_folder / store.NONE_YET).exists()
 
 
 def test_every_damage_of_the_metrics_is_kept_in_a_file_of_its_own(reference, tmp_path, capsys):

@@ -99,7 +99,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     if procs.main:
         store.remove_partial(folder)
         if not found:
-            store.mark_of_none(folder).mkdir(parents=True, exist_ok=True)
+            (folder / store.NONE_YET).mkdir(parents=True, exist_ok=True)
     if found:
         restore(state, *found)
         if procs.main:  # a kill may have prevented it
@@ -123,9 +123,8 @@ def history_in(folder: Path) -> str | None:
         steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
         first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
     # Versions without the mark made `checkpoints` with the first checkpoint.
-    unfinished = store.mark_of_none(folder).exists()
+    unfinished = (folder / store.NONE_YET).exists() or steps < first and not place.exists()
     unfinished |= steps <= 2 * first and store.temporary_of(store.path_of(folder, first)).exists()
-    unfinished |= steps < first and not place.exists()
     unmounted = place.is_symlink() and not place.is_dir()
     if not (unmounted or "best" in held or steps and not unfinished):
         return None
@@ -307,10 +306,9 @@ class Saver:
 
 
 def last_good(config: Config, step: int) -> str:
-    """The newest checkpoint up to a step that was not saved, as at a stop, after skipped steps."""
     for path in reversed(store.find(config.run_folder, up_to=step)):
         with contextlib.suppress(CheckpointError):
-            if not store.read_values(path, share=slice(0))["skipped_in_a_row"]:
+            if not store.read_values(path, share=slice(0))["skipped_in_a_row"]:  # as at a stop
                 return f"the last good checkpoint is {path}"
     return "there is no earlier checkpoint"
 
