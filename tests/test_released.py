@@ -580,11 +580,24 @@ def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path
         convert(str(run), tmp_path / "file" / "new")
 
 
+def test_of_two_that_convert_into_one_folder_the_later_one_says_so(run, tmp_path, monkeypatch):
+    def digest_later(settings):
+        monkeypatch.setattr("convert.digest", store.digest)
+        convert(str(run), tmp_path / "new")
+        return store.digest(settings)
+
+    monkeypatch.setattr("convert.digest", digest_later)
+    with pytest.raises(CheckpointError, match="could not write .*new: another process has made it"):
+        convert(str(run), tmp_path / "new")
+    assert load_model(tmp_path / "new") and len(list(tmp_path.iterdir())) == 1
+
+
 @torch.no_grad()
 def test_the_weights_in_this_repository_know_english_in_every_order():
     """Of a sentence that nobody trained on: 3.2 to 3.5 nats a token, where words as they are
     frequent would be 6.3 (results/books.md) and words thrown about are more."""
     loaded = load(ROOT / "results" / "books_model")
+    assert loaded.tokenizer_sha256 == get_tokenizer("english").sha256
     text = "The old man opened the door, and looked at the child who was sitting by the fire."
     tokens = torch.tensor([get_tokenizer(loaded.tokenizer).encode(text)])
     length = tokens.shape[1]
