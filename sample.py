@@ -22,7 +22,7 @@ import tyro
 
 from checkpoints.load import Loaded, load
 from data.tokenizers import Tokenizer
-from runtime.command_line import ModelOptions, run_script, show, visible
+from runtime.command_line import ModelOptions, counted, run_script, show, visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines
@@ -33,19 +33,21 @@ from sampling import modes
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
+TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # "None" is a text
+
 
 @dataclass(frozen=True)
 class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
-    prompt: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    prompt: Annotated[str | None, TEXT] = None
     """Text that every sample begins with."""
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
     new_tokens: Count | None = None  # Instead: tokens after the prompt.
     num_samples: Count = 4  # Samples of each prompt.
-    infill: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
     prompts: Path | None = None
@@ -135,7 +137,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
-    made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
+    made = f"{counted(len(records), 'samples')} of {tokens} tokens from {loaded.describe()}"
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
@@ -185,7 +187,7 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
         raise too_long[0]
     if too_long and procs.main:
         told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
-        show(f"{told} (--truncate left cuts those without masks); the first is {too_long[0]}", file=sys.stderr)
+        show(f"{told} (--truncate left cuts prompts); the first is {too_long[0]}", file=sys.stderr)
     return list(found), list(found.values())
 
 

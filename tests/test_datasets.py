@@ -447,7 +447,7 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
         "note: 3 times <|endoftext|> is read as ordinary text (--split-at",
         "note: 3 rows have a field 'id', which is left out (see --field and --prompt-field)",
         "note: 3 rows have a field 'title', which is left out",
-        "note: 1 empty files are skipped",
+        "note: 1 empty file is skipped",
     ):
         assert note in said
     assert load_meta(folder)["splits"]["test"]["documents"] == 6
@@ -462,6 +462,18 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     write(tmp_path / "in" / "7.txt", "more")
     with pytest.raises(UserError, match="another source"):
         prepared("text", tmp_path / "q", tmp_path / "in", split="test")
+
+
+def test_the_command_that_comes_next_fits_short_data_and_names_the_folder_as_it_was_given(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    source = write(tmp_path / "a.txt", "x" * 80)  # val: 4 and the end of the text
+    prepared("text", Path("../o"), source)
+    said = capsys.readouterr().out
+    assert "val: 5 tokens of 1 document, 0 tokens dropped" in said and "in ../o;" in said
+    assert "quickstart.toml --name o --data.folder ../o --model.block-size 5\n" in said
 
 
 def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):

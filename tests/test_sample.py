@@ -401,6 +401,11 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
     assert all(word in said for word in (str(path), *words(message))), said
 
 
+def test_the_help_shows_defaults_as_they_are(script):
+    shown = script(sample, "--help")[1]
+    assert "--prompt STR" in shown and "['None']" not in shown
+
+
 def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_path):
     path, texts = tmp_path / "a.jsonl", ("a[MASK:2]", "a[MASK:16]", "b[MASK:3]")
     path.write_text("".join(json.dumps({"infill": text}) + "\n" for text in texts))
