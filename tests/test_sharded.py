@@ -16,12 +16,13 @@ from helpers import (
     read_checkpoint,
     run_script,
     tiny_config,
-    torchrun,
     write_config,
 )
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+import convert
+import sample
 import train
 from checkpoints import CheckpointError, load, store
 from runtime.processes import processes
@@ -49,7 +50,7 @@ def pair(base):
     """Two runs of two processes: an undisturbed one, and what one with faults said."""
     config, faulty = change(base, name="two"), change(base, name="faulty")
     jobs = f"run={write_config(config)}", f"faulty={write_config(faulty)}"
-    return config, faulty, torchrun(2, "tests/parallel_jobs.py", *jobs)
+    return config, faulty, run_script("tests/parallel_jobs.py", 2, *jobs)
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
         load(last)
 
 
-def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path):
+def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path, script):
     config, older, last = copy
     best = config.run_folder / "best"
     best.write_text(older.name + "\n")  # which in the run was the newest
@@ -213,8 +214,9 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, t
             for name, p in loaded.model.named_parameters():
                 assert_same(p.detach(), tensors[prefix + name], name)
             assert (loaded.step, loaded.weights) == (store.step_of(source), weights)
-    assert run_script("sample.py", best, "--num-samples", 1).stdout
-    run_script("convert.py", config.run_folder, tmp_path / "export")
+    status, out, _ = script(sample, best, "--num-samples", 1)
+    assert status == 0 and out
+    assert script(convert, config.run_folder, tmp_path / "export")[0] == 0
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert_same(exported, {n: p.detach() for n, p in load(last).model.named_parameters()})
     assert load(tmp_path / "export").step == 10
