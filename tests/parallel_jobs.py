@@ -1,8 +1,9 @@
 """Functions below, each with a configuration, done by several processes in turn:
 
-    torchrun ... tests/parallel_jobs.py NAME=CONFIG ...
-    python tests/parallel_jobs.py 2 NAME=CONFIG ... 4 NAME=CONFIG ...  # forked: imports take seconds
-"""
+torchrun ... tests/parallel_jobs.py NAME=CONFIG ...
+python tests/parallel_jobs.py 2 NAME=CONFIG ... 4 NAME=CONFIG ...
+
+The second forks them once everything is imported, which takes longer than the jobs."""
 
 import errno
 import itertools
@@ -221,13 +222,17 @@ def do(*jobs):
 def launch(world, *jobs):
     """As torchrun does, but for the fork."""
     place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": secrets.token_hex(8)}
-    nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world, "start_method": "fork"}
-    elastic_launch(LaunchConfig(**nodes, **place), do)(*jobs)
+    nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world, "max_restarts": 0}
+    elastic_launch(LaunchConfig(**nodes, **place, start_method="fork"), do)(*jobs)
+
+
+def main(*words):
+    at = [i for i, word in enumerate(words) if word.isdigit()]
+    for begin, end in itertools.pairwise([*at, len(words)]):
+        launch(int(words[begin]), *words[begin + 1 : end])
+    if not at:
+        do(*words)
 
 
 if __name__ == "__main__":
-    at = [i for i, word in enumerate(sys.argv) if word.isdigit()]
-    for start, end in itertools.pairwise([*at, len(sys.argv)]):
-        launch(int(sys.argv[start]), *sys.argv[start + 1 : end])
-    if not at:
-        do(*sys.argv[1:])
+    main(*sys.argv[1:])

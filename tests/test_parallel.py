@@ -15,8 +15,8 @@ from helpers import (
     metrics,
     needs_compiler,
     read_checkpoint,
-    tiny_config,
     run_script,
+    tiny_config,
     write_config,
 )
 
@@ -50,7 +50,7 @@ MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and 
     (("fsdp", 2), ("fsdp", 4)),
     (("fsdp", 4), ("ddp", 1)),
 ]
-STEPS, MOVED = 12, 8
+STEPS, MOVED = 8, 5
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def everywhere(data, tmp_path_factory, pairs, halved):
     file. Seven validation sequences are no multiple of the processes."""
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, model__n_layer=1)
-    base = change(base, train__micro_batch_size=2, eval__interval=6)
+    base = change(base, train__micro_batch_size=2, eval__interval=4)
     base = change(base, optim__kind="muon", model__position="rotary")
     base = change(base, checkpoint__keep=99, checkpoint__interval=MOVED)
     runs = {to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0]) for to in PLACES}
