@@ -351,15 +351,16 @@ def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(tm
     with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env=env) as writer:
         try:
             wait_for((tmp_path / "best").exists, writer)
-            steps = []
-            for checkpoint in ["last"] * 40 + ["best"] * 40:
-                loaded = load(tmp_path, checkpoint=checkpoint)
-                steps.append(loaded.step)
-                assert_same(weights(loaded.model), tiny_state(steps[-1]).averages[0].weights)
+            for checkpoint in ("last", "best"):
+                steps = []
+                while len(steps) < 30 or len(set(steps)) < 6:  # a busy machine may hold the writer
+                    assert writer.poll() is None
+                    loaded = load(tmp_path, checkpoint=checkpoint)
+                    steps.append(loaded.step)
+                    assert_same(weights(loaded.model), tiny_state(loaded.step).averages[0].weights)
+                assert steps == sorted(steps)
         finally:
             writer.kill()
-    for found in (steps[:40], steps[40:]):
-        assert found == sorted(found) and len(set(found)) > 5
     assert capfd.readouterr().err == "", "nothing is told of checkpoints that were replaced"
 
 
