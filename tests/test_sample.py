@@ -125,7 +125,7 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(draw, prompts,
     rows = [{"prompt": "the ", "length": 9}, *ROWS[1:]]
     whole = samples([*rows, {"prompt": "m"}], 5, 16)
     assert len({str(value) for value in whole.values()}) == len(whole) == 20
-    for count, size, some in ((1, 1, rows), (2, 3, rows[:1]), (2, 16, rows[:2]), (5, 3, rows)):
+    for count, size, some in ((1, 1, rows), (2, 16, rows[:2]), (5, 3, rows)):
         found = samples(some, count, size)
         assert found == {key: whole[key] for key in found} and len(found) == count * len(some)
     assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
