@@ -57,7 +57,8 @@ def convert(
                 loaded.get_tokenizer().keep(folder)
             write_json(folder / "config.json", settings | {"sha256": digest(settings)})
     except OSError as error:
-        raise CheckpointError(f"could not write {destination}: {error}") from error
+        made = os.path.lexists(destination) and "another process has made it meanwhile"
+        raise CheckpointError(f"could not write {destination}: {made or error}") from error
     show(f"read {loaded.describe()}")
     count = sum(parameter_counts(loaded.model).values())
     show(f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json")

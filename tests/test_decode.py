@@ -477,9 +477,9 @@ class FactoryFunctions(TorchDispatchMode):
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, monkeypatch):
     if system == "SEDD" and mode in ("speculative 3", "pairs 2"):
         return
-    given = torch.arange(LENGTH).expand(3, -1) < 1  # or relative models prefer no position
-    model, plan = text_model(system), make_plan(mode, 3, LENGTH, given, seed=2)
-    inputs = {"tokens": random_tokens(TOKENS, 3, LENGTH, 1), "uniforms": uniforms_for(3)}
+    given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
+    model, plan = text_model(system), make_plan(mode, 3, 6, given, seed=2)
+    inputs = {"tokens": random_tokens(TOKENS, 3, 6, 1), "uniforms": uniforms_for(3, 6)}
     expected = generate(model, plan, choice=TokenChoice(top_p=0.9), **inputs)
     monkeypatch.setattr(devices, "supports_float64", lambda device: device.type != "meta")
     with FactoryFunctions():
