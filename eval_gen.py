@@ -224,7 +224,7 @@ def notes(rows: list[dict]) -> list[str]:
     lines = []
     for row in rows:
         s, parts = row["sampler"], [f"{row['samples']} samples a row"]
-        names = "checkpoint", "dtype", "noise", "seed", "top_k"
+        names = "checkpoint", "dtype", "noise", "seed", "top_k", "crossing"
         parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]
         if row["unscored_samples"]:
             parts += [f"{row['unscored_samples']} of them too short to be scored"]

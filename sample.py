@@ -74,10 +74,6 @@ class Arguments(ModelOptions, OutputOptions):
     """Write a page that shows the samples filling in, step by step."""
 
 
-class TooLong(UserError):
-    """A prompt that leaves no room, or a text with masks that exceeds the block size."""
-
-
 @dataclass(frozen=True)
 class Request:
     """A prompt, or a text with masks."""

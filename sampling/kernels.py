@@ -20,7 +20,7 @@ from sampling.token_choice import REDRAWN, TokenChoice
 
 LARGEST_VOCABULARY = 2**18  # of which a sum of weights fits into 62 bits
 TILE = 4096
-KNOWN_FIELDS = {"temperature", "top_p", "top_k", "noise"}  # of `TokenChoice`
+KNOWN_FIELDS = {"temperature", "top_p", "top_k", "noise", "crossing"}  # of `TokenChoice`
 
 # What kernels read must be constants of Triton's.
 _ONE, _LEAST, _ALL = tl.constexpr(2.0**44), tl.constexpr(2.0**-53), tl.constexpr(2**53)
@@ -34,7 +34,7 @@ def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
     used."""
     others = {field.name: field.default for field in dataclasses.fields(choice)}
     new = vars(choice).keys() - KNOWN_FIELDS
-    exact = choice.noise == "float64" and choice.top_k is None
+    exact = choice.noise == "float64" and choice.top_k is None and choice.crossing == "keep"
     fits = logits.dtype != torch.float64 and logits.shape[1] <= LARGEST_VOCABULARY
     return exact and fits and all(getattr(choice, name) == others[name] for name in new)
 

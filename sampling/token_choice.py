@@ -20,6 +20,7 @@ from sampling.race import draw, fresh_uniforms, race
 
 Temperature = Annotated[float, Ge(0)]
 Noise = Literal["float64", "float32", "bfloat16"]
+Crossing = Literal["keep", "drop"]
 
 GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could overflow
 
@@ -40,6 +41,9 @@ class TokenChoice:
     noise: Noise = "float64"
     """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
     temperature."""
+    crossing: Crossing = "keep"
+    """drop: of the tokens of --top-p without the last, which takes them above it, as some published
+    samplers do."""
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -64,6 +68,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     probs = _truncated(logits, choice)
     if choice.noise != "float64":
         return _gumbel_argmax(_top_p(probs, choice), uniforms, getattr(torch, choice.noise))
+    if choice.crossing == "drop":
+        return draw(_top_p(probs, choice), uniforms)
     drawn, total = race(probs, uniforms)
     if choice.top_p == 1:
         return drawn
@@ -120,7 +126,19 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
     if choice.top_p == 1:
         return probs
-    return _nucleus(probs, choice.top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    wanted = choice.top_p * probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    kept = _nucleus(probs, wanted)
+    return kept if choice.crossing == "keep" else _without_crossing(kept, wanted)
+
+
+def _without_crossing(kept: Tensor, wanted: Tensor) -> Tensor:
+    """The nucleus without its last token where that takes it above `wanted`, unless it is alone."""
+    least = kept.where(kept > 0, torch.inf).amin(dim=-1, keepdim=True)
+    ids = torch.arange(kept.shape[-1], device=kept.device)
+    last = ids.where(kept == least, -1).amax(dim=-1, keepdim=True)
+    crosses = kept.sum(dim=-1, keepdim=True, dtype=torch.float64) > wanted
+    alone = (kept > 0).sum(dim=-1, keepdim=True) == 1
+    return torch.where((ids == last) & crosses & ~alone, 0, kept)
 
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:

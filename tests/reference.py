@@ -509,8 +509,8 @@ def paced_choice(scores, certain, by, group=None, threshold=None, entropy_bound=
 
 def truncated(probs, choice):
     """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k,
-    renormalise, keep the shortest head whose mass reaches top_p, and at least one token;
-    renormalise."""
+    renormalise, keep the shortest head whose mass reaches top_p, without its last where that is to
+    be dropped for passing top_p, and at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     mass, kept, reached = sum(probs[i] for i in ranked), [], 0.0
     for i in ranked:
@@ -518,6 +518,8 @@ def truncated(probs, choice):
         reached += probs[i] / mass
         if reached >= choice.top_p:
             break
+    if choice.crossing == "drop" and reached > choice.top_p and len(kept) > 1:
+        kept.pop()
     mass = sum(probs[i] for i in kept)
     return [probs[i] / mass if i in kept else 0.0 for i in range(len(probs))]
 

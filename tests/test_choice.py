@@ -27,8 +27,9 @@ CHOICES = [
     *(TokenChoice(temperature=t) for t in (0.5, 3.0)),
     *(TokenChoice(top_p=p) for p in (0.0, 1e-9, 0.3, 0.5, 0.9, 1.0 - 1e-12)),
     *(TokenChoice(top_k=k) for k in (1, 3, 100)),
+    *(TokenChoice(top_p=p, crossing="drop") for p in (0.1, 0.5, 0.9)),
     TokenChoice(top_k=3, top_p=0.6),
-    TokenChoice(0.7, 0.85, 5),
+    *(TokenChoice(0.7, 0.85, 5, crossing=crossing) for crossing in ("keep", "drop")),
 ]
 
 

@@ -61,7 +61,8 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     logits, min_p = torch.zeros(2, 5), [("min_p", float, 0.0)]
     more = dataclasses.make_dataclass("More", min_p, bases=(TokenChoice,), frozen=True)
     assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(logits, more())
-    for choice in (TokenChoice(top_k=3), TokenChoice(noise="float32"), more(min_p=0.1)):
+    dropped, noisy = TokenChoice(top_p=0.5, crossing="drop"), TokenChoice(noise="float32")
+    for choice in (TokenChoice(top_k=3), dropped, noisy, more(min_p=0.1)):
         assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
