@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from checkpoints import released, store
 from checkpoints.store import CheckpointError
-from data.tokenizers import RECORDED, Tokenizer, get_tokenizer
+from data.tokenizers import OWN, RECORDED, Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError, reason_of
 from runtime.files import sha256_file
@@ -126,7 +126,7 @@ def download(repo: str) -> Path:
         import huggingface_hub
 
         for name in (*WEIGHTS_FILES, "*.pt"):  # the first that the repo has
-            patterns = ["config.json", name]
+            patterns = ["config.json", OWN, "tokenizer.json", name]
             local = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns))
             if any(local.glob(name)):
                 break
@@ -150,6 +150,9 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     # A container of released weights, a dict with the key "model", has its own settings.
     if place.exists() and "model" not in contents:
         settings = read_json(place, dict[str, Any], "get it again")
+    if is_hub := (settings or {}).get("model_type") == "aogpt":  # of convert.py --hub
+        settings = settings.get("aogpt")
+        contents = {name.removeprefix("model."): tensor for name, tensor in contents.items()}
     if not str((settings or {}).get("format")).startswith("aogpt-export-"):
         config, tensors, origin = released.read(contents, settings, weights)
         return make_model(config, tensors), origin
@@ -158,7 +161,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     if (found := settings["format"]) != EXPORT_FORMAT:
         raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
     settings = from_values(settings, Export, str(place), "convert its source again")
-    if settings["files"].get(file.name) != sha256_file(file):
+    if not is_hub and settings["files"].get(file.name) != sha256_file(file):
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")

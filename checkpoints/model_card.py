@@ -1,0 +1,181 @@
+"""The README.md of an exported folder: what the model is, how it was trained, how to use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from checkpoints import store
+from checkpoints.load import Loaded
+from runtime.outputs import commit
+from runtime.validation import read_json
+from variants import parameter_counts
+
+SETTINGS = (  # keys of a run's configuration
+    *(f"model.{key}" for key in ("n_layer", "n_head", "n_embd", "block_size", "attention")),
+    *("model.target", "model.position", "order.kind", "order.l2r_prob", "objective.kind"),
+    *("objective.group", "train.steps", "train.batch_size", "train.init_from", "optim.kind"),
+    *("optim.lr", "optim.muon_lr", "optim.schedule", "optim.warmup_steps", "optim.weight_decay"),
+    *("optim.ema_decay", "seed"),
+)
+ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
+ORDERS |= {"own": "the run's own orders, in its groups"}
+
+
+def model_card(loaded: Loaded, rows: list[dict]) -> str:
+    """Markdown. Facts of the training are left out where the source has no run. rows: of the run's
+    metrics.jsonl."""
+    state_file = Path(loaded.path) / store.STATE
+    state = read_json(state_file, dict[str, Any], store.ADVICE) if state_file.is_file() else None
+    parts = [FRONT, _summary(loaded), _usage(loaded)]
+    if state is not None:
+        parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
+    parts += [_limits(loaded), f"Converted by the AO-GPT code at commit {commit()}."]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+FRONT = """---
+library_name: transformers
+tags: [any-order, masked-diffusion, text-generation]
+# license: the owner of the weights chooses one
+---
+
+# An AO-GPT model"""
+
+
+def _summary(loaded: Loaded) -> str:
+    c, count = loaded.model.config, sum(parameter_counts(loaded.model).values())
+    kind = (
+        "An encoder for masked diffusion: it predicts the tokens behind [MASK] from all others."
+        if c.is_encoder
+        else "A GPT that predicts the tokens of a text from left to right."
+        if c.l2r_only
+        else "An any-order GPT: it predicts the tokens of a text in any order, and an order gives "
+        "the exact probability of a text."
+    )
+    origin = f" They have the released layout of {loaded.system}." if loaded.system else ""
+    weights = "averaged (EMA)" if loaded.weights == "ema" else "last"
+    return (
+        f"{kind} It has {count:,} parameters and takes up to {c.block_size:,} tokens of the "
+        f"tokenizer `{loaded.tokenizer}` ({loaded.vocab_size:,} ids). "
+        f"The weights are the {weights} ones of step {loaded.step:,}.{origin}"
+    )
+
+
+def _usage(loaded: Loaded) -> str:
+    """Code for transformers, which the tests run, and for the project."""
+    c, text, ours = loaded.model.config, "", "--prompt 'The cat'"
+    if c.is_encoder:
+        text = """
+# log-probabilities along a random order, nats
+order = torch.randperm(ids.shape[1])[None]
+print(model.model.token_log_probs(ids, order).sum())
+"""
+    else:
+        text = """
+# score from left to right: logits[:, i] predict token i; the loss is in nats per token
+print(model(ids, labels=ids).loss)
+"""
+    if not c.is_encoder and not c.l2r_only:
+        text += """
+# score in any order: logits[:, i] predict position order[:, i] from positions order[:, :i]
+order = torch.randperm(ids.shape[1])[None]
+print(model(ids, order=order, labels=ids).loss)
+"""
+    if not c.l2r_only:
+        ours = "--infill 'The cat[MASK:3] home.'"
+        text += """
+# fill a gap of three tokens
+gap = tokenizer("The cat[MASK][MASK][MASK] home.", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(gap)[0]))
+"""
+    text += """
+# continue a text
+print(tokenizer.decode(model.generate(ids, max_new_tokens=8, temperature=0.8, seed=0)[0]))
+"""
+    return f"""## Use
+
+FOLDER is this folder, or the id of its repository on Hugging Face. With `transformers` 5:
+
+```python
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
+ids = tokenizer("The cat sat on a mat.", return_tensors="pt").input_ids
+{text}```
+
+With the AO-GPT code, which reads this folder and runs none of the code in it:
+
+    python sample.py FOLDER {ours}
+    python eval_ppl.py FOLDER --datasets DATA
+    checkpoints.load_model("FOLDER")"""
+
+
+def _data(data: dict) -> str:
+    rows = ["| split | tokens | documents |", "|---|---:|---:|"]
+    for name, split in data.get("splits", {}).items():
+        numbers = (split.get(key) for key in ("tokens", "documents"))
+        cells = " | ".join("" if number is None else f"{number:,}" for number in numbers)
+        rows.append(f"| {name} | {cells} |")
+    name = f"Data set `{data['name']}`. " if data.get("name") else ""
+    packing = f"Packing: {data['packing']}. " if data.get("packing") else ""
+    return f"## Data\n\n{name}{packing}".strip() + "\n\n" + "\n".join(rows)
+
+
+def _recipe(state: dict) -> str:
+    rows = ["| setting | value |", "|---|---|"]
+    for key in SETTINGS:
+        value = state["config"]
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value not in (None, ""):
+            rows.append(f"| {key} | {value} |")
+    if state.get("tokens"):
+        rows.append(f"| tokens trained on | {state['tokens']:,} |")
+    return "## Training\n\n" + "\n".join([*rows, f"| PyTorch | {state['torch']} |"])
+
+
+def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
+    """The newest validation of these weights up to their step; "" if there was none."""
+    suffix = "_raw" if loaded.weights == "raw" else ""
+    lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
+    seen = [row for row in rows if row["step"] <= loaded.step]
+    row = next(
+        (row for row in reversed(seen) if any(f"val_loss_{kind}" in row for kind in ORDERS)), {}
+    )
+    for kind, orders in ORDERS.items():
+        loss, error = row.get(f"val_loss_{kind}{suffix}"), row.get(f"val_error_{kind}")
+        if loss is not None:
+            known = error is not None and not suffix
+            lines.append(f"| {orders} | {loss:.4f} | {f'{error:.4f}' if known else 'unknown'} |")
+    if not row:
+        return ""
+    best = ""
+    if state["best"]:
+        best = f"\n\nThe run's lowest loss until then: {state['best']['loss']:.4f}"
+        best += f" at step {state['best']['step']:,}."
+    told = "The standard error is over random orders; it is unknown where one order was drawn."
+    title = f"## Validation losses\n\nOf step {row['step']:,}. {told}"
+    return title + "\n\n" + "\n".join(lines) + best
+
+
+def _limits(loaded: Loaded) -> str:
+    c = loaded.model.config
+    limits = [
+        "A base model: it continues texts like those that it was trained on, and follows no "
+        "instructions.",
+        "Do not rely on it for facts. It was not made safe for users.",
+        f"Sequences have at most {c.block_size:,} tokens, all of one length in a batch: padding is "
+        "refused.",
+    ]
+    if c.l2r_only:
+        limits += ["It knows no order but left to right, and fills in [MASK] only at the end."]
+    else:
+        limits += ["The number of [MASK] fixes the length of what is filled in."]
+    if c.is_encoder:
+        limits += [
+            "It has no cache: each token that is generated takes a pass over the whole text."
+        ]
+    return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
