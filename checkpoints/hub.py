@@ -16,7 +16,7 @@ from pathlib import Path
 
 from checkpoints.load import Loaded
 from checkpoints.model_card import model_card
-from data.tokenizers import (END_OF_TEXT, GPT2_WORDS, HUB, BytesTokenizer, Tokenizer, byte_letters)
+from data.tokenizers import END_OF_TEXT, GPT2_WORDS, HUB, BytesTokenizer, Tokenizer, byte_letters
 from runtime.errors import UserError, reason_of
 from runtime.files import write_json, write_text
 

@@ -15,22 +15,32 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from checkpoints import released, store
+from checkpoints import pretrained, released, store
 from checkpoints.store import CheckpointError
-from data.tokenizers import OWN, RECORDED, Tokenizer, get_tokenizer
+from data.tokenizers import HUB, OWN, RECORDED, Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError, reason_of
 from runtime.files import sha256_file
-from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
+from runtime.validation import (
+    Count,
+    FileName,
+    NonNegative,
+    expand_home,
+    from_values,
+    read_json,
+    schema,
+)
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
     "supported are run folders, checkpoints, folders of convert.py, and released weights: AO-GPT, "
-    "sigma-GPT (.pt), GPT-2, RADD, SEDD (config.json, model.safetensors or pytorch_model.bin)"
+    "sigma-GPT (.pt), GPT-2, RADD, SEDD (config.json, model.safetensors or pytorch_model.bin), "
+    "Llama, Mistral, Qwen2, Qwen3 (config.json, tokenizer.json, *.safetensors)"
 )
-WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
+INDEX = "model.safetensors.index.json"  # of weights in several files
+WEIGHTS_FILES = ("model.safetensors", INDEX, "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,23 @@ def load(
     return Loaded(model.to(device).eval(), str(file), **origin)
 
 
+def config_of(path: str | Path) -> ModelConfig:
+    """The configuration of the model that `load` reads. Of a pretrained decoder neither its weights
+    are read nor downloaded."""
+    folder = expand_home(path) if expand_home(path).exists() else download(str(path), ())
+    if (place := folder / "config.json").is_file():
+        settings = read_json(place, dict[str, Any], "get it again")
+        if pretrained.is_pretrained(settings):
+            return pretrained.config_of(settings, pretrained_tokenizer(folder, settings)[1])
+    return load(path).model.config
+
+
+def pretrained_tokenizer(folder: Path, settings: dict) -> tuple[Tokenizer, bool]:
+    """A pretrained model's tokenizer, and whether it writes a begin-of-text token."""
+    tokenizer = get_tokenizer(HUB, folder=folder)
+    return tokenizer, settings.get("bos_token_id") in tokenizer.starts
+
+
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
@@ -116,8 +143,9 @@ def weights_file(folder: Path) -> Path:
     return files[0]
 
 
-def download(repo: str) -> Path:
-    """The folder of a Hugging Face repo's weights, from the network or the local cache."""
+def download(repo: str, weights: tuple[str, ...] = (*WEIGHTS_FILES, "*.pt")) -> Path:
+    """The folder of a Hugging Face repo's settings, and of the first of these files that it has,
+    from the network or the local cache."""
     is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
     if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         advice = "give a run folder (out/NAME) or a checkpoint, weights, or a Hugging Face repo id"
@@ -125,8 +153,9 @@ def download(repo: str) -> Path:
     try:
         import huggingface_hub
 
-        for name in (*WEIGHTS_FILES, "*.pt"):  # the first that the repo has
-            patterns = ["config.json", OWN, "tokenizer.json", name]
+        for name in weights or ("config.json",):
+            patterns = ["config.json", HUB, OWN, name]
+            patterns += ["model-*-of-*.safetensors"] * (name == INDEX)
             local = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns))
             if any(local.glob(name)):
                 break
@@ -146,13 +175,21 @@ def _from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
 
 
 def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
-    contents, place, settings = read_file(file), file.with_name("config.json"), None
+    place, settings = file.with_name("config.json"), None
+    contents = read_shards(file) if file.name == INDEX else read_file(file)
     # A container of released weights, a dict with the key "model", has its own settings.
     if place.exists() and "model" not in contents:
         settings = read_json(place, dict[str, Any], "get it again")
     if is_hub := (settings or {}).get("model_type") == "aogpt":  # of convert.py --hub
         settings = settings.get("aogpt")
         contents = {name.removeprefix("model."): tensor for name, tensor in contents.items()}
+    if settings and pretrained.is_pretrained(settings):
+        tokenizer, starts = pretrained_tokenizer(file.parent, settings)
+        config, tensors = pretrained.read(settings, contents, starts)
+        origin = {"step": 0, "weights": "raw", "system": settings["architectures"][0]}
+        origin |= {"tokenizer": HUB, "tokenizer_sha256": tokenizer.sha256}
+        origin |= {"vocab_size": tokenizer.vocab_size, "scored_from": int(not starts)}
+        return make_model(config, tensors), origin
     if not str((settings or {}).get("format")).startswith("aogpt-export-"):
         config, tensors, origin = released.read(contents, settings, weights)
         return make_model(config, tensors), origin
@@ -166,6 +203,14 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")
     return make_model(settings["model"], contents), {name: settings.get(name) for name in EXPORTED}
+
+
+def read_shards(index: Path) -> dict:
+    """The tensors of the files that an index names."""
+    contents: dict = {}
+    for name in sorted(set(read_json(index, Index, "get it again")["weight_map"].values())):
+        contents |= read_file(index.with_name(name))
+    return contents
 
 
 def read_file(path: Path) -> dict:
@@ -198,6 +243,13 @@ def read_file(path: Path) -> dict:
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}")
     return contents
+
+
+@schema
+class Index(TypedDict):
+    """The contents of the index of weights in several files."""
+
+    weight_map: dict[str, FileName]  # by tensor
 
 
 @schema

@@ -8,7 +8,6 @@ the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from runtime.validation import Count, check_value
 from variants import check_config
 
 ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+NOT_THEIRS = (None, "aogpt")  # as model_type
 LONGEST = 4096  # the block size of a model that takes longer sequences, if the user names no other
 BLOCK = {  # of model.layers.N
     "input_layernorm": "norm1",
@@ -34,9 +34,10 @@ BLOCK = {  # of model.layers.N
 
 
 def is_pretrained(settings: dict) -> bool:
-    """Whether a config.json is of a causal language model of `transformers`, other than GPT-2."""
-    names = settings.get("architectures")
-    return isinstance(names, list) and names[:1] != ["GPT2LMHeadModel"] and "model_type" in settings
+    """Whether a config.json is of a causal language model of `transformers`, other than GPT-2, and
+    not one that convert.py --hub wrote."""
+    names, kind = settings.get("architectures"), settings.get("model_type")
+    return isinstance(names, list) and names[:1] != ["GPT2LMHeadModel"] and kind not in NOT_THEIRS
 
 
 def read(
@@ -151,9 +152,3 @@ def rope_of(settings: dict) -> tuple[float, tuple[float, float, float, int] | No
         raise UserError(f"its rotary scaling lacks {missing[0]}")
     factor, low, high, length = (rope[name] for name in names)
     return base, (float(factor), float(low), float(high), int(length))
-
-
-def shards(folder: Path, index: dict) -> list[Path]:
-    """The files that an index names, in order."""
-    names = sorted(set(index["weight_map"].values()))
-    return [folder / name for name in names]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-DTYPE = np.dtype("<u2")  # of token files; all tokenizers have fewer ids
 LENGTHS = 8  # that a batch can be shortened to: torch.compile makes code for each of them
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
@@ -48,7 +47,7 @@ class Meta(TypedDict):
     tokenizer_sha256: NotRequired[str]  # of its vocabulary
     vocab_size: Count
     eot: NonNegative
-    dtype: Literal["uint16"]
+    dtype: Literal["uint16", "uint32"]
     splits: dict[str, Split]
     protocol: NotRequired[str]
     block_size: NotRequired[Count | None]
@@ -95,7 +94,7 @@ def nanogpt_meta(folder: Path) -> Meta:
         raise UserError(f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again")
     splits = {}
     for path in (folder / "train.bin", folder / "val.bin"):
-        if path.is_file() and (tokens := path.stat().st_size // DTYPE.itemsize):
+        if path.is_file() and (tokens := path.stat().st_size // 2):
             splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
     note = f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, tokenizer gpt2"
     facts = {"format": 1, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16"}
@@ -110,7 +109,8 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
         raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
     entry = meta["splits"][split]
     count, token_file = entry["tokens"], Path(folder) / entry["file"]
-    files = [(token_file, entry["sha256"], count * DTYPE.itemsize)]
+    dtype = token_dtype(meta["dtype"])
+    files = [(token_file, entry["sha256"], count * dtype.itemsize)]
     if roles := entry.get("roles"):
         files.append((token_file.with_name(roles["file"]), roles["sha256"], count))
     for path, sha256, size in files:
@@ -119,12 +119,17 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
             raise UserError(f"{path} has {found}: it is damaged; copy it, or {ADVICE}")
         if verify and sha256 and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
-    ids = np.memmap(token_file, DTYPE, mode="r")
+    ids = np.memmap(token_file, dtype, mode="r")
     for start in range(0, count if verify else 1, IDS_AT_ONCE):
         if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta["vocab_size"]:
             known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
             raise UserError(f"{token_file} holds the id {largest}, but {known}; {ADVICE}")
     return ids
+
+
+def token_dtype(name: str) -> np.dtype:
+    """Of a token file, little-endian on every machine."""
+    return np.dtype(name).newbyteorder("<")
 
 
 def spread(count: int, total: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data.detokenisers import detokenise
-from data.loader import DTYPE
+from data.loader import token_dtype
 from data.sources import Corpus
 from data.tokenizers import Tokenizer
 from runtime.errors import UserError
@@ -106,15 +106,17 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
 class SplitFile:
     """The token file of a split as it is written."""
 
-    def __init__(self, path: Path, protocol: str, block_size: int | None):
+    def __init__(self, path: Path, protocol: str, block_size: int | None, dtype: str):
         self.path, self.protocol, self.block_size = path, protocol, block_size
+        self.dtype = token_dtype(dtype)
         self.tokens, self.ends = 0, array("q")  # ends: the place after each document
         self._paths = [path] + [path.with_suffix(".roles.bin")] * (protocol == "records")
         self._files = [open(path, "wb") for path in self._paths]
 
     def write(self, ids: np.ndarray, roles: np.ndarray | None) -> None:
         """Add a document."""
-        for file, values in zip(self._files, (ids.astype(DTYPE, copy=False), roles), strict=False):
+        ids = ids.astype(self.dtype, copy=False)
+        for file, values in zip(self._files, (ids, roles), strict=False):
             file.write(values.data)
         self.tokens += ids.size
         self.ends.append(self.tokens)
@@ -124,10 +126,10 @@ class SplitFile:
         for file in self._files:
             file.close()
         if self.protocol == "sedd":
-            tokens = np.fromfile(self.path, DTYPE)
+            tokens = np.fromfile(self.path, self.dtype)
             kept = kept_ranges(np.array(self.ends), self.block_size)
             np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(self.path)
-        size = os.path.getsize(self.path) // DTYPE.itemsize
+        size = os.path.getsize(self.path) // self.dtype.itemsize
         if size == 0:
             what = f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows"
             few = f"no group of {GROUP_ROWS:,} rows in a shard fills a block of {self.block_size:,}"

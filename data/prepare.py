@@ -1,8 +1,9 @@
 """Turn text into token files for training and evaluation.
 
-Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, end-of-text
-after every document), train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves
-nothing behind; a finished dataset is not made twice.
+Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, or
+uint32 for vocabularies above 65,536 ids; end-of-text after every document), train.roles.bin, ...
+for prompts, and meta.json. An interrupted run leaves nothing behind; a finished dataset is not made
+twice.
 
 examples:
   python data/prepare.py stories
@@ -33,7 +34,7 @@ from data.loader import load_meta, read_tokens
 from data.packing import SplitFile, batches, encode_documents, route
 from data.prompts import encode_example
 from data.sources import Corpus, found_files
-from data.tokenizers import OWN, Tokenizer, get_tokenizer, other_tokenizer
+from data.tokenizers import HUB, OWN, Tokenizer, get_tokenizer, other_tokenizer
 from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import staging, write_json
@@ -79,7 +80,9 @@ class Prepare:
     """text, shuffled, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """The same: files of the test split."""
-    tokenizer: _option(str | None, "gpt2|english|bytes|FILE.tiktoken", "depends on NAME") = None
+    tokenizer: _option(
+        str | None, "gpt2|english|bytes|FILE.tiktoken|tokenizer.json", "depends on NAME"
+    ) = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, bytes as they are, or a vocabulary of
     yours, which is copied into the folder."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
@@ -193,7 +196,7 @@ def metadata(
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "dtype": "uint16",
+        "dtype": tokenizer.dtype,
         **{key: settings[key] for key in ("protocol", "block_size", "split")},
         "detokeniser": dataset.detokeniser,
         "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
@@ -220,7 +223,8 @@ def write_splits(
                     continue
                 if split not in files:
                     path = folder / f"{split}.bin"
-                    files[split] = SplitFile(path, args.protocol, args.block_size)
+                    how = args.protocol, args.block_size, tokenizer.dtype
+                    files[split] = SplitFile(path, *how)
                 files[split].write(ids, roles)
                 bar.update(ids.size)
     if long and not args.skip_long:
@@ -279,7 +283,7 @@ def report(target: Path, meta: dict, counts: dict[str, int]) -> None:
     named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
     config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
     options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
-    if meta["tokenizer"] == OWN:
+    if meta["tokenizer"] in (OWN, HUB):
         options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"

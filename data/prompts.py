@@ -53,7 +53,7 @@ def encode_example(
     missing = max(0, block_size - len(ids) - end)
     ids += [tokenizer.eot] * (end + missing)
     roles += [PREDICTED] * end + [PADDING] * missing
-    return np.array(ids, np.uint16), np.array(roles, np.uint8)
+    return np.array(ids, tokenizer.dtype), np.array(roles, np.uint8)
 
 
 class Example(str):

@@ -1,15 +1,17 @@
-"""Tokenizers: text <-> ids, under three names, or of a file of yours.
+"""Tokenizers: text <-> ids, under three names, or of a file.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 
-A FILE.tiktoken is kept as tokenizer.tiktoken, which is its name, beside data, runs and exports."""
+Files, which are kept beside data, runs and exports under the names tokenizer.tiktoken, a vocabulary
+of the user's, and tokenizer.json, that of a pretrained model of `transformers`."""
 
 import base64
 import codecs
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,17 +25,25 @@ from runtime.validation import check_value, expand_home, read_bounded
 
 TOKENIZERS = ("gpt2", "english", "bytes")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
+HUB = "tokenizer.json"  # the same of a pretrained model
 RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
 END_OF_TEXT = "<|endoftext|>"
+ENDS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>")  # in a tokenizer.json
+MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
-    """Ids run from 0 to vocab_size - 1; `eot`, the last one, ends a document. Subclasses have name,
-    vocab_size, eot, ranks (ids by the bytes of a token), encode_array(text), uint16 (n,), for which
-    "<|endoftext|>" is plain text, and to_bytes(ids), with that text for end-of-text."""
+    """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name, vocab_size,
+    eot, encode_array(text), (n,) of `dtype`, for which "<|endoftext|>" is plain text,
+    to_bytes(ids), with that text for end-of-text, and, except HubTokenizer, ranks (ids by the bytes
+    of a token)."""
+
+    @property
+    def dtype(self) -> str:  # of token files
+        return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     @functools.cached_property
     def file(self) -> bytes:
@@ -46,9 +56,9 @@ class Tokenizer:
         return hashlib.sha256(self.file).hexdigest()
 
     def keep(self, folder: Path) -> None:
-        """Write a vocabulary of the user's into a folder, where `get_tokenizer` finds it."""
-        if self.name == OWN:
-            write_atomically(folder / OWN, lambda file: file.write(self.file))
+        """Write a vocabulary that is a file into a folder, where `get_tokenizer` finds it."""
+        if self.name in (OWN, HUB):
+            write_atomically(folder / self.name, lambda file: file.write(self.file))
 
     def check(self, sha256: str | None) -> None:
         """Raise UserError if metadata record another vocabulary; None: they record none."""
@@ -82,7 +92,8 @@ class Tokenizer:
 
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text."""
-        return np.array([len(self.to_bytes([i])) for i in range(self.eot)] + [0])
+        ids = range(self.vocab_size)
+        return np.array([len(self.to_bytes([i])) if i != self.eot else 0 for i in ids])
 
 
 class BytesTokenizer(Tokenizer):
@@ -115,6 +126,70 @@ class BytePairTokenizer(Tokenizer):
             return np.concatenate([encode(part) for part in parts]).astype(np.uint16)
 
 
+class HubTokenizer(Tokenizer):
+    """The tokenizer.json of a pretrained model, read by the library `tokenizers`: of bytes (GPT-2,
+    Llama 3, Qwen), or of words in which "▁" is a space (Llama 2, Mistral)."""
+
+    name = HUB
+
+    def __init__(self, path: Path):
+        import tokenizers
+
+        self.file = read_bounded(path, MAX_VOCABULARY)
+        try:
+            self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"{path} is no tokenizer.json: {reason_of(error)}") from None
+        ids = self.inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        ends = [ids[name] for name in ENDS if name in ids]
+        if not ends:
+            raise UserError(f"{path} has no token that ends a text: one of {', '.join(ENDS)}")
+        self.eot = ends[0]
+        self.starts = self.inner.encode("").ids[:1]  # what it writes before a text
+        self.inner.encode_special_tokens = True  # in a text they are plain text
+        added = self.inner.get_added_tokens_decoder()
+        of_bytes = '"ByteLevel"' in json.dumps(json.loads(self.file)["decoder"])
+        letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+        self.bytes = [b""] * self.vocab_size
+        for token, i in ids.items():
+            byte = not of_bytes and re.fullmatch("<0x([0-9A-F]{2})>", token)
+            if byte:
+                self.bytes[i] = bytes.fromhex(byte[1])
+            elif i in added:
+                self.bytes[i] = token.encode()
+            elif of_bytes:
+                self.bytes[i] = bytes(letters[letter] for letter in token)
+            else:
+                self.bytes[i] = token.replace("▁", " ").encode()
+        self.bytes[self.eot] = END_OF_TEXT.encode()
+        self.adds_space = self.to_bytes(self.encode("a")).startswith(b" ")
+
+    def encode_array(self, text: str) -> np.ndarray:
+        text = without_lone_surrogates(text)
+        return np.array(self.inner.encode(text, add_special_tokens=False).ids, self.dtype)
+
+    def to_bytes(self, ids: list[int]) -> bytes:
+        return b"".join(self.bytes[i] for i in ids)
+
+    def pieces(self, ids) -> list[str]:
+        pieces = super().pieces(ids)
+        if self.adds_space and pieces:
+            pieces[0] = pieces[0].removeprefix(" ")
+        return pieces
+
+    def decode(self, ids) -> str:
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self.adds_space else text
+
+
+def byte_letters() -> list[str]:
+    """The printable character that stands for each byte in GPT-2's vocabulary."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
 def without_lone_surrogates(text: str) -> str:
     """JSON can hold lone surrogates, which UTF-8 cannot: they become U+FFFD, as in tiktoken."""
     if text.isascii():
@@ -129,12 +204,18 @@ def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[
 
 
 def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken, or OWN in `folder` or up
-    to two folders above it. Raises UserError if its vocabulary has another sha256."""
-    if name == OWN and folder:
-        places = [place / OWN for place in (folder, *folder.absolute().parents[:2])]
+    """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken or tokenizer.json, or OWN
+    or HUB in `folder` or up to two folders above it. Raises UserError if its vocabulary has another
+    sha256."""
+    if name in (OWN, HUB) and folder:
+        places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
-    tokenizer = _read_file(expand_home(name)) if name.endswith(".tiktoken") else _get_known(name)
+    if name.endswith(".tiktoken"):
+        tokenizer = _read_file(expand_home(name))
+    elif name.endswith(".json"):
+        tokenizer = HubTokenizer(expand_home(name))
+    else:
+        tokenizer = _get_known(name)
     tokenizer.check(sha256)
     return tokenizer
 

@@ -25,7 +25,8 @@ from data.tokenizers import get_tokenizer
 from model import ModelConfig
 from training.config import Config
 from training.optimizers import EMA
-from training.state import Progress, State, named_tensors, plain_values, warm_start
+from training.state import Progress, State, named_tensors, plain_values
+from training.warm_start import warm_start
 from variants import build_model
 
 VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11

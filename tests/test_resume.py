@@ -19,7 +19,8 @@ from model import ModelConfig
 from runtime.errors import UserError
 from training import config as configuration
 from training.config import StageConfig
-from training.state import check_same_run, warm_start
+from training.state import check_same_run
+from training.warm_start import warm_start
 from variants import build_model
 
 REFUSED, FREE = "cannot change", ""

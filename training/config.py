@@ -16,6 +16,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 import tomli_w
 from annotated_types import Ge, Interval
 
+from checkpoints.load import config_of
 from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
 from orders import FIXED, OrderConfig, OrderKind
@@ -39,6 +40,7 @@ from runtime.validation import (
     number,
     read_toml,
 )
+from training.warm_start import with_shape_of
 from variants import check_config
 
 OBJECTIVES = get_args(get_type_hints(ObjectiveConfig)["kind"])
@@ -84,7 +86,9 @@ class TrainConfig(Table):
     # float32)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"  # auto (a GPU if there is one), cpu, cuda or another that PyTorch knows
-    init_from: str = ""  # start from the weights of this run, export or released checkpoint
+    # start from the weights of this run, export or pretrained model: keys of the model that are not
+    # set are its own
+    init_from: str = ""
     # several processes: ddp: each holds everything; fsdp: weights, averages, optimizer and
     # checkpoints are sharded
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -256,7 +260,18 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     overrides += ["--train.epochs=0"] * ("train.steps" in given)
     # indented, as tyro joins lines that begin with a letter
     names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
-    return tyro.cli(Config, default=default, args=overrides, **names)
+    config = tyro.cli(Config, default=default, args=overrides, **names)
+    given |= {f"model.{key}" for key in read_toml(Path(path)).get("model", {})}
+    return with_source(config, given) if config.train.init_from else config
+
+
+def with_source(config: Config, given: set[str]) -> Config:
+    """With the model keys of train.init_from that are not given; those of the run, if it has begun,
+    since what it started from may be gone."""
+    own = config.run_folder / "config.toml"
+    source = load_toml(own).model if own.is_file() else config_of(config.train.init_from)
+    given = {key.removeprefix("model.") for key in given}
+    return dataclasses.replace(config, model=with_shape_of(source, config.model, given))
 
 
 def check_options(words: list[str]) -> tuple[list[str], set[str]]:

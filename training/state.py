@@ -27,7 +27,8 @@ from training.config import Config
 from training.metrics import read_metrics
 from training.optimizers import EMA, MuonAdamW, learning_rate
 from training.validation import best_by, validation_orders
-from variants import build_model, length_is_fixed
+from training.warm_start import warm_start
+from variants import build_model
 
 # What another value of a key does to a run that resumes, by key or table (docs/training.md):
 # refused, as what it is part of cannot change; told with its consequence; all others are free.
@@ -41,10 +42,6 @@ COMPARED = ("order", "objective", "schedule", "eval.sequences", "eval.draws", "d
 TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(("seed", "data.train"), SHUFFLED)
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
 TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
-
-# Keys that may differ between a model and the source of its weights: any value; what is gained.
-FREE = ("dropout", "position_init", "block_size")
-GAINED = {"target": "none"} | dict.fromkeys(("noise", "attn_bias", "mlp_bias", "head_bias"), False)
 
 
 @dataclass
@@ -161,34 +158,6 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
         values["best"] = None
     if changes:  # skipped steps may have had their cause in what has changed
         values["skipped_in_a_row"] = 0
-
-
-@torch.no_grad()
-def warm_start(model: AOGPT, source: AOGPT) -> None:
-    """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2. A new adaLN
-    starts as the identity (shift 0, scale 0, gate 1) and other new tables of target positions at 0,
-    so the model first computes what the source does, except for two streams and for a plain GPT
-    with rotary positions. Longer tables of positions are cropped. Raises CheckpointError if the
-    weights would mean something else in the model."""
-    theirs, ours, refused = source.config, model.config, "cannot start from these weights"
-    unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
-    for name, before in asdict(theirs).items():
-        now, free = getattr(ours, name), name in FREE or unread.get(name)
-        if before != now and not free and GAINED.get(name, now) != before:
-            raise CheckpointError(f"{refused}: set model.{name} = {before!r} (it is {now!r})")
-    if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
-        size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
-        raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
-    weights, own = dict(source.named_parameters()), dict(model.named_parameters())
-    for name, weight in weights.items():
-        table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
-        own[name].copy_(weight[: len(own[name])] if table else weight)
-    for name in own.keys() - weights.keys():
-        if "adaln" in name or (name.endswith("wtpe.weight") and model.config.target != "adaln"):
-            own[name].zero_()
-        if name.endswith("adaln.bias"):
-            width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
-            own[name][2 * width : 3 * width] = own[name][5 * width :] = 1
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
