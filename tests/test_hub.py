@@ -12,16 +12,7 @@ from dataclasses import asdict
 import pytest
 import safetensors.torch
 import torch
-from helpers import (
-    ALONE,
-    ROOT,
-    assert_user_error,
-    make_data,
-    metrics,
-    needs_gpt2,
-    run_script,
-    tiny_config,
-)
+from helpers import ALONE, ROOT, make_data, metrics, needs_gpt2, run_script, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import ENCODERS, OTHERS, SYSTEMS, make_system, seeded
@@ -38,7 +29,7 @@ from variants import log_linear_noise
 VOCABULARY, MASK, LENGTH = 257, 257, 40
 PLAIN = [name for name, c in (SYSTEMS | OTHERS).items() if c.get("target") == "none"]
 PLAIN = [name for name in PLAIN if name not in ENCODERS]
-NAMES = [*SYSTEMS, "two_stream, rotary", "Llama, A3", "Llama, plain"]
+NAMES = [*SYSTEMS, "Llama, A3", "Llama, plain"]
 TEXTS = [
     "The cat sat.",
     " two  spaces\n\n\ttabs ",
@@ -99,13 +90,14 @@ def inputs_of(system):
         refused["gap"] = "generate", {"input_ids": gap.flip(1)}
     if system == "GPT-2":
         refused["no prompt"] = "generate", {"input_ids": gap * 0 + MASK}
-    place = None if system in PLAIN else torch.cat([order, order * 0 + torch.arange(12, 24)], 1)
+    place = None if system in PLAIN else torch.cat([order, torch.arange(12, 18).expand(2, 6)], 1)
     more = {"order": "l2r" if place is None else place.flip(1), "seed": 5}
     labels = torch.where(gap == MASK, tokens, -100) if system in ENCODERS else tokens
-    generate = {"filled": {"input_ids": gap, "max_new_tokens": 12} | more}
+    generate = {"filled": {"input_ids": gap, "max_new_tokens": 6} | more}
     generate["greedy"] = generate["filled"] | {"temperature": 0}
     generate["default"] = {"input_ids": gap, "attention_mask": torch.ones(2, 12)}
-    case = {"texts": TEXTS, "inputs": inputs, "generate": generate, "refused": refused}
+    texts = TEXTS if system == "AO-GPT" else []
+    case = {"texts": texts, "inputs": inputs, "generate": generate, "refused": refused}
     case["card"] = system in ("AO-GPT", "GPT-2", "SEDD")
     labelled = gap if system in ENCODERS else tokens
     return case | {"labelled": inputs | {"input_ids": labelled, "labels": labels}}
@@ -187,12 +179,12 @@ def test_generate_draws_what_the_model_gives(found, system):
     """The tokens are those of sampling/simple.py (which other tests compare with enumeration), of
     encoders those of the plain loop, given the same order and uniform numbers."""
     model, of = load_model(found["folder"] / system), of_case(found, system)[1]["generate"]
-    uniforms = torch.rand(2, 2, 24, generator=seeded(5), dtype=torch.float64)[1]
+    uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
     for name in ("filled", "greedy"):
         keywords = of[name]
-        ids = torch.nn.functional.pad(keywords["input_ids"], (0, 12), value=MASK)
+        ids = torch.nn.functional.pad(keywords["input_ids"], (0, 6), value=MASK)
         for row in range(2):
-            order = torch.arange(24) if system in PLAIN else keywords["order"][row]
+            order = torch.arange(18) if system in PLAIN else keywords["order"][row]
             known = (ids[row] != MASK)[order]
             order = torch.cat([order[known], order[~known]])  # stable, as the folder's
             count, temperature = int((~known).sum()), keywords.get("temperature", 1.0)
@@ -415,8 +407,8 @@ def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
         assert "\n" not in str(raised.value)
         assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == FILES
         shutil.rmtree(tmp_path / "dst")
-    done = run_script("convert.py", "x", tmp_path / "y", "--push", "me/it", check=False)
-    assert_user_error(done, "--push uploads what --hub writes")
+    with pytest.raises(UserError, match="--push uploads what --hub writes"):
+        convert("x", tmp_path / "y", push="me/it")
 
 
 # ---- the model card ------------------------------------------------------------------------------
