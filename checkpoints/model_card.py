@@ -11,13 +11,16 @@ from runtime.outputs import commit
 from runtime.validation import read_json
 from variants import parameter_counts
 
-SETTINGS = (  # keys of a run's configuration
-    *(f"model.{key}" for key in ("n_layer", "n_head", "n_embd", "block_size", "attention")),
-    *("model.target", "model.position", "order.kind", "order.l2r_prob", "objective.kind"),
-    *("objective.group", "train.steps", "train.batch_size", "train.init_from", "optim.kind"),
-    *("optim.lr", "optim.muon_lr", "optim.schedule", "optim.warmup_steps", "optim.weight_decay"),
-    *("optim.ema_decay", "seed"),
-)
+# Keys of a run's configuration.
+SETTINGS = """model.n_layer model.n_head model.n_embd model.block_size model.attention model.target
+model.position order.kind order.l2r_prob objective.kind objective.group schedule train.steps
+train.batch_size train.init_from optim.kind optim.lr optim.muon_lr optim.schedule optim.warmup_steps
+optim.weight_decay optim.ema_decay seed""".split()
+USED_IF = {  # the key and value that others depend on
+    "order.l2r_prob": ("order.kind", "mixture"),
+    "objective.group": ("objective.kind", "groupwise"),
+    "optim.muon_lr": ("optim.kind", "muon"),
+}
 ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
 ORDERS |= {"own": "the run's own orders, in its groups"}
 
@@ -126,12 +129,12 @@ def _data(data: dict) -> str:
 
 def _recipe(state: dict) -> str:
     rows = ["| setting | value |", "|---|---|"]
+    tables = {"": state["config"]} | {k: v for k, v in state["config"].items() if type(v) is dict}
+    values = {f"{table}.{k}".strip("."): v for table, of in tables.items() for k, v in of.items()}
     for key in SETTINGS:
-        value = state["config"]
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value not in (None, ""):
-            rows.append(f"| {key} | {value} |")
+        kind, used = USED_IF.get(key, ("", None)), values.get(key) not in (None, "", [])
+        if used and values.get(kind[0]) == kind[1]:
+            rows.append(f"| {key} | {values[key]} |")
     if state.get("tokens"):
         rows.append(f"| tokens trained on | {state['tokens']:,} |")
     return "## Training\n\n" + "\n".join([*rows, f"| PyTorch | {state['torch']} |"])

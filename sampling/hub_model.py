@@ -20,7 +20,7 @@ from model import AOGPT, ModelConfig
 from runtime.errors import UserError
 from sampling.race import draw
 from sampling.simple import simple_generate
-from variants.encoder import Encoder, log_linear_noise
+from variants.encoder import Encoder, at_least_float32, log_linear_noise
 from variants.scoring import Decoder, check_permutations, check_tokens
 from variants.two_stream import TwoStream
 
@@ -91,7 +91,8 @@ class AOGPTModel(PreTrainedModel):
         loss = None
         if labels is not None:  # without a start token the first step has nothing to predict from
             first = self.config.aogpt["scored_from"]
-            loss = F.cross_entropy(logits[:, first:].flatten(0, 1), wanted[:, first:].flatten())
+            scored = at_least_float32(logits[:, first:].flatten(0, 1))
+            loss = F.cross_entropy(scored, wanted[:, first:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
     @torch.no_grad()

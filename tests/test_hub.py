@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from reference import ENCODERS, OTHERS, SYSTEMS, make_system, seeded
 
 from checkpoints import CheckpointError, hub, load, load_model, store
+from checkpoints.load import config_of
 from convert import convert
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
@@ -310,6 +311,7 @@ def test_a_folder_is_read_back_without_running_its_code(found, system, tmp_path)
         parameters = dict(loaded.model.named_parameters())
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(p, expected[name]) for name, p in parameters.items())
+        assert config_of(folder) == loaded.model.config
         assert (loaded.step, loaded.tokenizer, loaded.vocab_size) == (3, "bytes", VOCABULARY)
     assert not torch.equal(parameters["wte.weight"], tiny(system).wte.weight)
 
