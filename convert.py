@@ -16,7 +16,7 @@ from checkpoints import CheckpointError, load
 from checkpoints.hub import push_folder, write_hub_files
 from checkpoints.load import EXPORT_FORMAT, EXPORTED
 from checkpoints.store import digest, is_finite
-from data.tokenizers import OWN
+from data.tokenizers import FILES
 from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import staging, write_json
@@ -72,7 +72,7 @@ def convert(
                 rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
                 write_hub_files(folder, loaded, settings, dtype, rows)
             else:
-                if loaded.tokenizer == OWN:
+                if loaded.tokenizer in FILES:
                     loaded.get_tokenizer().keep(folder)
                 write_json(folder / "config.json", settings)
     except OSError as error:

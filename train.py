@@ -33,7 +33,7 @@ from torch import Tensor
 
 from checkpoints import CheckpointError
 from data.loader import TokenDataset, find_dataset
-from data.tokenizers import OWN, get_tokenizer
+from data.tokenizers import FILES, get_tokenizer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
 from runtime.devices import autocast, deterministic, pick_dtype, precision_note
@@ -76,8 +76,8 @@ def train(config: Config, procs: Processes) -> int:
         if state.progress.step < t.steps:
             if procs.main:
                 write_text(folder / "config.toml", configuration.to_toml(config))
-                if data.meta["tokenizer"] == OWN:
-                    get_tokenizer(OWN, folder=source).keep(folder)
+                if (name := data.meta["tokenizer"]) in FILES:
+                    get_tokenizer(name, folder=source).keep(folder)
             counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")

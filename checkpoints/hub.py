@@ -86,8 +86,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> int:
     else:
         made, name = library_tokenizer(tokenizer), HUB
     write_text(folder / name, made.to_str(pretty=True))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "fast_tokenizer_files": [name]}
-    settings |= {"mask_token": MASK, "eos_token": made.id_to_token(tokenizer.eot)}
+    settings = {"fast_tokenizer_files": [name]} if name == OTHER_NAME else {}
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "mask_token": MASK,
+        "eos_token": made.id_to_token(tokenizer.eot),
+    }
     settings |= {"model_input_names": ["input_ids", "attention_mask"]}
     settings |= {"clean_up_tokenization_spaces": False}
     write_json(folder / "tokenizer_config.json", settings)
@@ -109,10 +113,11 @@ def library_tokenizer(tokenizer: Tokenizer):
     if not isinstance(tokenizer, BytesTokenizer):
         tokens = sorted((token for token in ranks if len(token) > 1), key=ranks.get)
         pairs = [merged_from(token, ranks) for token in tokens]
-        merges = [(spelled(left), spelled(right)) for left, right in pairs]
+        # A token that no merge gives is one only as a whole word: ignore_merges.
+        merges = [tuple(map(spelled, pair)) for pair in pairs if ranks.keys() >= set(pair)]
         split = [pre_tokenizers.Split(Regex(GPT2_WORDS), "isolated")]
     vocabulary = {spelled(token): rank for token, rank in ranks.items()}
-    made = LibraryTokenizer(models.BPE(vocabulary, merges))
+    made = LibraryTokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*split, to_letters])
     made.decoder = decoders.ByteLevel()
@@ -137,7 +142,9 @@ def push_folder(folder: Path, repo: str) -> str:
     new; its address. Raises UserError."""
     import huggingface_hub
 
-    again = f"{folder} is written, but not uploaded; to try again: hf upload {repo} {folder}"
+    again = (
+        f"{folder} is written, but not uploaded; to try again: hf upload --private {repo} {folder}"
+    )
     if huggingface_hub.get_token() is None:
         raise UserError(f"no credentials: log in with `hf auth login`, or set HF_TOKEN; {again}")
     try:

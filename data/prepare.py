@@ -29,19 +29,22 @@ import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
+from data import tokenizers
 from data.catalogue import DATASETS, SPLITS, TASKS, Dataset
 from data.loader import load_meta, read_tokens
 from data.packing import SplitFile, batches, encode_documents, route
 from data.prompts import encode_example
 from data.sources import Corpus, found_files
-from data.tokenizers import HUB, OWN, Tokenizer, get_tokenizer, other_tokenizer
+from data.tokenizers import Tokenizer, get_tokenizer, other_tokenizer
 from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import staging, write_json
 from runtime.validation import Count, check_value, check_values
 
 HOME = Path(__file__).resolve().parent
-FILES = {"meta.json", OWN} | {f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")}
+FILES = {"meta.json", *tokenizers.FILES} | {
+    f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")
+}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
@@ -283,7 +286,7 @@ def report(target: Path, meta: dict, counts: dict[str, int]) -> None:
     named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
     config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
     options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
-    if meta["tokenizer"] in (OWN, HUB):
+    if meta["tokenizer"] in tokenizers.FILES:
         options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"

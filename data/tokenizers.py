@@ -26,6 +26,7 @@ from runtime.validation import check_value, expand_home, read_bounded
 TOKENIZERS = ("gpt2", "english", "bytes")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
 HUB = "tokenizer.json"  # the same of a pretrained model
+FILES = (OWN, HUB)
 RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
 END_OF_TEXT = "<|endoftext|>"
 ENDS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>")  # in a tokenizer.json
@@ -57,7 +58,7 @@ class Tokenizer:
 
     def keep(self, folder: Path) -> None:
         """Write a vocabulary that is a file into a folder, where `get_tokenizer` finds it."""
-        if self.name in (OWN, HUB):
+        if self.name in FILES:
             write_atomically(folder / self.name, lambda file: file.write(self.file))
 
     def check(self, sha256: str | None) -> None:
@@ -207,7 +208,7 @@ def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = No
     """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken or tokenizer.json, or OWN
     or HUB in `folder` or up to two folders above it. Raises UserError if its vocabulary has another
     sha256."""
-    if name in (OWN, HUB) and folder:
+    if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
     if name.endswith(".tiktoken"):

@@ -15,7 +15,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from data.tokenizers import OWN, TOKENIZERS, get_tokenizer
+from data.tokenizers import FILES, TOKENIZERS, get_tokenizer
 from evaluation import text_measures
 from evaluation.judges import Judge
 from runtime.errors import UserError
@@ -82,7 +82,7 @@ def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Proc
     share. batch_size: as in `Judge.score`."""
     how = "text"
     if samples.tokenizer is not None:
-        same = samples.tokenizer != OWN and judge.has_ids_of(samples.tokenizer)
+        same = samples.tokenizer not in FILES and judge.has_ids_of(samples.tokenizer)
         how = "ids" if same else "retokenised"
     share = procs.share(len(samples.samples))
     own = samples.samples[share.start : share.stop]

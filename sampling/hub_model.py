@@ -104,7 +104,7 @@ class AOGPTModel(PreTrainedModel):
         temperature: float = 1.0,
         seed: int | None = None,
         attention_mask: Tensor | None = None,
-        token_type_ids: None | Tensor = None,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """The sequences with every [MASK] filled in, one position a step, followed by
         max_new_tokens that are generated, too: (B, T + max_new_tokens).

@@ -2,6 +2,7 @@
 it found is compared with the project's own model, tokenizer and sampler."""
 
 import ast
+import base64
 import importlib.util
 import json
 import re
@@ -261,8 +262,15 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)])
-def test_the_written_tokenizer_gives_our_ids_of_any_text(name):
+@pytest.mark.parametrize(
+    "name", ["bytes", "english", "own", pytest.param("gpt2", marks=needs_gpt2)]
+)
+def test_the_written_tokenizer_gives_our_ids_of_any_text(name, tmp_path):
+    if name == "own":  # no merge gives the last token
+        tokens = [*(bytes([i]) for i in range(256)), b"th", b"ath", b"hs", b" a", b" aaths"]
+        lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
+        (tmp_path / "own.tiktoken").write_bytes(b"".join(lines))
+        name = str(tmp_path / "own.tiktoken")
     tokenizer = get_tokenizer(name)
     made = hub.library_tokenizer(tokenizer)
     assert made.get_vocab_size() == tokenizer.vocab_size + 1
@@ -404,7 +412,7 @@ def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
         ("get_token", lambda: None, "hf auth login.*HF_TOKEN"),
     ):
         monkeypatch.setattr(huggingface_hub, name, call)
-        with pytest.raises(UserError, match=f"{told}.*hf upload me/it") as raised:
+        with pytest.raises(UserError, match=f"{told}.*hf upload --private me/it") as raised:
             pushed[1]()
         assert "\n" not in str(raised.value)
         assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == FILES

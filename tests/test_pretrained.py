@@ -1,0 +1,296 @@
+"""Decoders of transformers: logits, greedy text, tokenizers, and training that starts from them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_user_error, run_main, run_script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import random_tokens
+
+import eval_ppl
+import sample
+from checkpoints import CheckpointError, load
+from data import prepare
+from data.tokenizers import get_tokenizer
+from model import rotary_angles
+from sampling import TokenChoice, generate, l2r_plan
+from training.warm_start import warm_start
+from variants import build_model
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa
+
+TEXT = ["the quick brown fox — it's 10 o'clock. naïve café 日本語 😀\n\n  two  spaces " * 3]
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+KINDS = {
+    "Llama": {"rope_parameters": LLAMA3},
+    "Llama with biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "Mistral": {"sliding_window": None, "head_dim": 10},
+    "Qwen2": {"rms_norm_eps": 1e-6},
+    "Qwen3": {"head_dim": 10, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+}
+
+
+def of_bytes(bos="<|begin_of_text|>"):
+    """As Llama 3's; without begin-of-text as Qwen's."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    how = {"initial_alphabet": letters, "special_tokens": special, "show_progress": False}
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=300, **how))
+    if bos:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, 0)]
+        )
+    return made
+
+
+def of_words():
+    """As Llama 2's and Mistral's."""
+    special, fallback = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([*spaces])
+    back = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    made.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)])
+    how = {"special_tokens": [*special, *fallback], "show_progress": False}
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=320, **how))
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return made
+
+
+@torch.no_grad()
+def write_model(folder: Path, kind: str, dtype=torch.float32, **more) -> torch.nn.Module:
+    """A random tiny model of transformers and its tokenizer, in a folder as on the hub."""
+    name = kind.split()[0]
+    made = (
+        of_words()
+        if name == "Mistral"
+        else of_bytes(None if "Qwen" in name else "<|begin_of_text|>")
+    )
+    starts = made.encode("").ids
+    ids = {"vocab_size": made.get_vocab_size(), "bos_token_id": (starts or [1])[0]}
+    config = getattr(transformers, f"{name}Config")(**SIZES | ids | KINDS[kind])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    for parameter_name, p in model.named_parameters():
+        p.copy_(0.3 * torch.randn_like(p) + ("norm" in parameter_name))
+    model.to(dtype).save_pretrained(folder, **more)
+    made.save(str(folder / "tokenizer.json"))
+    how = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return write_model(folder, "Llama"), folder
+
+
+def in_float64(model, config):
+    """The norms and rotary angles of transformers are float32 in a float64 model, too."""
+
+    def norm(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, True) + self.variance_epsilon)
+
+    def angles(x, position_ids, **_):
+        cos, sin = rotary_angles(config)[position_ids].unbind(-2)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = norm.__get__(module)
+    model.model.rotary_emb.forward = angles
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind, tmp_path):
+    theirs = write_model(tmp_path, kind, max_shard_size="30kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    loaded = load(tmp_path)
+    has_bos = "Qwen" not in kind
+    assert (loaded.scored_from, loaded.system) == (1 - has_bos, f"{kind.split()[0]}ForCausalLM")
+    tokenizer, ours = loaded.get_tokenizer(), loaded.model.double()
+    tokens = random_tokens(loaded.vocab_size, 2, 40, seed=3)
+    start = torch.full((2, has_bos), theirs.config.bos_token_id)
+    expected = theirs(torch.cat([start, tokens], 1)).logits[:, :-1]
+    got = ours.logits(tokens, torch.arange(40).expand(2, 40))[:, loaded.scored_from :]
+    assert expected.std() > 0.3 and (got - expected).abs().max() < 1e-4  # theirs are float32
+    expected = in_float64(theirs, ours.config)(torch.cat([start, tokens], 1)).logits[:, :-1]
+    assert (got - expected).abs().max() < 1e-9
+    assert tokenizer.starts == [theirs.config.bos_token_id] * has_bos
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen3"])
+def test_greedy_text_of_a_bfloat16_file_is_that_of_transformers(kind, tmp_path):
+    theirs = write_model(tmp_path, kind, torch.bfloat16)
+    loaded = load(tmp_path)
+    prompt = loaded.get_tokenizer().encode("the quick")
+    ids = torch.tensor([loaded.get_tokenizer().starts + prompt])
+    how = {"do_sample": False, "max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, -64:]
+    got = greedy(loaded, prompt, 64)  # through the cache
+    assert got == expected.tolist() and len(set(got)) > 5
+
+
+def greedy(loaded, prompt: list[int], count: int) -> list[int]:
+    length = len(prompt) + count
+    given = torch.arange(length)[None] < len(prompt)
+    tokens = torch.tensor([prompt + [0] * count])
+    choice = TokenChoice(temperature=0)
+    made = generate(loaded.model, l2r_plan(1, length, given=given), tokens, choice=choice)
+    return made.tokens[0, len(prompt) :].tolist()
+
+
+def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
+    model, folder = llama
+    write_model(tmp_path, "Llama", max_shard_size="30kB")
+    many, one = (load(place).model.state_dict() for place in (tmp_path, folder))
+    assert all(torch.equal(many[name], one[name]) for name in one)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert_user_error(run_script("convert.py", tmp_path, tmp_path / "x", check=False), shard.name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../../x.safetensors"}}))
+    with pytest.raises(CheckpointError, match="weight_map"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"sliding_window": 4096, "architectures": ["MistralForCausalLM"]},
+            "sliding window of 4096",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"vocab_size": 200}, "wte.weight is"),
+    ],
+)
+def test_what_the_model_has_no_part_for_is_refused_by_name(llama, tmp_path, change, words):
+    for path in llama[1].iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((llama[1] / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", ["rotary", "adaln", "none", "two_stream"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
+    """From left to right, to rounding; of two streams the content stream does."""
+    write_model(tmp_path, kind)
+    source = load(tmp_path).model.double()
+    config = dataclasses.replace(
+        source.config, target=target, query_at="before_target", block_size=50
+    )
+    model = build_model(config).double()
+    warm_start(model, source)
+    tokens, order = random_tokens(250, 2, 50, seed=6), torch.arange(50).expand(2, 50)
+    contents = []
+    model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
+    got = model.logits(tokens, order)
+    if target == "two_stream":
+        got = model.head_logits(model.norm_f(contents[0]))
+    assert (got - source.logits(tokens, order)).abs().max() < 1e-12
+    if target != "none":  # the same weights in another order
+        other = torch.stack([torch.randperm(50) for _ in range(2)])
+        assert model(tokens, other).isfinite().all()
+    if target == "rotary":
+        added = {name for name, _ in model.named_parameters()} - dict(
+            source.named_parameters()
+        ).keys()
+        assert not added
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=60))
+def test_tokenizers_give_text_back(text):
+    for tokenizer, made in TOKENIZERS.values():
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text == "".join(tokenizer.pieces(ids))
+        assert tokenizer.vocab_size > max(ids, default=0)
+        if "<" not in text:
+            assert ids == made.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for name, make in (("bytes", of_bytes), ("words", of_words)):
+        made, path = make(), folder / name / "tokenizer.json"
+        path.parent.mkdir()
+        made.save(str(path))
+        TOKENIZERS[name] = get_tokenizer(str(path)), made
+
+
+TOKENIZERS: dict = {}
+
+
+def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, capsys):
+    """From a folder of transformers to an any-order model, with a rate of 0: the left-to-right loss
+    stays that of the folder."""
+    folder, text, data = llama[1], tmp_path / "text.txt", tmp_path / "data"
+    text.write_text("\n\n".join(f"the quick brown fox {i} it's 10 o'clock" for i in range(400)))
+    run, tokenizer = tmp_path / "aogpt_llama", folder / "tokenizer.json"
+    prepared = run_main(
+        prepare,
+        monkeypatch,
+        capsys,
+        "text",
+        "--source",
+        text,
+        "--out",
+        data,
+        "--tokenizer",
+        tokenizer,
+    )
+    assert "--model.vocab-size" in prepared
+    small = {
+        "data.folder": data,
+        "out": tmp_path,
+        "train.init-from": folder,
+        "model.block-size": 32,
+    }
+    small |= {"train.batch-size": 4, "optim.warmup-steps": 0, "optim.lr": 0.0, "train.steps": 2}
+    small |= {"train.parallel": "ddp", "train.device": "cpu", "eval.sequences": 4}
+    words = [word for key, value in small.items() for word in (f"--{key}", value)]
+    words = ["configs/aogpt_llama.toml", *words, "--train.no-compile"]
+    done = run_script("train.py", *words)
+    assert "started from the weights of" in done.stdout
+    assert "resumed" in run_script("train.py", *words, "--train.steps", 3).stdout
+    told = run_main(sample, monkeypatch, capsys, run, "--infill", "the quick[MASK:4] fox")
+    assert "the quick" in told and "[MASK" not in told
+
+    def loss(model, order):
+        path = tmp_path / "loss.json"
+        words = ("--datasets", data, "--orders", order, "--max-sequences", 8, "--json", path)
+        run_main(eval_ppl, monkeypatch, capsys, model, *words, "--block-size", 32, "--overwrite")
+        return json.loads(path.read_text())["results"][0]["bits_per_token"]
+
+    assert abs(loss(run, "l2r") - loss(folder, "l2r")) < 1e-6
+    assert loss(run, "random") > 0
