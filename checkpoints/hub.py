@@ -10,7 +10,6 @@ README.md            a model card: checkpoints/model_card.py
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 
@@ -31,19 +30,18 @@ HEADER = """\
 # source files that are named below. Change those, not this file.
 """
 MASK = "[MASK]"
-OTHER_NAME = "tokenizer.5.0.json"  # for transformers 5, beside a tokenizer.json that stays as it is
 
 
 def write_hub_files(
     folder: Path, loaded: Loaded, export: dict, dtype: str, rows: list[dict]
 ) -> None:
     """Everything but the weights. export: the config.json of an export. rows: of metrics.jsonl."""
-    mask = write_tokenizer(folder, loaded.get_tokenizer())
+    ids = write_tokenizer(folder, loaded.get_tokenizer())
     settings = {"model_type": "aogpt", "architectures": ["AOGPTModel"], "auto_map": AUTO_MAP}
-    settings |= {"mask_token_id": mask, "dtype": dtype, "aogpt": export}
+    settings |= ids | {"dtype": dtype, "aogpt": export}
     write_json(folder / "config.json", settings)
     write_text(folder / f"{MODULE}.py", modeling_source())
-    write_text(folder / "README.md", model_card(loaded, rows))
+    write_text(folder / "README.md", model_card(loaded, rows, writes_start="start_token_id" in ids))
 
 
 def modeling_source() -> str:
@@ -70,32 +68,30 @@ def modeling_source() -> str:
     return re.sub(r"\n{4,}", "\n\n\n", "\n\n".join([start, *parts]))
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> int:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     """Write tokenizer.json and its settings for `transformers.AutoTokenizer`, and a vocabulary of
-    the user's as it was; the id of [MASK], the first one after the vocabulary."""
+    the user's as it was. The ids of [MASK], the first one after the vocabulary, and of the
+    begin-of-text that a pretrained model's tokenizer writes."""
     try:
         import tokenizers
     except ImportError:
         raise UserError("--hub needs the package tokenizers: pip install transformers") from None
 
     tokenizer.keep(folder)
-    if tokenizer.name == HUB:  # without the begin-of-text that it writes: ours is [None]
-        values = json.loads(tokenizer.file) | {"post_processor": None}
-        made, name = tokenizers.Tokenizer.from_str(json.dumps(values)), OTHER_NAME
+    if tokenizer.name == HUB:  # stays as it is; transformers adds [MASK], as the next line here
+        made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
         made.add_special_tokens([MASK])
+        starts = tokenizer.starts
     else:
-        made, name = library_tokenizer(tokenizer), HUB
-    write_text(folder / name, made.to_str(pretty=True))
-    settings = {"fast_tokenizer_files": [name]} if name == OTHER_NAME else {}
-    settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "mask_token": MASK,
-        "eos_token": made.id_to_token(tokenizer.eot),
-    }
-    settings |= {"model_input_names": ["input_ids", "attention_mask"]}
-    settings |= {"clean_up_tokenization_spaces": False}
+        made, starts = library_tokenizer(tokenizer), []
+        write_text(folder / HUB, made.to_str(pretty=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "mask_token": MASK}
+    settings["eos_token"] = made.id_to_token(tokenizer.eot)
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
+    settings["clean_up_tokenization_spaces"] = False
     write_json(folder / "tokenizer_config.json", settings)
-    return made.token_to_id(MASK)
+    ids = {"mask_token_id": made.token_to_id(MASK)}
+    return ids | ({"start_token_id": starts[0]} if starts else {})
 
 
 def library_tokenizer(tokenizer: Tokenizer):
@@ -113,7 +109,7 @@ def library_tokenizer(tokenizer: Tokenizer):
     if not isinstance(tokenizer, BytesTokenizer):
         tokens = sorted((token for token in ranks if len(token) > 1), key=ranks.get)
         pairs = [merged_from(token, ranks) for token in tokens]
-        # A token that no merge gives is one only as a whole word: ignore_merges.
+        # A token that no merge gives is a token where it is a whole word: ignore_merges.
         merges = [tuple(map(spelled, pair)) for pair in pairs if ranks.keys() >= set(pair)]
         split = [pre_tokenizers.Split(Regex(GPT2_WORDS), "isolated")]
     vocabulary = {spelled(token): rank for token, rank in ranks.items()}

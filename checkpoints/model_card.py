@@ -25,12 +25,12 @@ ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own
 ORDERS |= {"own": "the run's own orders, in its groups"}
 
 
-def model_card(loaded: Loaded, rows: list[dict]) -> str:
+def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> str:
     """Markdown. Facts of the training are left out where the source has no run. rows: of the run's
-    metrics.jsonl."""
+    metrics.jsonl. writes_start: the tokenizer writes a begin-of-text."""
     state_file = Path(loaded.path) / store.STATE
     state = read_json(state_file, dict[str, Any], store.ADVICE) if state_file.is_file() else None
-    parts = [FRONT, _summary(loaded), _usage(loaded)]
+    parts = [FRONT, _summary(loaded), _usage(loaded, writes_start)]
     if state is not None:
         parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
     parts += [_limits(loaded), f"Converted by the AO-GPT code at commit {commit()}."]
@@ -65,9 +65,10 @@ def _summary(loaded: Loaded) -> str:
     )
 
 
-def _usage(loaded: Loaded) -> str:
+def _usage(loaded: Loaded, writes_start: bool) -> str:
     """Code for transformers, which the tests run, and for the project."""
     c, text, ours = loaded.model.config, "", "--prompt 'The cat'"
+    how = ", add_special_tokens=False" * writes_start + ', return_tensors="pt"'
     if c.is_encoder:
         text = """
 # log-probabilities along a random order, nats
@@ -87,9 +88,9 @@ print(model(ids, order=order, labels=ids).loss)
 """
     if not c.l2r_only:
         ours = "--infill 'The cat[MASK:3] home.'"
-        text += """
+        text += f"""
 # fill a gap of three tokens
-gap = tokenizer("The cat[MASK][MASK][MASK] home.", return_tensors="pt").input_ids
+gap = tokenizer("The cat[MASK][MASK][MASK] home."{how}).input_ids
 print(tokenizer.decode(model.generate(gap)[0]))
 """
     text += """
@@ -106,7 +107,7 @@ from transformers import AutoModel, AutoTokenizer
 
 model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
-ids = tokenizer("The cat sat on a mat.", return_tensors="pt").input_ids
+ids = tokenizer("The cat sat on a mat."{how}).input_ids
 {text}```
 
 With the AO-GPT code, which reads this folder and runs none of the code in it:

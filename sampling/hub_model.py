@@ -27,12 +27,20 @@ from variants.two_stream import TwoStream
 
 class AOGPTConfig(PreTrainedConfig):
     """aogpt: what convert.py writes about a model; its key `model` holds the ModelConfig.
-    mask_token_id: [MASK] of the tokenizer."""
+    mask_token_id: [MASK] of the tokenizer. start_token_id: the begin-of-text that a pretrained
+    model's tokenizer writes; the model has its own, [None]."""
 
     model_type = "aogpt"
 
-    def __init__(self, aogpt: dict | None = None, mask_token_id: int | None = None, **more):
+    def __init__(
+        self,
+        aogpt: dict | None = None,
+        mask_token_id: int | None = None,
+        start_token_id: int | None = None,
+        **more,
+    ):
         self.aogpt, self.mask_token_id = aogpt or {}, mask_token_id
+        self.start_token_id = start_token_id
         more["tie_word_embeddings"] = bool(aogpt and aogpt["model"]["tied_head"])
         super().__init__(**more)
 
@@ -152,6 +160,8 @@ class AOGPTModel(PreTrainedModel):
         known = tokens.masked_fill(tokens == self.config.mask_token_id, 0)
         check_tokens(self.model, known, tokens if order is None else order)
         check_permutations(order)
+        if self.config.start_token_id in tokens[:, 0].tolist():
+            raise UserError("no begin-of-text is needed: tokenizer(text, add_special_tokens=False)")
         if self.model.config.l2r_only and not torch.equal(order, l2r):
             raise UserError("a plain GPT predicts from left to right only: leave out order")
         return order

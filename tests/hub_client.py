@@ -20,7 +20,8 @@ def use(folder: Path) -> dict:
     found = {}
     if case["texts"]:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        found = {"ids": [tokenizer(text).input_ids for text in case["texts"]]}
+        how = {"add_special_tokens": False}
+        found = {"ids": [tokenizer(text, **how).input_ids for text in case["texts"]]}
         found |= {"mask": tokenizer.mask_token_id, "back": tokenizer.batch_decode(found["ids"])}
     if not (folder / "model.safetensors").exists():
         return found

@@ -29,6 +29,7 @@ from train import train
 from variants import log_linear_noise
 
 VOCABULARY, MASK, LENGTH = 257, 257, 40
+START = 7  # a token that stands for a begin-of-text of a pretrained model
 PLAIN = [name for name, c in (SYSTEMS | OTHERS).items() if c.get("target") == "none"]
 PLAIN = [name for name in PLAIN if name not in ENCODERS]
 NAMES = [*SYSTEMS, "Llama, A3", "Llama, plain"]
@@ -67,6 +68,7 @@ def tiny(system):
 def inputs_of(system):
     """What the client calls, by what it is compared with."""
     tokens = torch.randint(VOCABULARY, (2, 12), generator=seeded(1))
+    assert START not in tokens[:, 0]
     order = torch.stack([torch.randperm(12, generator=seeded(i)) for i in (2, 3)])
     gap = tokens.clone()
     gap[:, -5:] = MASK
@@ -80,6 +82,7 @@ def inputs_of(system):
     refused["padded gap"] = "generate", {"input_ids": gap, "attention_mask": padding}
     refused["no such order"] = "generate", {"input_ids": gap, "order": "r2l"}
     refused["no permutation"] = "generate", {"input_ids": gap, "order": order * 0}
+    refused["start"] = "generate", {"input_ids": tokens.index_fill(1, torch.tensor(0), START)}
     refused["unknown id"] = "forward", {"input_ids": tokens + 400}
     if system in ENCODERS:
         inputs = {"input_ids": gap}
@@ -128,11 +131,14 @@ def found(tmp_path_factory):
         scored_from = {"scored_from": int(system == "GPT-2")}
         source = write_export(root / f"{system} source", tiny(system), **scored_from)
         convert(str(source), root / system, hub=True)
+        place = root / system / "config.json"
+        settings = json.loads(place.read_text()) | {"start_token_id": START}
+        place.write_text(json.dumps(settings))
         torch.save(inputs_of(system), root / f"{system}.pt")
     others = {"english": get_tokenizer("english"), "library": library_file(root)}
     for name, tokenizer in others.items():  # the tokenizer alone
         (root / name).mkdir()
-        result[name, "mask"] = hub.write_tokenizer(root / name, tokenizer)
+        result[name, "ids"] = hub.write_tokenizer(root / name, tokenizer)
         for file in ("config.json", "modeling_aogpt.py"):
             shutil.copy(root / "AO-GPT" / file, root / name)
         torch.save({"texts": TEXTS}, root / f"{name}.pt")
@@ -211,6 +217,7 @@ def filled_by_loop(model, order, sizes, uniforms, tokens, temperature, vocab_siz
 
 
 REFUSALS = {
+    "start": "add_special_tokens=False",
     "at most": "41 tokens a sequence; this model takes 1 to 40",
     "continuing too far": "52 tokens a sequence; this model takes 1 to 40",
     "padding": "padding is not supported",
@@ -248,8 +255,13 @@ def of_case(found, system):
 def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found):
     for name, key in (("bytes", "AO-GPT"), ("english", "english"), ("bytes", "library")):
         tokenizer, start = get_tokenizer(name), int(key == "library")
-        mask = tokenizer.vocab_size + start  # that file has a begin-of-text, which is not written
-        assert found[key]["mask"] == mask == found.get((key, "mask"), mask)
+        mask = (
+            tokenizer.vocab_size + start
+        )  # that file has a begin-of-text, which is no id of a text
+        assert found[key]["mask"] == mask
+        if key != "AO-GPT":
+            start_token = {"start_token_id": 257} if start else {}
+            assert found[key, "ids"] == {"mask_token_id": mask} | start_token
         *ids, masked = found[key]["ids"]
         assert ids == [tokenizer.encode(text) for text in TEXTS[:-1]]
         assert masked == [*tokenizer.encode("x"), mask, mask, *tokenizer.encode(" y")]
