@@ -48,14 +48,11 @@ tags: [any-order, masked-diffusion, text-generation]
 
 def _summary(loaded: Loaded) -> str:
     c, count = loaded.model.config, sum(parameter_counts(loaded.model).values())
-    kind = (
-        "An encoder for masked diffusion: it predicts the tokens behind [MASK] from all others."
-        if c.is_encoder
-        else "A GPT that predicts the tokens of a text from left to right."
-        if c.l2r_only
-        else "An any-order GPT: it predicts the tokens of a text in any order, and an order gives "
-        "the exact probability of a text."
-    )
+    kind = "An any-order GPT: it predicts the tokens of a text, and scores the text, in any order."
+    if c.is_encoder:
+        kind = "An encoder for masked diffusion: it predicts each [MASK] from all other tokens."
+    elif c.l2r_only:
+        kind = "A GPT that predicts the tokens of a text from left to right."
     origin = f" They have the released layout of {loaded.system}." if loaded.system else ""
     weights = "averaged (EMA)" if loaded.weights == "ema" else "last"
     return (
@@ -129,9 +126,9 @@ def _data(data: dict) -> str:
 
 
 def _recipe(state: dict) -> str:
-    rows = ["| setting | value |", "|---|---|"]
-    tables = {"": state["config"]} | {k: v for k, v in state["config"].items() if type(v) is dict}
-    values = {f"{table}.{k}".strip("."): v for table, of in tables.items() for k, v in of.items()}
+    config, rows = state["config"], ["| setting | value |", "|---|---|"]
+    tables = {key: table for key, table in config.items() if isinstance(table, dict)}
+    values = config | {f"{key}.{k}": v for key, table in tables.items() for k, v in table.items()}
     for key in SETTINGS:
         kind, used = USED_IF.get(key, ("", None)), values.get(key) not in (None, "", [])
         if used and values.get(kind[0]) == kind[1]:
@@ -143,43 +140,35 @@ def _recipe(state: dict) -> str:
 
 def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
     """The newest validation of these weights up to their step; "" if there was none."""
-    suffix = "_raw" if loaded.weights == "raw" else ""
-    lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
+    key = "val_loss_{}_raw" if loaded.weights == "raw" else "val_loss_{}"
     seen = [row for row in rows if row["step"] <= loaded.step]
-    row = next(
-        (row for row in reversed(seen) if any(f"val_loss_{kind}" in row for kind in ORDERS)), {}
-    )
-    for kind, orders in ORDERS.items():
-        loss, error = row.get(f"val_loss_{kind}{suffix}"), row.get(f"val_error_{kind}")
-        if loss is not None:
-            known = error is not None and not suffix
-            lines.append(f"| {orders} | {loss:.4f} | {f'{error:.4f}' if known else 'unknown'} |")
-    if not row:
+    seen = [row for row in seen if any(key.format(kind) in row for kind in ORDERS)]
+    if not seen:
         return ""
-    best = ""
-    if state["best"]:
-        best = f"\n\nThe run's lowest loss until then: {state['best']['loss']:.4f}"
-        best += f" at step {state['best']['step']:,}."
-    told = "The standard error is over random orders; it is unknown where one order was drawn."
-    title = f"## Validation losses\n\nOf step {row['step']:,}. {told}"
-    return title + "\n\n" + "\n".join(lines) + best
+    lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
+    for kind, orders in ORDERS.items():
+        if (loss := seen[-1].get(key.format(kind))) is not None:
+            error = None if loaded.weights == "raw" else seen[-1].get(f"val_error_{kind}")
+            known = "unknown" if error is None else f"{error:.4f}"
+            lines.append(f"| {orders} | {loss:.4f} | {known} |")
+    told = f"Of step {seen[-1]['step']:,}. The standard error is over random orders; it is unknown "
+    told += "where one order was drawn."
+    if best := state["best"]:
+        told += f" The run's lowest loss so far: {best['loss']:.4f} at step {best['step']:,}."
+    return f"## Validation losses\n\n{told}\n\n" + "\n".join(lines)
 
 
 def _limits(loaded: Loaded) -> str:
     c = loaded.model.config
     limits = [
-        "A base model: it continues texts like those that it was trained on, and follows no "
-        "instructions.",
-        "Do not rely on it for facts. It was not made safe for users.",
-        f"Sequences have at most {c.block_size:,} tokens, all of one length in a batch: padding is "
-        "refused.",
+        "A base model: it continues texts like those of its training; it cannot follow requests."
     ]
+    limits += ["Do not rely on it for facts. It was not made safe for users."]
+    limits += [f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."]
     if c.l2r_only:
         limits += ["It knows no order but left to right, and fills in [MASK] only at the end."]
     else:
         limits += ["The number of [MASK] fixes the length of what is filled in."]
     if c.is_encoder:
-        limits += [
-            "It has no cache: each token that is generated takes a pass over the whole text."
-        ]
+        limits += ["It has no cache: each generated token takes a pass over the whole text."]
     return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)

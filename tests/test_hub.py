@@ -40,7 +40,7 @@ TEXTS = [
     "",
     "x[MASK][MASK] y",
 ]
-needs_transformers = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers"
 )
 
@@ -273,7 +273,6 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
 )
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     "name", ["bytes", "english", "own", pytest.param("gpt2", marks=needs_gpt2)]
 )
