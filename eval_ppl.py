@@ -47,7 +47,7 @@ class Arguments(ModelOptions, OutputOptions):
     """Run folder (out/NAME), exported folder, released weights or Hugging Face repo id."""
     other: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """A second model of the same tokenizer: the difference of their losses on the same text, with a
-    95% interval and a p value, in blocks of the shorter one."""
+    95% interval and a p value, in blocks of the smaller block size."""
     datasets: tuple[str, ...] = ()
     """Data sets that data/prepare.py wrote: their names (data/catalogue.py), or folders. A path
     that ends in .txt, or /dev/stdin, is scored as it is, as one document without end-of-text."""

@@ -115,7 +115,7 @@ def _notes(results: list[dict]) -> list[str]:
         size = f"{r['sequences']:,}{part} sequence{'s' * (r['sequences'] != 1)} of"
         size += f" {r['documents']:,} document{'s' * (r['documents'] != 1)}"
         split, tokens = r["data"]["split"], f"{r['tokens']:,} tokens"
-        tested = f"; p by {r['p_by']}" if "p_by" in r and r["sequences"] > 1 else ""
+        tested = f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}" if "p_by" in r else ""
         texts[r["dataset"]] = f"{r['dataset']} ({split}): {size}, {tokens}{tested}"
     found = {r["orders"].partition(":")[0] for r in results} | {r["bound"] for r in results}
     return [*texts.values(), *(text for key, text in NOTES.items() if key in found)]

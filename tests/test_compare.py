@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
 
 import eval_ppl
 import train
-from checkpoints import load_model
+from checkpoints import load_model, store
 from convert import convert
 
 # ruff: noqa: F811  (fixtures are imported by their names)
@@ -31,7 +32,7 @@ def raw(run):
 @pytest.fixture(scope="module")
 def longer(data, run):
     """A model of twice the block size."""
-    config = tiny_config(data, run.parent, "longer", steps=1, model__block_size=2 * LENGTH)
+    config = tiny_config(data, run.parent, "longer", steps=6, model__block_size=2 * LENGTH)
     train.train(config, ALONE)
     return config.run_folder
 
@@ -129,10 +130,15 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
 def test_what_cannot_be_compared_or_scored_is_told(script, run, raw, data, tmp_path):
     for name, content in (("empty.txt", b""), ("latin.txt", b"\xe9 \xff")):
         (tmp_path / name).write_bytes(content)
-    (other := tmp_path / "other").mkdir()
-    settings = json.loads((raw / "config.json").read_text()) | {"tokenizer": "english"}
+    other = shutil.copytree(raw, tmp_path / "other")
+    settings = json.loads((raw / "config.json").read_text()) | {"tokenizer": "gpt2"}
+    settings["sha256"] = store.digest(settings)
     (other / "config.json").write_text(json.dumps(settings))
     for words, told in (
+        (
+            [run, other, "--datasets", data],
+            "has gpt2 tokens, of another vocabulary: compare models",
+        ),
         ([run, raw, "third", "--datasets", data], "third"),
         ([run, raw, "--datasets", data, "--ensemble", 1, 4], "leave out --ensemble and --bound"),
         ([run, raw, "--datasets", data, "--bound", "iw"], "leave out --ensemble and --bound"),
