@@ -110,6 +110,19 @@ def test_models_of_other_blocks_and_kinds(compare, run, longer, encoder, plain, 
     assert one["p"] is None and one["tokens"] == 3
 
 
+def test_neither_scores_a_first_token_that_one_cannot(compare, run, plain, data, tmp_path):
+    """Of an export without a start token, as GPT-2."""
+    convert(str(plain), tmp_path / "export")
+    place = tmp_path / "export" / "config.json"
+    settings = json.loads(place.read_text()) | {"scored_from": 1}
+    place.write_text(json.dumps(settings | {"sha256": store.digest(settings)}))
+    report = compare(run, tmp_path / "export", "--max-sequences 5")
+    for result, path in zip(report["results"], (run, plain), strict=True):
+        expected = direct(path, data, "l2r", 1, 0, 5)[:, 0, 1:].mean()
+        assert result["nll"] == pytest.approx(expected, rel=1e-6)
+        assert result["tokens"] == 5 * (LENGTH - 1)
+
+
 def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp_path):
     text, report = tmp_path / "my.txt", tmp_path / "r.json"
     text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
