@@ -113,7 +113,7 @@ def scorers_of(
     first, *others = map(default_orders, configs)
     names = a.orders or [name for name in first if all(name in other for other in others)]
     if not names:
-        raise UserError("the models have no order in common in one pass: give --orders l2r")
+        raise UserError("no order is scored in one pass by both models: give --orders l2r")
     scorers = {
         text: [scorer_of(text, a, config, block_size) for config in configs] for text in names
     }

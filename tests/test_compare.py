@@ -140,7 +140,9 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
     assert done.stdout.count("left to right") == 3 and "A: " in done.stdout and "B: " in done.stdout
 
 
-def test_what_cannot_be_compared_or_scored_is_told(script, run, raw, data, tmp_path):
+def test_what_cannot_be_compared_or_scored_is_told(
+    script, run, raw, plain, encoder, data, tmp_path
+):
     for name, content in (("empty.txt", b""), ("latin.txt", b"\xe9 \xff")):
         (tmp_path / name).write_bytes(content)
     other = shutil.copytree(raw, tmp_path / "other")
@@ -152,6 +154,7 @@ def test_what_cannot_be_compared_or_scored_is_told(script, run, raw, data, tmp_p
             [run, other, "--datasets", data],
             "has gpt2 tokens, of another vocabulary: compare models",
         ),
+        ([plain, encoder, "--datasets", data], "one pass by both models: give --orders l2r"),
         ([run, raw, "third", "--datasets", data], "third"),
         ([run, raw, "--datasets", data, "--ensemble", 1, 4], "leave out --ensemble and --bound"),
         ([run, raw, "--datasets", data, "--bound", "iw"], "leave out --ensemble and --bound"),
