@@ -138,6 +138,7 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
         (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
+        (plan.unmask_by == "oracle" and forced is None, "the oracle order needs forced tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
     ):
         if wrong:
@@ -384,12 +385,16 @@ class Engine:
         position = self.order[row.to(self.device), slot.to(self.device)].to(self.draw_device)
         return self.uniforms[row.to(self.draw_device), position]
 
+    def forced_at(self, row: Tensor, slot: Tensor) -> Tensor:
+        """The forced tokens of the positions in slots, (N,)."""
+        return self.forced[row, self.order[row, slot]]
+
     def draw(self, hidden: Tensor, index: Tensor, row: Tensor, slot: Tensor) -> None:
         """Draw and store the tokens of the slots, or store those that are forced."""
         for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
             logits = self.logits(hidden[index[rows, slots]])
             if self.forced is not None:
-                self.store(rows, slots, self.forced[rows, self.order[rows, slots]], logits)
+                self.store(rows, slots, self.forced_at(rows, slots), logits)
                 continue
             if self.kernels and self.kernels.can_choose(logits, self.choice):
                 uniforms = self.uniforms_at(rows, slots)

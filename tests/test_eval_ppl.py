@@ -28,10 +28,10 @@ from runtime.randomness import SCORED_ORDERS
 def evaluate(script, run, data, tmp_path):
     """Evaluate a run with these options; the JSON report, and what the terminal shows."""
 
-    def call(options="", *more, path=run, datasets=(data,)):
-        report = tmp_path / "ppl.json"
-        files = ["--datasets", *datasets, "--overwrite", "--json", report]
-        status, out, err = script(eval_ppl, path, *files, *options.split(), *more)
+    def call(options="", *more, path=run, other=(), datasets=(data,)):
+        report, models = tmp_path / "ppl.json", [path, other][: 1 + bool(other)]
+        files = ["--datasets"] * bool(datasets) + [*datasets, "--overwrite", "--json", report]
+        status, out, err = script(eval_ppl, *models, *files, *options.split(), *more)
         assert status == 0, err
         return json.loads(report.read_text()) | {"terminal": out}
 

@@ -17,8 +17,10 @@ import checkpoints as checkpoint
 import sample
 from checkpoints import store
 from data.tokenizers import get_tokenizer
+from orders import ORDER_SETTINGS, orders_at, parse_order
 from runtime.command_line import visible
 from runtime.processes import Processes
+from runtime.randomness import PLANS
 from sampling import engine, modes
 
 ROWS = [
@@ -102,6 +104,22 @@ EVERY_MODE = MODES | {
     "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
     "speculative by pairs": ["--mode", "speculative", "--draft-by", "ngram"],
 }
+
+
+@pytest.mark.parametrize("kind", ORDER_SETTINGS)
+def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
+    """A token a step, in the orders drawn; what is given comes first."""
+    rows = np.tile(np.arange(LENGTH), (3, 1))
+    np.save(tmp_path / "orders.npy", np.random.default_rng(0).permuted(rows, axis=1))
+    settings = {"block": "3", "window": "3", "file": f"{tmp_path}/orders.npy"}
+    chosen = [f"{key}={settings[key]}" for key in ORDER_SETTINGS[kind] if key in settings]
+    text = ":".join([kind, ",".join(chosen)][: 1 + bool(chosen)])
+    options = "--order", text, "--seed", 5, "--num-samples", 3
+    orders = orders_at(parse_order(text, "--order"), 5, 0, range(3), LENGTH, PLANS).tolist()
+    assert column(draw(*options), "order") == orders
+    filled = draw(*options, "--infill", "[MASK:2]the[MASK:11]")
+    expected = [[2, 3, 4] + [p for p in order if p not in (2, 3, 4)] for order in orders]
+    assert column(filled, "order") == expected
 
 
 class OneOf(Processes):
