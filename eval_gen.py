@@ -198,7 +198,9 @@ def number(value, form: str) -> str:
 def name_of(settings: dict) -> str:
     """The mode and the size of its steps, which a sweep varies."""
     sizes = map(settings.get, (*SIZES, "threshold", "entropy_bound"))
-    return f"{settings['mode']} {next(filter(None, sizes), '')}" if "mode" in settings else "text"
+    refined = f", refined {settings['refine']}" if settings.get("refine") else ""
+    name = f"{settings.get('mode')} {next(filter(None, sizes), '')}{refined}"
+    return name if "mode" in settings else "text"
 
 
 def lines_of(result: dict) -> list[str]:
