@@ -293,7 +293,8 @@ class Engine:
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
         cost = tally.calls, tally.forwards, tally.nfe[:rows]
-        return Generation(*made, plan.length[:rows], *cost, order[:rows])
+        order = order[:rows].clone()  # the buffer serves the next batch
+        return Generation(*made, plan.length[:rows], *cost, order)
 
     # ---- passes: (B,) or (G, B) numbers of rows, on the host -------------------------------------
 

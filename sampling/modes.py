@@ -100,7 +100,7 @@ class DecodingOptions(TokenChoice):
     refine: NonNegative = 0
     """Rounds in which generated tokens of a complete sample are redrawn, given all others."""
     refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
-    """The share of the generated tokens that a round redraws, one token at least; by default 0.1."""
+    """The share of the generated tokens that a round redraws, at least one; by default 0.1."""
     refine_by: RefineBy | None = None
     """Which tokens. drawn (default): those that were least likely when they were drawn; no cost.
     others: those that are least likely given all others; a model call a token and round.

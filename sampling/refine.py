@@ -3,7 +3,7 @@
 A round removes a share of the generated tokens and draws them again, one after the other in a
 random order, each from the model's distribution given all that is known then. A decoder reads the
 kept tokens in the order in which they became known; those redrawn become its last. So redrawing the
-last tokens of an order leaves the joint along that order as it is.
+last token of an order leaves the joint along that order as it is.
 
 Shapes: B samples, T positions.
 """

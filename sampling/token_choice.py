@@ -51,8 +51,8 @@ class TokenChoice:
     """Divide the logits of tokens that are in the sample already by this if they are positive, else
     multiply them (CTRL, Keskar et al. 2019); 1 changes nothing."""
     no_repeat_ngram: Count | None = None
-    """Draw no token that would complete an n-gram of this size that is in the sample already, unless
-    that leaves none."""
+    """Draw no token that would complete an n-gram of this size that is in the sample already,
+    unless that leaves no token."""
 
     def __post_init__(self):
         check_values(self, name=str)
