@@ -226,7 +226,8 @@ def notes(rows: list[dict]) -> list[str]:
     lines = []
     for row in rows:
         s, parts = row["sampler"], [f"{row['samples']} samples a row"]
-        names = "checkpoint", "dtype", "noise", "seed", "top_k", "crossing"
+        names = "checkpoint dtype noise seed top_k crossing repetition_penalty no_repeat_ngram"
+        names = f"{names} refine_by refine_share".split()
         parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]
         if row["unscored_samples"]:
             parts += [f"{row['unscored_samples']} of them too short to be scored"]
