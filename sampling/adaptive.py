@@ -34,7 +34,8 @@ def adapt(engine, plan: Plan, tally) -> None:
         size = within_limits(plan, known, candidates, [v.cpu() for v in scores])
         # 3. Draw their tokens.
         total = int(size.sum())
-        engine.draw(hidden, index, *engine.slots(step.known, size.to(engine.device), total))
+        slots = engine.slots(step.known, size.to(engine.device), total)
+        engine.draw(hidden, index, step.known, *slots)
         cached = engine.cached_after(known, chosen=True)
         tally.called(count)
         tally.unmask(size)

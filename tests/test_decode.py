@@ -813,6 +813,7 @@ DOUBLE = {"dtype": torch.float64}
         (l2r_plan(1, 4), {"forced": torch.full((1, 4), 17)}, "outside the model's vocabulary"),
         (speculative_plan(1, 4, 2), {"forced": torch.zeros(1, 4).long()}, "force no tokens"),
         (speculative_plan(1, 4, 2), {"choice": TokenChoice(noise="float32")}, "another noise"),
+        (speculative_plan(1, 4, 2), {"choice": TokenChoice(no_repeat_ngram=2)}, "ban of repeats"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words):

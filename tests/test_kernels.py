@@ -62,7 +62,8 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     more = dataclasses.make_dataclass("More", min_p, bases=(TokenChoice,), frozen=True)
     assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(logits, more())
     dropped, noisy = TokenChoice(top_p=0.5, crossing="drop"), TokenChoice(noise="float32")
-    for choice in (TokenChoice(top_k=3), dropped, noisy, more(min_p=0.1)):
+    penalised, banned = TokenChoice(repetition_penalty=1.1), TokenChoice(no_repeat_ngram=3)
+    for choice in (TokenChoice(top_k=3), dropped, noisy, penalised, banned, more(min_p=0.1)):
         assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
