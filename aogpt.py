@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 import checkpoints
+from evaluation.estimates import Estimate
+from evaluation.eval_sets import open_text
+from evaluation.likelihood import AlongOrders, BatchRunner, Task, difference, losses_of
 from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -198,6 +201,21 @@ class TextModel:
         both = [s.filling * row.count(None) for s, row in zip(scores, given, strict=True)]
         found = map(Alternative, whole, totals, weights, both)
         return sorted(found, key=lambda row: -row.log_prob)
+
+    def compare(
+        self, other: TextModel, text: str, order: str = "l2r", seed: int = 0, draws: int = 2
+    ) -> Estimate:
+        """The loss of this model minus that of another of the same tokenizer on a text, nats per
+        token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
+        orders of each block, the same for both."""
+        size = min(self.block_size, other.block_size)
+        eval_set = open_text("text", text, self.loaded, None, size)
+        runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
+        orders, tasks = parse_order(order, "order"), []
+        for model in (self, other):
+            elbo = model.model.config.is_encoder and orders.kind == "random"
+            tasks.append(Task(model.loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
+        return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
 
     def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
         """The tokens, None where they hold characters of a span (from, to) of the text."""

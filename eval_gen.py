@@ -198,7 +198,9 @@ def number(value, form: str) -> str:
 def name_of(settings: dict) -> str:
     """The mode and the size of its steps, which a sweep varies."""
     sizes = map(settings.get, (*SIZES, "threshold", "entropy_bound"))
-    return f"{settings['mode']} {next(filter(None, sizes), '')}" if "mode" in settings else "text"
+    refined = f", refined {settings['refine']}" if settings.get("refine") else ""
+    name = f"{settings.get('mode')} {next(filter(None, sizes), '')}{refined}"
+    return name if "mode" in settings else "text"
 
 
 def lines_of(result: dict) -> list[str]:
@@ -224,7 +226,8 @@ def notes(rows: list[dict]) -> list[str]:
     lines = []
     for row in rows:
         s, parts = row["sampler"], [f"{row['samples']} samples a row"]
-        names = "checkpoint", "dtype", "noise", "seed", "top_k", "crossing"
+        names = "checkpoint dtype noise seed top_k crossing repetition_penalty no_repeat_ngram"
+        names = f"{names} refine_by refine_share".split()
         parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]
         if row["unscored_samples"]:
             parts += [f"{row['unscored_samples']} of them too short to be scored"]

@@ -1,7 +1,9 @@
-"""Perplexity of a trained model on prepared text: left to right, in any order, and averaged over
-orders of the context.
+"""Perplexity of a trained model on text: left to right, in any order, and averaged over orders of
+the context. Two models, A and B, are compared on the same text, paired by sequence.
 
     python eval_ppl.py out/quickstart --datasets stories
+    python eval_ppl.py out/quickstart --text "The fox ran into the woods."
+    python eval_ppl.py A B --datasets stories my.txt
     python eval_ppl.py RUN --datasets data/own --orders l2r random fixed_blockwise:block=32,seed=1
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE
@@ -9,19 +11,21 @@ orders of the context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tyro
 from annotated_types import Interval
 
-from checkpoints import load
+from checkpoints import Loaded, load
+from data.tokenizers import other_tokenizer
 from evaluation import likelihood
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
-from evaluation.eval_sets import open_eval_set
+from evaluation.eval_sets import EvalSet, open_eval_set, open_text, read_text
 from evaluation.likelihood import Scorer, Task
-from evaluation.perplexity_table import markdown, result_rows
+from evaluation.perplexity_table import comparison, difference_row, markdown, result_rows
 from model import ModelConfig
 from orders import ORDER_SETTINGS, parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script, show
@@ -30,7 +34,7 @@ from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
-from sampling.plans import Pace, Rule, Score
+from sampling.plans import Pace, Rule, RuleScore
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
@@ -41,8 +45,14 @@ RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block
 class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), exported folder, released weights or Hugging Face repo id."""
-    datasets: tuple[str, ...]
-    """Data sets that data/prepare.py wrote: their names (data/catalogue.py), or folders."""
+    other: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    """A second model of the same tokenizer: the difference of their losses on the same text, with a
+    95% interval and a p value, in blocks of the smaller block size."""
+    datasets: tuple[str, ...] = ()
+    """Data sets that data/prepare.py wrote: their names (data/catalogue.py), or folders. A path
+    that ends in .txt, or /dev/stdin, is scored as it is, as one document without end-of-text."""
+    text: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    """A text to score as it is, such as a sentence."""
     split: str | None = None
     """By default the evaluation set's own, the only one, or val."""
     orders: tuple[str, ...] | None = None
@@ -50,9 +60,10 @@ class Arguments(ModelOptions, OutputOptions):
     any distribution with its settings, as fixed_blockwise:block=32,seed=1 or mixture:l2r_prob=0.5;
     score_entropy, SEDD's own bound; confidence, entropy or margin: the order in which the model
     itself would decode the text, a pass for every step, also several positions a step, as
-    confidence:threshold=0.9 or entropy:entropy_bound=0.5,most=4,block=32. By default l2r and
-    random, as far as the model has them in a single pass (an encoder needs a pass per token along
-    an order)."""
+    confidence:threshold=0.9 or entropy:entropy_bound=0.5,most=4,block=32; oracle: next the position
+    whose true token is most probable, which looks at the answer and is no likelihood. By default
+    l2r and random, as far as the model has them in a single pass (an encoder needs a pass per token
+    along an order)."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
     """Sizes of order ensembles: probabilities averaged over this many orders of the context, for
     uniformly random orders, always in float32 (rounding looks like a gain). 1 is no ensemble."""
@@ -80,26 +91,33 @@ def check_arguments(a: Arguments) -> Outputs:
     check_values(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
         raise UserError("ensembles are of single steps and of means: leave out --ensemble")
-    for option in ("datasets", "orders", "ensemble"):
+    if a.other and (set(a.ensemble) != {1} or a.bound == "iw"):
+        raise UserError("two models are compared by means: leave out --ensemble and --bound")
+    for option in ("orders", "ensemble"):
         if getattr(a, option) == ():
             raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
+    if not a.datasets and a.text is None:
+        raise UserError("nothing to score: give RUN first, then --datasets and names, or --text")
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}
-    return Outputs(files, [a.run, *a.datasets], a.overwrite)
+    return Outputs(files, [a.run, a.other, *a.datasets], a.overwrite)
 
 
 # ---- what to score -------------------------------------------------------------------------------
 
 
-def scorers_of(a: Arguments, config: ModelConfig) -> dict[str, Scorer]:
-    """What to score, by name. Raises UserError where the model has no such likelihood."""
-    possible = ("l2r", "random")
-    if config.is_encoder:  # it sees a set of tokens, in no order
-        possible = ("random", "score_entropy") if config.noise else ("random",)
-    elif config.l2r_only:
-        possible = ("l2r",)
-    scorers = {text: scorer_of(text, a, config) for text in a.orders or possible}
-    found = scorers.values()
+def scorers_of(
+    a: Arguments, configs: list[ModelConfig], block_size: int
+) -> dict[str, list[Scorer]]:
+    """What to score with each model, by name. Raises UserError where one has no such likelihood."""
+    first, *others = map(default_orders, configs)
+    names = a.orders or [name for name in first if all(name in other for other in others)]
+    if not names:
+        raise UserError("no order is scored in one pass by both models: give --orders l2r")
+    scorers = {
+        text: [scorer_of(text, a, config, block_size) for config in configs] for text in names
+    }
+    found = sum(scorers.values(), [])
     if set(a.ensemble) != {1} and all(of.ensembles == (1,) for of in found):
         known = "ensembles are for decoders that know their target position, along random orders"
         raise UserError(f"{known}: leave out --ensemble, or give --orders random")
@@ -108,7 +126,13 @@ def scorers_of(a: Arguments, config: ModelConfig) -> dict[str, Scorer]:
     return scorers
 
 
-def scorer_of(text: str, a: Arguments, config: ModelConfig) -> Scorer:
+def default_orders(config: ModelConfig) -> tuple[str, ...]:
+    if config.is_encoder:  # it sees a set of tokens, in no order
+        return ("random", "score_entropy") if config.noise else ("random",)
+    return ("l2r",) if config.l2r_only else ("l2r", "random")
+
+
+def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> Scorer:
     """What one of --orders means."""
     if a.group > 1 and (config.l2r_only or text == "score_entropy"):
         raise UserError("--group is for models that know their target position: leave it out")
@@ -116,14 +140,14 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig) -> Scorer:
         if not config.noise:
             raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
         return likelihood.ScoreEntropy()
-    rule = parse_rule(text, a.group) if text.partition(":")[0] in get_args(Score) else None
+    rule = parse_rule(text, a.group) if text.partition(":")[0] in get_args(RuleScore) else None
     orders = None if rule else parse_order(text, "--orders")
     if config.l2r_only and (rule or orders.kind != "l2r"):
         raise UserError(f"this model is a plain GPT and has no {text!r} order; give --orders l2r")
     if rule:
         return likelihood.OwnOrder(rule, a.group)
-    if "block" in ORDER_SETTINGS[orders.kind] and orders.block > config.block_size:
-        limit = f"the model's block size is {config.block_size}"
+    if "block" in ORDER_SETTINGS[orders.kind] and orders.block > block_size:
+        limit = f"the model's block size is {block_size}"
         raise UserError(f"--orders {text}: {limit}; give a smaller block")
     uniform = orders.kind == "random"
     sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
@@ -146,28 +170,60 @@ def parse_rule(text: str, group: int) -> Rule:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
+def load_models(a: Arguments, device) -> list[Loaded]:
+    """One model, or two that score the same tokens. Raises UserError for other tokenizers."""
+    names = [name for name in (a.run, a.other) if name is not None]
+    models = [load(name, a.weights, device, a.block_size, a.checkpoint) for name in names]
+    if other_tokenizer(vars(models[0]), vars(models[-1])):
+        found = " and ".join(f"{model.path} has {model.tokenizer} tokens" for model in models)
+        raise UserError(f"{found}, of another vocabulary: compare models of one tokenizer")
+    scored_from = max(model.scored_from for model in models)
+    return [replace(model, scored_from=scored_from) for model in models]
+
+
+def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:
+    """The data sets and texts, in blocks of this size."""
+    eval_sets, limits = [], {"max_sequences": a.max_sequences, "block_size": block_size}
+    for name in a.datasets:
+        if name == "/dev/stdin" or name.endswith(".txt"):
+            text = procs.gather(procs.main and read_text(name))[0]
+            eval_sets.append(open_text(Path(name).name, text, loaded, **limits))
+        else:
+            eval_sets.append(open_eval_set(name, a.split, loaded, **limits))
+    if a.text is not None:
+        eval_sets.append(open_text("text", a.text, loaded, **limits))
+    return eval_sets
+
+
 def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = check_arguments(a)
-    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
-    config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
-    scorers = scorers_of(a, config)
-    eval_sets = [open_eval_set(name, a.split, loaded, a.max_sequences) for name in a.datasets]
-    needs_text = [n for n, s in scorers.items() if s.ensembles != (1,) or n == "score_entropy"]
+    models, dtype = load_models(a, procs.device), pick_dtype(a.dtype, procs.device)
+    block_size = min(loaded.model.config.block_size for loaded in models)
+    scorers = scorers_of(a, [loaded.model.config for loaded in models], block_size)
+    eval_sets = open_all(a, models[0], block_size, procs)
+    needs_text = [n for n, s in scorers.items() if s[0].ensembles != (1,) or n == "score_entropy"]
     if needs_text and any(eval_set.dataset.of_records for eval_set in eval_sets):
         raise UserError(f"ensembles and score_entropy take no prompts; leave out {needs_text[0]}")
-    runner = likelihood.BatchRunner(procs, dtype, config.block_size, a.batch_size)
-    source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
+    runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
+    sources = [{k: getattr(m, k) for k in ("path", "step", "weights", "system")} for m in models]
+    source = dict(zip("AB", sources, strict=True)) if a.other else sources[0]
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    results, lines = [], []
-    for eval_set in eval_sets:
-        for name, scorer in scorers.items():
-            task = Task(loaded, eval_set, name, scorer)
-            scores = likelihood.score(task, runner, a.seed, a.num_orders)
-            results += result_rows(task, scores, a.num_orders)
-            if procs.main:  # after every task, so that a job that is killed loses none
-                lines = [loaded.describe(), "", *markdown(results)]
-                outputs.write_json(a.json, {"results": results} | origin)
-                outputs.write_markdown(a.json and a.json.with_suffix(".md"), lines)
+    results, differences, lines = [], [], []
+    for eval_set, (name, of) in itertools.product(eval_sets, scorers.items()):
+        tasks = [Task(loaded, eval_set, name, s) for loaded, s in zip(models, of, strict=True)]
+        losses = [likelihood.losses_of(task, runner, a.seed, a.num_orders) for task in tasks]
+        scores = [likelihood.scores_of(*pair) for pair in zip(tasks, losses, strict=True)]
+        rows = [result_rows(*pair, a.num_orders) for pair in zip(tasks, scores, strict=True)]
+        results += sum(rows, [])
+        report, lines = {"results": results}, [models[0].describe(), "", *markdown(results)]
+        if a.other:
+            gap = likelihood.difference(tasks, losses)
+            differences.append(difference_row([row for (row,) in rows], gap))
+            report["differences"], (first, second) = differences, (m.describe() for m in models)
+            lines = [f"A: {first}", "", f"B: {second}", "", *comparison(differences)]
+        if procs.main:  # after every task, so that a job that is killed loses none
+            outputs.write_json(a.json, report | origin)
+            outputs.write_markdown(a.json and a.json.with_suffix(".md"), lines)
     if procs.main:
         with outputs:
             show("\n".join(lines))

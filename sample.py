@@ -22,7 +22,7 @@ import tyro
 
 from checkpoints.load import Loaded, load
 from data.tokenizers import Tokenizer
-from runtime.command_line import ModelOptions, run_script, show, visible
+from runtime.command_line import ModelOptions, counted, run_script, show, visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines
@@ -30,9 +30,11 @@ from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling import gaps, modes
-from sampling.gaps import ranked, score_fillings
+from sampling.gaps import TooLong, ranked, score_fillings
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
+
+TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # "None" is a text
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
-    prompt: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    prompt: Annotated[str | None, TEXT] = None
     """Text that every sample begins with."""
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
     new_tokens: Count | None = None  # Instead: tokens after the prompt.
     num_samples: Count = 4  # Samples of each prompt.
-    infill: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens, and
     [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
@@ -57,8 +59,8 @@ class Arguments(ModelOptions, OutputOptions):
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
     truncate: Literal["no", "left"] = "no"
-    """Prompts that are too long. no: they are left out of --prompts. left: they lose their
-    beginning, so that --new-tokens, or else half of the length, are generated."""
+    """Prompts that are too long. no: they are left out of --prompts. left: they (without masks)
+    lose their beginning, so that --new-tokens, or else half of the length, are generated."""
     stop: tuple[str, ...] = ()
     """Cut each sample before the first of these texts."""
     until_end: bool = False
@@ -70,10 +72,6 @@ class Arguments(ModelOptions, OutputOptions):
     token-forwards and seconds are those of all samples together."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
-
-
-class TooLong(UserError):
-    """A prompt that leaves no room."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,8 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("--length counts the prompt, --new-tokens does not: give one of them")
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
+    if "" in a.stop:
+        raise UserError("--stop is empty; give the text before which samples are cut")
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
@@ -145,7 +145,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
-    made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
+    made = f"{counted(len(records), 'samples')} of {tokens} tokens from {loaded.describe()}"
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
@@ -224,7 +224,7 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
         raise too_long[0]
     if too_long and procs.main:
         told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
-        show(f"{told} (or give --truncate left); the first is {too_long[0]}", file=sys.stderr)
+        show(f"{told} (--truncate left cuts prompts); the first is {too_long[0]}", file=sys.stderr)
     pairs = [(number, context) for number, several in found.items() for context in several]
     return tuple(map(list, zip(*pairs, strict=True)))
 
@@ -234,7 +234,7 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     have; UserError for what the model cannot do."""
     c = loaded.model.config
     if request.kind == "infill":
-        found = encode_infill(request, tokenizer, a.length or a.new_tokens, c.block_size)
+        found = encode_infill(request, tokenizer, a, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:
@@ -259,14 +259,14 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     return found
 
 
-def encode_infill(request: Request, tokenizer, length, block_size: int) -> list[Context]:
-    if length is not None or request.length is not None:
-        option = "--length" if request.length is None else '"length"'
+def encode_infill(request: Request, tokenizer, a: Arguments, block_size: int) -> list[Context]:
+    lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
+    if option := next((option for option, value in lengths.items() if value is not None), None):
         raise UserError(f"{request.place}: text and masks say the length; leave out {option}")
     try:
         return gaps.contexts(request.text, tokenizer, block_size)
     except UserError as error:
-        raise UserError(f"{request.place}: {error}") from None
+        raise type(error)(f"{request.place}: {error}") from None
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:

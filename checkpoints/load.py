@@ -180,6 +180,9 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     # A container of released weights, a dict with the key "model", has its own settings.
     if place.exists() and "model" not in contents:
         settings = read_json(place, dict[str, Any], "get it again")
+    if is_hub := (settings or {}).get("model_type") == "aogpt":  # of convert.py --hub
+        settings = settings.get("aogpt")
+        contents = {name.removeprefix("model."): tensor for name, tensor in contents.items()}
     if settings and pretrained.is_pretrained(settings):
         tokenizer, starts = pretrained_tokenizer(file.parent, settings)
         config, tensors = pretrained.read(settings, contents, starts)
@@ -195,7 +198,7 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     if (found := settings["format"]) != EXPORT_FORMAT:
         raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
     settings = from_values(settings, Export, str(place), "convert its source again")
-    if settings["files"].get(file.name) != sha256_file(file):
+    if not is_hub and settings["files"].get(file.name) != sha256_file(file):
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
         raise UserError("it holds the ema weights only; convert its source with --weights raw")

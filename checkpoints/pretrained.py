@@ -19,6 +19,7 @@ from runtime.validation import Count, check_value
 from variants import check_config
 
 ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+NOT_THEIRS = (None, "aogpt")  # as model_type
 LONGEST = 4096  # the block size of a model that takes longer sequences, if the user names no other
 BLOCK = {  # of model.layers.N
     "input_layernorm": "norm1",
@@ -33,9 +34,10 @@ BLOCK = {  # of model.layers.N
 
 
 def is_pretrained(settings: dict) -> bool:
-    """Whether a config.json is of a causal language model of `transformers`, other than GPT-2."""
-    names = settings.get("architectures")
-    return isinstance(names, list) and names[:1] != ["GPT2LMHeadModel"] and "model_type" in settings
+    """Whether a config.json is of a causal language model of `transformers`, other than GPT-2, and
+    not one that convert.py --hub wrote."""
+    names, kind = settings.get("architectures"), settings.get("model_type")
+    return isinstance(names, list) and names[:1] != ["GPT2LMHeadModel"] and kind not in NOT_THEIRS
 
 
 def read(

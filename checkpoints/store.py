@@ -41,6 +41,7 @@ from runtime.validation import Count, NonNegative, from_values, read_json, schem
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
+NONE_YET = ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
 ADVICE = "use another checkpoint of the run"
 TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
@@ -163,6 +164,7 @@ def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
     shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
     os.rename(temporary_of(path), path)
     sync(path.parent)
+    shutil.rmtree(Path(run_folder) / NONE_YET, ignore_errors=True)
     settle(run_folder, values, keep)
 
 

@@ -36,10 +36,10 @@ from data.packing import SplitFile, batches, encode_documents, route
 from data.prompts import encode_example
 from data.sources import Corpus, found_files
 from data.tokenizers import Tokenizer, get_tokenizer, other_tokenizer
-from runtime.command_line import run_script, show
+from runtime.command_line import counted, run_script, show
 from runtime.errors import UserError
 from runtime.files import staging, write_json
-from runtime.validation import Count, check_value, check_values
+from runtime.validation import Count, check_value, check_values, read_toml
 
 HOME = Path(__file__).resolve().parent
 FILES = {"meta.json", *tokenizers.FILES} | {
@@ -149,7 +149,7 @@ def prepare(args: Prepare) -> Path:
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
         write_json(folder / "meta.json", meta)
         is_finished(target, meta, args.overwrite)  # raises for what came there meanwhile
-    report(target, meta, next(iter(corpora.values())).counts)
+    report(args.out or os.path.relpath(target), meta, next(iter(corpora.values())).counts)
     return target
 
 
@@ -232,7 +232,7 @@ def write_splits(
                 bar.update(ids.size)
     if long and not args.skip_long:
         places = ", ".join(place for _, place in long[:3]) + ", ..." * (len(long) > 3)
-        what = f"{len(long):,} records are longer than a block of {args.block_size} tokens"
+        what = counted(len(long), f"records are longer than a block of {args.block_size} tokens")
         advice = "give a larger --block-size, or --skip-long"
         raise UserError(f"{what} ({places}; the longest has {max(long)[0]} tokens): {advice}")
     next(iter(corpora.values())).counts["records longer than a block are skipped"] += len(long)
@@ -261,35 +261,41 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         read_tokens(target, split, verify=True)
     before, now = ({**m.get("settings", {}), "source": m.get("source")} for m in (found, meta))
     changed = [key for key in now if before.get(key) != now[key] and (key in before or now[key])]
-    changed += ["vocabulary"] * (not changed and bool(other_tokenizer(found, meta)))
+    if not (other := other_tokenizer(found, meta)):  # the name of a vocabulary does not matter
+        changed = [key for key in changed if key != "tokenizer"]
+    changed += ["vocabulary"] * (not changed and bool(other))
     if changed:
         advice = "pass --overwrite to replace it, or choose another --out"
         raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
     return True
 
 
-def report(target: Path, meta: dict, counts: dict[str, int]) -> None:
-    """Print what was made and noticed, and which command comes next."""
-    name = os.path.relpath(target)
+def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
+    """Print what was made and noticed, and which command comes next. folder: as it is typed."""
     for split, entry in meta["splits"].items():
-        text = "{tokens:,} tokens of {documents:,} documents, {dropped_tokens:,} tokens dropped"
-        show(f"{split}: {text.format(**entry)}")
+        whole = [counted(entry[key], key) for key in ("tokens", "documents")]
+        show(f"{split}: {' of '.join(whole)}, {entry['dropped_tokens']:,} tokens dropped")
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
-    show(f"in {name}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
-    notes = [f"note: {count:,} {what}" for what, count in counts.items() if count]
+    show(f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
+    notes = [f"note: {counted(count, what)}" for what, count in counts.items() if count]
     notes += [f"not comparable with the published tables: {note}" for note in meta["notes"]]
     for note in notes:
         show(note)
     if meta["protocol"] == "sedd" or meta["split"]:
-        show(f"next: python eval_ppl.py RUN --datasets {name}")
+        show(f"next: python eval_ppl.py RUN --datasets {folder}")
         return
-    named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
-    config = named.get(target.name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
-    options = "" if target == HOME / "stories" else f" --name {target.name} --data.folder {name}"
+    named, name = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}, meta["name"]
+    config = named.get(name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
+    options = f" --name {name} --data.folder {folder}"
+    options = "" if Path(folder).resolve() == HOME / "stories" else options
     if meta["tokenizer"] in tokenizers.FILES:
         options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
+    least = min(entry["tokens"] for entry in meta["splits"].values())
+    usual = read_toml(HOME.parent / "configs" / f"{config}.toml")["model"].get("block_size", least)
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
+    elif least < usual:
+        options += f" --model.block-size {least}"
     show(f"next: python train.py configs/{config}.toml{options}")
 
 

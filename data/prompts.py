@@ -72,7 +72,7 @@ class Examples(Reading):
     def document(self, row, place):
         text, prompt = super().document(row, place), self.prompt_field or "prompt"
         if prompt in row or self.prompt_field:
-            if MARKS.search(text + text_of(row, prompt, place)):
+            if MARKS.search(text + text_of(row, prompt, place, "--prompt-field")):
                 raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
             text = as_prompt(row[prompt]) + text
         spans(text, place)  # raises for what is wrong with it, while its place is known

@@ -180,10 +180,10 @@ def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
         yield reading.document(json_object(line, place), place)
 
 
-def text_of(row: dict, field: str, place: str) -> str:
+def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
     if field not in row:
         fields = ", ".join(map(repr, row)) or "(none)"
-        raise UserError(f"{place}: no field {field!r}, but {fields}; choose one with --field")
+        raise UserError(f"{place}: no field {field!r}, but {fields}; choose one with {option}")
     if not isinstance(text := row[field], str):
         raise UserError(f"{place}: the field {field!r} holds {type(text).__name__}, not a string")
     return text

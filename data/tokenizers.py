@@ -201,6 +201,8 @@ def without_lone_surrogates(text: str) -> str:
 def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple]:
     """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions have them."""
     pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
+    if pairs["tokenizer_sha256"][0] == pairs["tokenizer_sha256"][1] is not None:
+        del pairs["tokenizer"]  # one vocabulary under two names
     return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 
 
@@ -225,6 +227,9 @@ def _read_file(path: Path) -> BytePairTokenizer:
     """The tokenizer of a .tiktoken file: the base64 of a token and its id a line, ids from 0."""
     import tiktoken
 
+    if not path.exists() or path.is_file() and not path.stat().st_size:
+        advice = f"give one of at least 256 tokens, or copy it back ({OWN} of data, run or export)"
+        raise UserError(f"the vocabulary {path} is missing or empty: {advice}")
     # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
     name, ranks = "english" if path == ENGLISH else OWN, {}
     for number, line in enumerate(read_bounded(path).splitlines(), 1):

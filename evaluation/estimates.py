@@ -32,13 +32,30 @@ class Estimate:
     def perplexity(self) -> float:
         return float(np.exp(self.nll))
 
-    def interval(self) -> tuple[float, float]:
-        """95% interval of the perplexity, over texts and samples: the wider one of that over
+    @property
+    def half_width(self) -> float:
+        """Of the 95% interval of the mean, over texts and samples: the wider one of that over
         sequences and, where there are several documents, that by document."""
         half = t_quantile(self.sequences - 1) * self.standard_error
         if self.documents > 1:
             half = max(half, t_quantile(self.documents - 1) * self.document_error)
+        return half
+
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the perplexity."""
+        half = self.half_width
         return float(np.exp(self.nll - half)), float(np.exp(self.nll + half))
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, of a t test of a mean of 0: by document where there are several, else over
+        sequences. NaN for one sequence."""
+        error, count = self.standard_error, self.sequences
+        if self.documents > 1:
+            error, count = self.document_error, self.documents
+        if self.nll == 0 or error == 0:  # all are the same
+            return float(self.nll == 0)
+        return float(2 * stats.t.sf(abs(self.nll) / error, count - 1))
 
 
 def estimate(

@@ -1,7 +1,8 @@
-"""Prepared text as something to score: N rows of a set, B in a batch, T tokens in a block."""
+"""Text as something to score: N rows of a set, B in a batch, T tokens in a block."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,16 +19,29 @@ from data.tokenizers import get_tokenizer, other_tokenizer
 from orders import Roles
 from runtime.errors import UserError
 from runtime.files import sha256_file
+from runtime.validation import expand_home
+
+
+class TextDataset(TokenDataset):
+    """A text in memory, one document, also shorter than a block; without end-of-text."""
+
+    def __init__(self, text: str, loaded: Loaded, block_size: int):
+        tokenizer = loaded.get_tokenizer()
+        self.tokens, self.of_records, self._opened = tokenizer.encode_array(text), False, {}
+        self.block_size, self.num_blocks = block_size, len(self.tokens) // block_size
+        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
+        sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
+        self.meta = {"tokenizer": loaded.tokenizer, "eot": tokenizer.eot}
+        self.meta["splits"] = {"text": {"tokens": len(self.tokens), "sha256": sha256}}
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A split of a prepared data set as rows to score: its blocks, or some spread over the split,
-    and after all blocks, where nothing may be dropped, a shorter row of the tokens that are left.
-    """
+    """A split of a data set as rows to score: its blocks, or some spread over the split, and after
+    all blocks, where nothing may be dropped, a shorter row of the tokens that are left."""
 
     name: str
-    folder: Path
+    folder: Path  # of the data, or of the model's file: where the tokenizer's is looked for
     split: str
     dataset: TokenDataset
     count: int  # N, the rows
@@ -100,10 +114,11 @@ def open_eval_set(
     max_sequences: int | None = None,
     preferred_split: str | None = None,
     verify: bool = True,
+    block_size: int | None = None,
 ) -> EvalSet:
-    """The prepared data set of this name, in blocks of the model. verify: compare the checksum,
-    which results name. Raises UserError or OSError where it is missing, damaged or not for this
-    model."""
+    """The prepared data set of this name, in blocks of the model, or of `block_size`. verify:
+    compare the checksum, which results name. Raises UserError or OSError where it is missing,
+    damaged or not for this model."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
     if other_tokenizer(vars(loaded), meta):
@@ -113,9 +128,33 @@ def open_eval_set(
         raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {ours}; {advice}")
     preferred = preferred_split if preferred_split in meta["splits"] else None
     split = split or preferred or loader.evaluation_split(meta)
-    dataset = TokenDataset(folder, split, loaded.model.config.block_size, verify=verify)
+    block_size = block_size or loaded.model.config.block_size
+    dataset = TokenDataset(folder, split, block_size, verify=verify)
+    return _eval_set(Path(name).name, folder, split, dataset, loaded, max_sequences)
+
+
+def open_text(
+    name: str, text: str, loaded: Loaded, max_sequences: int | None, block_size: int
+) -> EvalSet:
+    """A text that is not prepared. Raises UserError where no token of it can be scored."""
+    dataset = TextDataset(text, loaded, block_size)
+    if len(dataset.tokens) <= loaded.scored_from:
+        found = f"{len(dataset.tokens)} tokens, of which none can be scored"
+        raise UserError(f"{name} has {found}: give a longer text")
+    return _eval_set(name, Path(loaded.path), "text", dataset, loaded, max_sequences)
+
+
+def _eval_set(name, folder, split, dataset, loaded, max_sequences) -> EvalSet:
     rows = dataset.num_blocks
     # The protocol sedd drops what is left over, as published evaluations do.
-    if meta.get("protocol", "full") == "full" and dataset.tail().shape[1] > loaded.scored_from:
-        rows += 1
-    return EvalSet(Path(name).name, folder, split, dataset, min(rows, max_sequences or rows))
+    whole = dataset.meta.get("protocol", "full") == "full"
+    rows += whole and dataset.tail().shape[1] > loaded.scored_from
+    return EvalSet(name, folder, split, dataset, min(rows, max_sequences or rows))
+
+
+def read_text(path: str) -> str:
+    """A text file or standard input, with line ends of Unix."""
+    try:
+        return expand_home(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: this is not UTF-8; save the file as UTF-8") from None

@@ -129,6 +129,8 @@ class HarnessModel(TemplateLM):
             raise UserError("this model is a plain GPT; take order l2r and mode l2r")
         if not self.decoding.choice.is_exact:
             raise UserError("how tokens are drawn is for the tasks to say; give --gen-kwargs")
+        if self.decoding.refine:
+            raise UserError("--refine is not for tasks of the harness: leave it out")
 
     # ---- what the harness asks of a model --------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from checkpoints import load
 from data.tokenizers import END_OF_TEXT, get_tokenizer
 from runtime.errors import UserError
-from runtime.validation import read_bounded
+from runtime.validation import expand_home, read_bounded
 from variants import parameter_counts
 
 MAX_LOGITS = 2**28  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
@@ -82,7 +81,8 @@ class Judge:
 def load_judge(name: str, device: torch.device) -> Judge:
     """The judge of that name: a run folder, checkpoint, export or released weights, as `load` takes
     them; a folder with a causal language model of transformers; else a Hugging Face id."""
-    path = Path(name)
+    path = expand_home(name)
+    name = str(path) if path.exists() else name
     try:
         of_transformers = "model_type" in json.loads(read_bounded(path / "config.json"))
     except (OSError, ValueError, RecursionError, TypeError):

@@ -183,10 +183,17 @@ class BatchRunner:
 Scores = dict[int, tuple[Estimate, Estimate | None]]
 
 
-def score(task: Task, runner: BatchRunner, seed: int, draws: int) -> Scores:
-    """Score a task with this number of Monte Carlo samples per sequence, one where it is exact.
-    What is random is a function of (seed, number of the sample, row), whatever the batches and the
-    processes."""
+class Losses(NamedTuple):
+    """What a task costs: D Monte Carlo samples for each of N sequences."""
+
+    nll: Tensor  # (N, D) float64, nats per token that is scored
+    gains: Tensor | None = None  # (N, fewer samples, ensemble sizes above 1), nats per token
+
+
+def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
+    """The losses of every sequence, with this number of Monte Carlo samples, one where the task is
+    exact. What is random is a function of (seed, number of the sample, row), whatever the batches,
+    the processes and the model."""
     scorer, eval_set = task.scorer, task.eval_set
     larger = tuple(size for size in scorer.ensembles if size > 1)
     losses, gains = [], []
@@ -206,26 +213,38 @@ def score(task: Task, runner: BatchRunner, seed: int, draws: int) -> Scores:
         # In float32 (or TF32): averaging the independent rounding of bfloat16 looks like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
-    return _estimates(task, losses, gains)
+    return Losses(torch.stack(losses, dim=1), torch.stack(gains, dim=1) if gains else None)
 
 
-def _estimates(task: Task, losses: list[Tensor], gains: list[Tensor]) -> Scores:
-    """From D draws of losses, (N,) each, and fewer of gains, (N, sizes) each."""
-    scorer, scored = task.scorer, task.scored_tokens().double()
-    documents = task.eval_set.documents
-    weights = scored / scored.mean()  # the mean of the weighted rows is the mean over tokens
-    of = {"weights": weights, "documents": documents}
-    nll = torch.stack(losses, dim=1)
+def scores_of(task: Task, losses: Losses) -> Scores:
+    scorer, scored, of = task.scorer, task.scored_tokens().double(), _weighting(task)
     if scorer.weighted:
-        return {1: (importance_weighted(nll, scored, documents), None)}
-    if scorer.exact:
-        nll = nll[:, 0]  # (N,), not (N, 1): for `estimate`, without Monte Carlo error
-    found = {1: (estimate(nll, joint=scorer.joint, **of), None)}
+        return {1: (importance_weighted(losses.nll, scored, task.eval_set.documents), None)}
+    found = {1: (estimate(_samples(task, losses.nll), joint=scorer.joint, **of), None)}
     # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
     for i, size in enumerate(size for size in scorer.ensembles if size > 1):
-        gain = torch.stack(gains, dim=1)[..., i]  # (N, draws of gains)
-        found[size] = estimate(nll, gain, **of), estimate(gain, **of)
+        gain = losses.gains[..., i]
+        found[size] = estimate(losses.nll, gain, **of), estimate(gain, **of)
     return {size: found[size] for size in scorer.ensembles}
+
+
+def difference(tasks: tuple[Task, Task], losses: tuple[Losses, Losses]) -> Estimate:
+    """The mean loss of the first model minus that of the second one on the same text, nats per
+    token, from the differences of every sequence and Monte Carlo sample."""
+    gap = _samples(tasks[0], losses[0].nll - losses[1].nll)
+    joint = any(task.scorer.joint for task in tasks)
+    return estimate(gap, joint=joint, **_weighting(tasks[0]))
+
+
+def _weighting(task: Task) -> dict[str, Tensor]:
+    scored = task.scored_tokens().double()
+    # The mean of the weighted rows is the mean over tokens.
+    return {"weights": scored / scored.mean(), "documents": task.eval_set.documents}
+
+
+def _samples(task: Task, nll: Tensor) -> Tensor:
+    """(N, D), or (N,) where it is exact: for `estimate`, without Monte Carlo error."""
+    return nll[:, 0] if task.scorer.exact else nll
 
 
 def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = None) -> Estimate:

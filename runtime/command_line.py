@@ -40,6 +40,14 @@ def visible(text: Any, one_line: bool = False) -> str:
     return text.replace("\n", "\\n") if one_line else text
 
 
+def counted(count: int, what: str) -> str:
+    """A count and its noun: `what` says it in the plural, which becomes the singular for 1."""
+    if count == 1:
+        what = re.sub(r"(?<!Window)s\b", "", what, count=1)
+        what = what.replace(" are ", " is ").replace(" have ", " has ")
+    return f"{count:,} {what}"
+
+
 def show(*values: Any, sep: str = " ", **options: Any) -> None:
     """`print`, for everything that is printed: control characters in it are escaped."""
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201

@@ -24,14 +24,19 @@ MOST_VALUES = 4_000_000  # in a row of JSON, each of some 200 bytes of memory
 MOST_BLANK = 1_000_000  # blank lines in a row
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bool = False) -> None:
+def short_name(name: str) -> str:
+    """A file name, or its hash if it is so long that no ending fits into a file system's limit."""
+    return name if len(os.fsencode(name)) <= 200 else hashlib.sha256(os.fsencode(name)).hexdigest()
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any], replaces: str = "any") -> None:
     """Call write(file) on a temporary sibling, flush it and move it into place, or leave no trace.
-    FileExistsError: of devices, FIFOs and, where `exclusive`, any file."""
+    replaces: "any" file, an "empty" one or "none"; FileExistsError: of others, devices, FIFOs."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{short_name(path.name)}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():  # permissions stay
@@ -39,8 +44,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any], exclusive: bo
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        if exclusive:
+        if replaces == "none":
             open(path, "xb").close()
+        elif replaces == "empty" and path.exists() and path.stat().st_size:
+            raise FileExistsError(f"{path} is no longer empty")
         os.replace(temporary, path)
         sync(path.parent)
     except BaseException as error:
@@ -72,7 +79,7 @@ def sync(path: Path) -> None:
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
     """A new folder that becomes `target` at the end, or is removed. What killed runs have left is
     removed, too. Without `replace`, a target that exists by then is an OSError."""
-    prefix = f".{target.name}.partial-"
+    prefix = f".{short_name(target.name)}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.command_line import show, visible
 from runtime.errors import UserError
-from runtime.files import to_json, write_atomically
+from runtime.files import short_name, to_json, write_atomically
+from runtime.validation import expand_home
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,8 @@ class Outputs:
         """files: by option. inputs: what the script reads; what is no existing path is ignored.
         Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
-        self.new: set[Path] = set()  # another process may be about to write them, too
-        inputs = [Path(path) for path in inputs if path and os.path.exists(path)]
+        self.replaces = {}  # "empty" or "none": another process may be about to write it, too
+        inputs = [path for path in map(expand_home, filter(None, inputs)) if os.path.exists(path)]
         options: dict[str, str] = {}
         for option, path in files.items():
             if path is None:
@@ -63,8 +64,8 @@ class Outputs:
                 raise UserError(f"{option} {path} is a file that is read; name another file")
             if not overwrite and path.is_file() and path.stat().st_size:
                 raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
-            if not overwrite and not path.exists():
-                self.new.add(path)
+            if not overwrite:
+                self.replaces[path] = "empty" if path.exists() else "none"
 
     def write(self, path: Path | None, content: str | bytes) -> None:
         """Write a result, whole or not at all; None is nowhere. Text that cannot be written is
@@ -77,10 +78,12 @@ class Outputs:
             if _is_device(path):
                 path.write_bytes(data)
             else:
-                write_atomically(path, lambda file: file.write(data), path in self.new)
-            self.new.discard(path)
+                write_atomically(
+                    path, lambda file: file.write(data), self.replaces.get(path, "any")
+                )
+            self.replaces.pop(path, None)
         except FileExistsError:
-            beside = path.with_name(f"{path.name}.{os.getpid()}")
+            beside = path.with_name(f"{short_name(path.name)}.{os.getpid()}")
             write_atomically(beside, lambda file: file.write(data))
             self.failed[path] = f"another process has written {path}: this result is in {beside}"
         except OSError as error:
@@ -144,7 +147,8 @@ def provenance(
 
 def escaped(line: str) -> str:
     """A line of Markdown in which text from elsewhere, such as a name, is no HTML and no line."""
-    return re.sub(r"(?<!\\)<(?=[a-zA-Z/!?])", r"\\<", visible(line, one_line=True))
+    # An odd number of backslashes before "<" escapes it; so what is escaped already stays.
+    return re.sub(r"(?<!\\)((?:\\\\)*)<(?=[a-zA-Z/!?])", r"\1\\<", visible(line, one_line=True))
 
 
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:

@@ -32,6 +32,7 @@ FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\
 
 MAX_BYTES = 64 << 20  # of a file of settings: state.json has 100 bytes for each tensor
 MAX_VALUES = 1_000_000  # in such a file
+TOML_BYTES, MOST_DOTS = 1 << 20, 100  # in a line: tomllib takes the square of a key's parts
 
 
 class FileError(UserError):
@@ -111,7 +112,9 @@ def read_results(path: Path, advice: str) -> Any:
 
 def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
-    data = read_bounded(path)
+    data = read_bounded(path, TOML_BYTES)
+    if any(line.count(b".") > MOST_DOTS for line in data.splitlines()):
+        raise FileError(f"{path} has a line with more than {MOST_DOTS} dots: divide or shorten it")
     try:
         return tomllib.loads(data.decode("utf-8-sig"), parse_float=number)
     except (ValueError, RecursionError) as error:  # ValueError: a number of absurd length, too

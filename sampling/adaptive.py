@@ -34,7 +34,8 @@ def adapt(engine, plan: Plan, tally) -> None:
         size = within_limits(plan, known, candidates, [v.cpu() for v in scores])
         # 3. Draw their tokens.
         total = int(size.sum())
-        engine.draw(hidden, index, *engine.slots(step.known, size.to(engine.device), total))
+        slots = engine.slots(step.known, size.to(engine.device), total)
+        engine.draw(hidden, index, step.known, *slots)
         cached = engine.cached_after(known, chosen=True)
         tally.called(count)
         tally.unmask(size)
@@ -48,7 +49,7 @@ def within_limits(plan: Plan, known: Tensor, candidates: Tensor, scores: list[Te
     if pace.threshold is not None:
         limit = pace.threshold
         log = math.log(limit) if limit else -math.inf
-        least = {"confidence": log, "margin": limit, "entropy": -limit}
+        least = {"confidence": log, "oracle": log, "margin": limit, "entropy": -limit}
         taken = taken & (scores[0] >= least[plan.unmask_by])
     if pace.entropy_bound is not None:
         entropy = (-scores[-1]).where(candidate, 0).double()
@@ -63,8 +64,10 @@ def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) ->
     and the scores (B, T + 1) of its slots: infinite for what is known, minus for what is later."""
     # 1. The scores of every candidate, (N, scores).
     row, slot = engine.slots(step.known, step.candidates, step.all_candidates)
-    chunks = hidden[index[row, slot]].split(engine.head_rows)
-    found = torch.cat([scores_of(engine.logits(x), by) for x in chunks]).to(engine.device)
+    targets = torch.zeros_like(slot) if engine.forced is None else engine.forced_at(row, slot)
+    chunks = (x.split(engine.head_rows) for x in (hidden[index[row, slot]], targets))
+    found = [scores_of(engine.logits(x), by, of) for x, of in zip(*chunks, strict=True)]
+    found = torch.cat(found).to(engine.device)
     # 2. Their place by slot. Known slots stay in front (infinity; the sort is stable), slots that
     #    come later or that a row does not have stay behind, and so does slot T.
     slots, by_slot = torch.arange(engine.T + 1, device=engine.device), []
@@ -79,15 +82,19 @@ def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) ->
     return index.gather(1, preferred), [scores.gather(1, preferred) for scores in by_slot]
 
 
-def scores_of(logits: Tensor, by: list[str]) -> Tensor:
+def scores_of(logits: Tensor, by: list[str], targets: Tensor) -> Tensor:
     """(N, V) -> (N, scores), higher is better. confidence: the log-probability of the likeliest
-    token; entropy: minus the entropy; margin: the likeliest probability minus the second."""
+    token; oracle: that of the target, (N,); entropy: minus the entropy; margin: the likeliest
+    probability minus the second."""
     log_probs = logits.float().log_softmax(dim=-1)
     scores = []
     for name in by:
         match name:
             case "confidence":
                 scores.append(log_probs.amax(dim=-1))
+            case "oracle":
+                at = targets[:, None].to(log_probs.device)
+                scores.append(log_probs.gather(1, at).squeeze(1))
             case "margin":
                 first, second = log_probs.topk(2, dim=-1).values.exp().unbind(dim=-1)
                 scores.append(first - second)

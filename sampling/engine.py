@@ -25,6 +25,7 @@ from sampling.adaptive import adapt, reorder
 from sampling.cached import KVCache, Step, decoding_copy
 from sampling.compiled import GraphRunner, few_shapes, many_shapes
 from sampling.plans import Plan, group_sizes, l2r_plan, stack_plans
+from sampling.repetition import known_text, without_repeats
 from sampling.speculation import speculate
 from sampling.token_choice import TokenChoice, choose_tokens
 from variants import head_chunk, log_linear_noise
@@ -130,14 +131,16 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     """Tokens, 0 where they are not given, uniforms and forced tokens, (B, T) each; UserError if
     they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
-    inexact = choice.noise != "float64" or forced is not None
+    inexact = choice.noise != "float64" or choice.avoids_repeats or forced is not None
+    exact = "take another noise, no penalty or ban of repeats, and force no tokens"
     unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
         (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
         (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
-        (plan.draft and inexact, "speculation draws exactly; take another noise, force no tokens"),
+        (plan.draft and inexact, f"speculation draws exactly; {exact}"),
+        (plan.unmask_by == "oracle" and forced is None, "the oracle order needs forced tokens"),
         (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
     ):
         if wrong:
@@ -291,7 +294,8 @@ class Engine:
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
         cost = tally.calls, tally.forwards, tally.nfe[:rows]
-        return Generation(*made, plan.length[:rows], *cost, order[:rows])
+        order = order[:rows].clone()  # the buffer serves the next batch
+        return Generation(*made, plan.length[:rows], *cost, order)
 
     # ---- passes: (B,) or (G, B) numbers of rows, on the host -------------------------------------
 
@@ -364,7 +368,7 @@ class Engine:
         hidden, index = self.predict(step)
         if step.unmask_by != "order":
             index, _ = reorder(self, hidden, index, step, [step.unmask_by])
-        self.draw(hidden, index, *self.slots(step.known, step.size, step.all_size))
+        self.draw(hidden, index, step.known, *self.slots(step.known, step.size, step.all_size))
 
     def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T for
@@ -384,12 +388,20 @@ class Engine:
         position = self.order[row.to(self.device), slot.to(self.device)].to(self.draw_device)
         return self.uniforms[row.to(self.draw_device), position]
 
-    def draw(self, hidden: Tensor, index: Tensor, row: Tensor, slot: Tensor) -> None:
-        """Draw and store the tokens of the slots, or store those that are forced."""
+    def forced_at(self, row: Tensor, slot: Tensor) -> Tensor:
+        """The forced tokens of the positions in slots, (N,)."""
+        return self.forced[row, self.order[row, slot]]
+
+    def draw(self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor) -> None:
+        """Draw and store the tokens of the slots, given `known` (B,) of each row, or store those
+        that are forced."""
+        text = None
+        if self.choice.avoids_repeats and self.forced is None:
+            text = known_text(self.tokens, self.order, known)
         for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
             logits = self.logits(hidden[index[rows, slots]])
             if self.forced is not None:
-                self.store(rows, slots, self.forced[rows, self.order[rows, slots]], logits)
+                self.store(rows, slots, self.forced_at(rows, slots), logits)
                 continue
             if self.kernels and self.kernels.can_choose(logits, self.choice):
                 uniforms = self.uniforms_at(rows, slots)
@@ -400,7 +412,10 @@ class Engine:
             if logits.device.type == "cpu":
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
             for r, s, chunk in zip(*(v.split(size) for v in (rows, slots, logits)), strict=True):
-                self.store(r, s, choose_tokens(chunk, self.uniforms_at(r, s), self.choice), chunk)
+                logits = chunk
+                if text is not None:
+                    logits = without_repeats(chunk, text[r], self.order[r, s], self.choice)
+                self.store(r, s, choose_tokens(logits, self.uniforms_at(r, s), self.choice), chunk)
 
     def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
         """Store tokens (N,) and their log-probabilities."""

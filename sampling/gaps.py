@@ -30,6 +30,10 @@ MOST_LENGTHS = 512  # combinations of the lengths of all gaps of a text
 Ranking = Literal["right", "joint", "filling"]
 
 
+class TooLong(UserError):
+    """A text that leaves no room in a block."""
+
+
 def read_gaps(text: str) -> list[str | range]:
     """Text and the lengths of gaps, in turn; UserError for what begins like a mask and is none."""
     parts: list[str | range] = []
@@ -57,7 +61,7 @@ def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
     gaps, total = parts[1::2], sum(map(len, known))
     if total + sum(gap[0] for gap in gaps) > block_size:
         limit = f"text and masks exceed the model's block size, {block_size} tokens"
-        raise UserError(f"{limit}; shorten them")
+        raise TooLong(f"{limit}; shorten them")
     if (count := math.prod(map(len, gaps))) > MOST_LENGTHS:
         what = f"its masks have {count:,} combinations of lengths, more than {MOST_LENGTHS}"
         raise UserError(f"{what}; give narrower ranges")

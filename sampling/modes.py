@@ -23,10 +23,11 @@ from runtime.command_line import visible
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
-from runtime.validation import LARGEST, Count, check_value, check_values, flag
+from runtime.validation import LARGEST, Count, NonNegative, check_value, check_values, flag
 from sampling import plans
 from sampling.engine import Generation, generate
 from sampling.plans import Plan, Schedule, Score
+from sampling.refine import RefineBy, redrawn, refine
 from sampling.token_choice import TokenChoice
 from variants.scoring import check_boolean
 
@@ -50,6 +51,7 @@ MODE_OPTIONS = {
 }
 Bound = Annotated[float, Interval(ge=0)]
 TOKEN_CHOICE = [field.name for field in dataclasses.fields(TokenChoice)]
+REFINING = {"refine_share": 0.1, "refine_by": "drawn"}  # defaults of what goes with `refine`
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
@@ -95,6 +97,14 @@ class DecodingOptions(TokenChoice):
     draft_by: Literal["model", "ngram"] | None = None
     """speculative: drafted by the model in parallel (default), or without it, as what most often
     follows the token on the left in the sample so far."""
+    refine: NonNegative = 0
+    """Rounds in which generated tokens of a complete sample are redrawn, given all others."""
+    refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
+    """The share of the generated tokens that a round redraws, at least one; by default 0.1."""
+    refine_by: RefineBy | None = None
+    """Which tokens. drawn (default): those that were least likely when they were drawn; no cost.
+    others: those that are least likely given all others; a model call a token and round.
+    random: at random (Gibbs sampling)."""
     batch_size: Count | None = None
     """Samples in flight at once; by default 16, or fewer where memory runs out.
     In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
@@ -130,12 +140,20 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
             also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
             advice = f"leave it out, or take --mode {' or '.join((*modes, *also))}"
             raise UserError(f"{flag(name)} has no meaning with --mode {options.mode}: {advice}")
+    for name, default in REFINING.items():
+        if options.refine:
+            defaults[name] = default if getattr(options, name) is None else getattr(options, name)
+        elif getattr(options, name) is not None:
+            raise UserError(f"{flag(name)} has no meaning without --refine: give it, such as 4")
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
     o = dataclasses.replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
             raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
+        if o.choice.avoids_repeats:
+            refused = "leave out --repetition-penalty and --no-repeat-ngram"
+            raise UserError(f"--mode speculative draws exactly: {refused}")
         check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
     elif o.mode == "order":
         parse_order(o.order, "--order")
@@ -168,6 +186,9 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             what = f"--group-size {options.group_size}"
         needs = "needs a model that is conditioned on the target position"
         raise UserError(f"{what} {needs}; this one takes --mode l2r, group size 1")
+    if config.l2r_only and options.refine:
+        needs = "needs a model that is conditioned on the target position"
+        raise UserError(f"--refine {needs}; leave it out for this one")
     if options.mode == "speculative" and config.is_encoder:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
@@ -252,14 +273,21 @@ def generate_distributed(
     share, part = procs.share(len(planned.plan)), None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
     settings = {"choice": options.choice, "vocab_size": vocab_size}
-    settings |= {"compile": options.compile, "kernels": options.kernels, "end_token": end_token}
+    settings |= {"compile": options.compile, "kernels": options.kernels}
+    if options.refine:
+        end_token = None  # what follows it may change
     batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
+    if options.refine:
+        total += options.refine * int(redrawn(plan.generated(), options.refine_share).sum())
     shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
     with tqdm(total=total, **shown) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
-            part = generate(model, plan, tokens, **random, **batch, **settings)
+            part = generate(model, plan, tokens, **random, **batch, **settings, end_token=end_token)
+            if options.refine:
+                how = options.refine, options.refine_share, options.refine_by
+                part = refine(model, part, uniforms, *how, bar.update, **batch, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
 
 

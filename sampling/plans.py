@@ -24,7 +24,8 @@ from variants.scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
-UnmaskBy = Literal["order", Score]
+RuleScore = Literal[Score, "oracle"]  # the probability of the true token, which is forced
+UnmaskBy = Literal["order", RuleScore]
 Length = int | Tensor
 Given = Tensor | None
 Generator = torch.Generator | Tensor
@@ -53,7 +54,7 @@ class Rule:
     """How a model chooses its own order: by a score, a fixed number of positions a step or at a
     pace, in blocks that are filled in one after the other."""
 
-    score: Score
+    score: RuleScore
     pace: Pace | None = None
     block: int | None = None
 

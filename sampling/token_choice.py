@@ -8,11 +8,12 @@ is hashed from the uniform number (`draw`). Shapes: N rows, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 from torch import Tensor
 
 from runtime.validation import Count, Probability, check_values
@@ -26,13 +27,15 @@ GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could ove
 
 # What a token's uniform number is used for beyond its first use: salts of `fresh_uniforms`.
 ACCEPTED, CORRECTED, REDRAWN = 1, 2, 3  # and from `race.RACES` on: of `draw`
+REFINED = -1  # and two for each round below it: of `refine`
 
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How a token is drawn from the model's distribution: temperature, then top-k, then top-p.
-    The fields are options of every script that decodes. Another truncation, such as min-p, is a
-    field here, the last one, and lines in `_truncated`."""
+    """How a token is drawn from the model's distribution: against repetition (`repetition`), at a
+    temperature, then of the top k, then of top-p. The fields are options of every script that
+    decodes. Another truncation, such as min-p, is a field here, the last one, and lines in
+    `_truncated`."""
 
     temperature: Temperature = 1.0  # 0 takes the most probable token.
     top_p: Probability = 1.0
@@ -44,6 +47,12 @@ class TokenChoice:
     crossing: Crossing = "keep"
     """drop: of the tokens of --top-p without the last, which takes them above it, as some published
     samplers do."""
+    repetition_penalty: Annotated[float, Interval(ge=1, lt=math.inf)] = 1.0
+    """Divide the logits of tokens that are in the sample already by this if they are positive, else
+    multiply them (CTRL, Keskar et al. 2019); 1 changes nothing."""
+    no_repeat_ngram: Count | None = None
+    """Draw no token that would complete an n-gram of this size that is in the sample already,
+    unless that leaves no token."""
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -51,6 +60,10 @@ class TokenChoice:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_p == 0 or self.top_k == 1
+
+    @property
+    def avoids_repeats(self) -> bool:
+        return self.repetition_penalty > 1 or self.no_repeat_ngram is not None
 
     @property
     def is_exact(self) -> bool:
@@ -67,8 +80,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return logits.argmax(dim=-1)
     probs = _truncated(logits, choice)
     if choice.noise != "float64":
-        kept = _top_p(probs, choice)
-        return _gumbel_argmax(kept, uniforms, getattr(torch, choice.noise))
+        return _gumbel_argmax(_top_p(probs, choice), uniforms, getattr(torch, choice.noise))
     if choice.crossing == "drop":
         return draw(_top_p(probs, choice), uniforms)
     drawn, total = race(probs, uniforms)

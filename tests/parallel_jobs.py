@@ -1,8 +1,15 @@
-"""torchrun ... tests/parallel_jobs.py NAME=CONFIG ...: functions below, and configurations."""
+"""Functions below, each with a configuration, done by several processes in turn:
+
+torchrun ... tests/parallel_jobs.py NAME=CONFIG ...
+python tests/parallel_jobs.py 2 NAME=CONFIG ... 4 NAME=CONFIG ...
+
+The second forks them once everything is imported, which takes longer than the jobs."""
 
 import errno
+import itertools
 import os
 import resource
+import secrets
 import shutil
 import signal
 import sys
@@ -10,9 +17,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch._dynamo  # which optimizers import: before the fork
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -210,5 +219,20 @@ def do(*jobs):
                 torch.save(result, config.run_folder / f"{name}.pt")
 
 
+def launch(world, *jobs):
+    """As torchrun does, but for the fork."""
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": secrets.token_hex(8)}
+    nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world, "max_restarts": 0}
+    elastic_launch(LaunchConfig(**nodes, **place, start_method="fork"), do)(*jobs)
+
+
+def main(*words):
+    at = [i for i, word in enumerate(words) if word.isdigit()]
+    for begin, end in itertools.pairwise([*at, len(words)]):
+        launch(int(words[begin]), *words[begin + 1 : end])
+    if not at:
+        do(*words)
+
+
 if __name__ == "__main__":
-    do(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from helpers import needs_compiler, run_script
+from helpers import needs_compiler
 from reference import make_plan, seeded
 
 from model import ModelConfig
@@ -93,10 +93,11 @@ def test_every_choice_that_an_option_lists_is_run_and_reported(tmp_path, script,
 TINY = {"size": "tiny", "device": "cpu", "repeats": 2}
 
 
-def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path):
+def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, script):
     words = ["--size=tiny", "--batch-size=3", "--lengths=32", "--device=cpu", "--repeats=2"]
     words += ["--steps", 4, 32, "--json", tmp_path / "json"]
-    printed = run_script("-m", "studies.bench", "decode", *words).stdout
+    status, printed, _ = script(bench, "decode", *words)
+    assert status == 0
     result = json.loads((tmp_path / "json").read_text())
     rows = {(row["system"], row["steps"]): row for row in result["rows"]}
     systems = ("ours", "no-cache", "encoder")

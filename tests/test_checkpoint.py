@@ -345,23 +345,22 @@ for step in range(1, 1_000_000):
 """
 
 
-@pytest.mark.parametrize("checkpoint", ["last", "best"])
-def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
-    tmp_path, checkpoint, capfd
-):
+def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(tmp_path, capfd):
     """Both as fast as they can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env=env) as writer:
         try:
             wait_for((tmp_path / "best").exists, writer)
-            steps = []
-            for _ in range(40):
-                loaded = load(tmp_path, checkpoint=checkpoint)
-                steps.append(loaded.step)
-                assert_same(weights(loaded.model), tiny_state(steps[-1]).averages[0].weights)
+            for checkpoint in ("last", "best"):
+                steps = []
+                while len(steps) < 30 or len(set(steps)) < 6:  # a busy machine may hold the writer
+                    assert writer.poll() is None
+                    loaded = load(tmp_path, checkpoint=checkpoint)
+                    steps.append(loaded.step)
+                    assert_same(weights(loaded.model), tiny_state(loaded.step).averages[0].weights)
+                assert steps == sorted(steps)
         finally:
             writer.kill()
-    assert steps == sorted(steps) and len(set(steps)) > 5
     assert capfd.readouterr().err == "", "nothing is told of checkpoints that were replaced"
 
 

@@ -294,6 +294,8 @@ def test_rounding_of_the_logits_moves_no_token():
         ({"top_p": -0.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": 0}, "top_k"),
+        ({"repetition_penalty": 0.9}, "repetition_penalty"),
+        ({"no_repeat_ngram": 0}, "no_repeat_ngram"),
         ({"noise": "float16"}, "'float16'.*'float64', 'float32', 'bfloat16'"),
     ],
 )

@@ -15,10 +15,12 @@ from helpers import ALONE, ROOT, prepared, run_script
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import eval_ppl
 import sample
 from checkpoints import load
 from data.loader import find_dataset
 from data.tokenizers import get_tokenizer
+from model import RMSNorm
 from runtime import command_line
 from runtime.command_line import show, visible
 from runtime.errors import UserError
@@ -63,27 +65,34 @@ def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
 
 
 BUG = """
-import sys, model, {script}
+import model, sample
 from runtime.command_line import run_script
 def forward(self, *arguments):
     first, second = arguments, 2, 3
 model.RMSNorm.forward = forward
-run_script({script}.main)
+run_script(sample.main)
 """
 
 
-@pytest.mark.parametrize("script", ["sample", "eval_ppl"])
-def test_a_bug_in_the_model_keeps_its_traceback(run, data, script):
-    options = {"sample": ["--num-samples", 1], "eval_ppl": ["--datasets", data]}[script]
-    done = run_script("-c", BUG.format(script=script), run, *options, check=False)
+def test_a_bug_in_the_model_keeps_its_traceback(run, data, script, monkeypatch):
+    """As a process; and another script in this one, where the error itself arrives."""
+    done = run_script("-c", BUG, run, "--num-samples", 1, check=False)
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert "ValueError: too many values to unpack (expected 2)" in done.stderr.splitlines()[-1]
 
+    def forward(self, *arguments):
+        raise ValueError("a bug")
 
-def test_the_traceback_of_a_mistake_is_shown_on_demand(tmp_path):
-    done = run_script("sample.py", tmp_path, check=False, AOGPT_TRACEBACK="1")
-    assert done.returncode == 2 and "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    monkeypatch.setattr(RMSNorm, "forward", forward)
+    with pytest.raises(ValueError, match="a bug"):
+        script(eval_ppl, run, "--datasets", data)
+
+
+def test_the_traceback_of_a_mistake_is_shown_on_demand(tmp_path, script, monkeypatch):
+    monkeypatch.setenv("AOGPT_TRACEBACK", "1")
+    status, _, err = script(sample, tmp_path)
+    assert status == 2 and "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: ")
 
 
 def test_a_reader_that_leaves_ends_the_script_without_a_traceback():

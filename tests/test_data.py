@@ -352,8 +352,13 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
     assert not other_tokenizer(known, known) and not other_tokenizer(
         known, {"tokenizer": "english"}
     )
-    for change in ({"tokenizer_sha256": found[2]}, {"tokenizer": "bytes"}):
+    assert not other_tokenizer(known, known | {"tokenizer": "tokenizer.tiktoken"})
+    for change in ({"tokenizer_sha256": found[2]}, {"tokenizer": "b", "tokenizer_sha256": None}):
         assert other_tokenizer(known, known | change)
+    for content in (None, b""):
+        (tmp_path / "none.tiktoken").write_bytes(content) if content is not None else None
+        with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
+            get_tokenizer(str(tmp_path / "none.tiktoken"))
 
 
 @needs_gpt2
@@ -377,6 +382,10 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(t
         assert loaded.tokenizer_sha256 == meta["tokenizer_sha256"] == loaded.get_tokenizer().sha256
         assert loaded.get_tokenizer().encode("the cat") == [256, 257]
         assert open_eval_set(data, None, loaded).bytes_per_token > 1.2
+
+    (tmp_path / "export" / "tokenizer.tiktoken").unlink()
+    with pytest.raises(UserError, match="export.*tokenizer.tiktoken.* missing .* copy it back"):
+        loaded.get_tokenizer()
 
     swap = {"tokenizer": str(tmp_path / "w.tiktoken"), "overwrite": True}
     lines = (data / "tokenizer.tiktoken").read_text().splitlines()

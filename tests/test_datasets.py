@@ -416,10 +416,9 @@ def test_a_small_parquet_file_that_becomes_gigabytes_is_refused_before_it_fills_
 ):
     million, path = "x" * 1_000_000, tmp_path / "bomb.parquet"
     arrow, parquet_module = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = arrow.table({"text": arrow.array([million] * 1000)})
-    parquet_module.write_table(table, path, compression="zstd")
-    del table
-    arrow.default_memory_pool().release_unused()
+    text = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1000), [million])
+    settings = {"compression": "zstd", "store_schema": False}  # read, it is text in full
+    parquet_module.write_table(arrow.table({"text": text}), path, **settings)
     assert path.stat().st_size < 2000
     before = arrow.default_memory_pool().max_memory()
     with pytest.raises(UserError, match="bomb.parquet: more than 250 times the size of the file"):
@@ -447,7 +446,7 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
         "note: 3 times <|endoftext|> is read as ordinary text (--split-at",
         "note: 3 rows have a field 'id', which is left out (see --field and --prompt-field)",
         "note: 3 rows have a field 'title', which is left out",
-        "note: 1 empty files are skipped",
+        "note: 1 empty file is skipped",
     ):
         assert note in said
     assert load_meta(folder)["splits"]["test"]["documents"] == 6
@@ -462,6 +461,18 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     write(tmp_path / "in" / "7.txt", "more")
     with pytest.raises(UserError, match="another source"):
         prepared("text", tmp_path / "q", tmp_path / "in", split="test")
+
+
+def test_the_command_that_comes_next_fits_short_data_and_names_the_folder_as_it_was_given(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    source = write(tmp_path / "a.txt", "x" * 80)  # val: 4 and the end of the text
+    prepared("text", Path("../o"), source)
+    said = capsys.readouterr().out
+    assert "val: 5 tokens of 1 document, 0 tokens dropped" in said and "in ../o;" in said
+    assert "quickstart.toml --name o --data.folder ../o --model.block-size 5\n" in said
 
 
 def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):
@@ -644,9 +655,9 @@ def test_kill_in_the_middle(tmp_path, big_text):
     assert left.name.startswith(".o.partial-") and not (left / "new" / "meta.json").read_text()
     with pytest.raises(UserError, match=r"meta.json.*prepare the dataset again"):
         TokenDataset(left / "new", "train", 8)
-    prepared("text", out, big_text)
-    assert names(tmp_path) == ["o"]
-    assert load_meta(out)["splits"]["train"]["tokens"] > 50_000_000
+    prepared("text", out, write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]))
+    assert names(tmp_path) == ["a.jsonl", "o"]
+    assert load_meta(out)["splits"]["train"]["documents"] == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

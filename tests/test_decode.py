@@ -250,6 +250,33 @@ def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group, pac
         assert abs(p.sum().item() - 1) < 1e-6
 
 
+@pytest.mark.parametrize("system", ["AO-GPT", "target rotary", "encoder AO-GPT"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_the_oracle_order_is_greedy_on_the_truth_and_no_likelihood(system, group):
+    """All 81, by enumeration; equals are taken from left to right."""
+    (model, table), sequences = enumerated(system, 5), all_sequences(V, N)
+    expected = torch.empty(len(sequences), N, dtype=torch.float64)
+    for i in range(len(sequences)):
+        context = ()
+        while left := [p for p in range(N) if p not in context]:
+            p = {target: float(table[context, target][i]) for target in left}
+            now = sorted(left, key=lambda target: -p[target])[:group]  # noqa: B023
+            for target in now:
+                expected[i, target] = -math.log(p[target])
+            context += tuple(now)
+    nll = decoding_nll(model, sequences, Rule("oracle"), group)
+    torch.testing.assert_close(nll, expected, rtol=1e-5, atol=1e-6)
+    assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) > 1e-3
+    nll = decoding_nll(model, sequences, Rule("oracle", Pace(most=group)), 1)
+    torch.testing.assert_close(nll, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_oracle_order_is_for_texts_alone():
+    plan = dataclasses.replace(l2r_plan(2, N), unmask_by="oracle")
+    with pytest.raises(ValueError, match="the oracle order needs forced tokens"):
+        generate(enumerated("AO-GPT", 5)[0], plan)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(seed):
     """Over all K-tuples of the 6 orders of 3 positions, for all sequences."""
@@ -477,9 +504,9 @@ class FactoryFunctions(TorchDispatchMode):
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, monkeypatch):
     if system == "SEDD" and mode in ("speculative 3", "pairs 2"):
         return
-    given = torch.arange(LENGTH).expand(3, -1) < 1  # or relative models prefer no position
-    model, plan = text_model(system), make_plan(mode, 3, LENGTH, given, seed=2)
-    inputs = {"tokens": random_tokens(TOKENS, 3, LENGTH, 1), "uniforms": uniforms_for(3)}
+    given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
+    model, plan = text_model(system), make_plan(mode, 3, 6, given, seed=2)
+    inputs = {"tokens": random_tokens(TOKENS, 3, 6, 1), "uniforms": uniforms_for(3, 6)}
     expected = generate(model, plan, choice=TokenChoice(top_p=0.9), **inputs)
     monkeypatch.setattr(devices, "supports_float64", lambda device: device.type != "meta")
     with FactoryFunctions():
@@ -786,6 +813,7 @@ DOUBLE = {"dtype": torch.float64}
         (l2r_plan(1, 4), {"forced": torch.full((1, 4), 17)}, "outside the model's vocabulary"),
         (speculative_plan(1, 4, 2), {"forced": torch.zeros(1, 4).long()}, "force no tokens"),
         (speculative_plan(1, 4, 2), {"choice": TokenChoice(noise="float32")}, "another noise"),
+        (speculative_plan(1, 4, 2), {"choice": TokenChoice(no_repeat_ngram=2)}, "ban of repeats"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words):

@@ -165,6 +165,11 @@ def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
         assert bits == pytest.approx([3 + 2, 8 + 2 + 2, 3], rel=1e-6)
 
 
+def test_a_judge_is_found_in_the_home_directory(byte_judge, monkeypatch):
+    monkeypatch.setenv("HOME", str(byte_judge.parent))
+    assert load(f"~/{byte_judge.name}").name == str(byte_judge)
+
+
 def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path):
     """Whatever the judge calls it: b after it costs 1 bit."""
     save_tokenizer(save_bigram(tmp_path), "abc", end="</s>")

@@ -28,10 +28,10 @@ from runtime.randomness import SCORED_ORDERS
 def evaluate(script, run, data, tmp_path):
     """Evaluate a run with these options; the JSON report, and what the terminal shows."""
 
-    def call(options="", *more, path=run, datasets=(data,)):
-        report = tmp_path / "ppl.json"
-        files = ["--datasets", *datasets, "--overwrite", "--json", report]
-        status, out, err = script(eval_ppl, path, *files, *options.split(), *more)
+    def call(options="", *more, path=run, other=(), datasets=(data,)):
+        report, models = tmp_path / "ppl.json", [path, other][: 1 + bool(other)]
+        files = ["--datasets"] * bool(datasets) + [*datasets, "--overwrite", "--json", report]
+        status, out, err = script(eval_ppl, *models, *files, *options.split(), *more)
         assert status == 0, err
         return json.loads(report.read_text()) | {"terminal": out}
 
@@ -206,11 +206,10 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
         for rule in total:
             context: list[int] = []
             while len(context) < LENGTH:
-                probs = {}
-                for p in (p for p in range(LENGTH) if p not in context):
-                    order = torch.tensor([order_through(context, p, LENGTH)])
-                    hidden = model.hidden(tokens[None], order)[0, len(context)]
-                    probs[p] = model.head_logits(hidden).softmax(-1)
+                left = [p for p in range(LENGTH) if p not in context]
+                orders = torch.tensor([order_through(context, p, LENGTH) for p in left])
+                hidden = model.hidden(tokens.expand_as(orders), orders)[:, len(context)]
+                probs = dict(zip(left, model.head_logits(hidden).softmax(-1), strict=True))
                 first = {p: v.topk(2).values for p, v in probs.items()}
                 score = {p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()}
                 chosen = max(score, key=score.get)

@@ -150,6 +150,18 @@ def test_text_in_text_out(books):
             wrong()
 
 
+def test_models_are_compared_on_the_same_blocks():
+    one, other = small("AO-GPT"), small("RADD")
+    text = "a cat sat on a mat. " * 9
+    same = one.compare(one, text)
+    assert (same.nll, same.p_value) == (0, 1)
+    found = one.compare(other, text, "random", seed=1)
+    back = other.compare(one, text, "random", seed=1)
+    assert abs(found.nll + back.nll) < 1e-6 and 0 < found.p_value <= 1 and found.half_width > 0
+    two = small("two_stream").score(text).nats - one.score(text).nats
+    assert abs(small("two_stream").compare(one, text).nll - two / len(text)) < 1e-5
+
+
 def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     """Several gaps and several texts: JSONL, page and terminal."""
     lines = tmp_path / "lines.jsonl", tmp_path / "page.html", tmp_path / "texts.jsonl"

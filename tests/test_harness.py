@@ -281,12 +281,23 @@ def test_a_continuation_that_does_not_fit_is_an_error_before_any_score(adapter, 
         lm.loglikelihood(requests)
 
 
+WITHOUT_LM_EVAL = """
+import contextlib, sys
+sys.modules["lm_eval"] = None
+import eval_tasks
+from runtime.command_line import run_script
+sys.argv[1:] = ["--help"]
+with contextlib.suppress(SystemExit):
+    run_script(eval_tasks.main)
+sys.argv[1:] = ["nowhere", "--tasks", "a"]
+run_script(eval_tasks.main)
+"""
+
+
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
-    missing = "import sys; sys.modules['lm_eval'] = None; import eval_tasks; "
-    main = missing + "from runtime.command_line import run_script; run_script(eval_tasks.main)"
-    done = run_script("-c", main, "nowhere", "--tasks", "a", check=False)
+    done = run_script("-c", WITHOUT_LM_EVAL, check=False)
     assert_user_error(done, "this needs the package lm_eval: pip install -r requirements-harness")
-    assert "--num-orders" in run_script("-c", main, "--help").stdout
+    assert "--num-orders" in done.stdout
 
 
 ROWS = [

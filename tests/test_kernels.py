@@ -31,8 +31,8 @@ CHOICES = [(1.0, 1.0), (1.4, 1.0), (0.9, 0.95), (1.1, 0.3), (1.0, 1e-9), (0.0, 1
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("V, N, banned", [(2, 4, 0), (97, 12, 7), (5000, 3, 1)])
-def test_the_kernel_draws_what_the_reference_draws(V, N, banned, choice, dtype, monkeypatch):
+@pytest.mark.parametrize("V, N, banned, tile", [(2, 4, 0, 64), (97, 6, 7, 64), (5000, 3, 1, 1024)])
+def test_the_kernel_draws_what_the_reference_draws(V, N, banned, tile, choice, dtype, monkeypatch):
     """In bfloat16 the nucleus ends among equals. Whatever the tile, in which sums are cut."""
     logits = (2.5 * torch.randn(N, V, generator=seeded(V))).to(dtype)
     logits[:, V - banned :] = -torch.inf
@@ -40,8 +40,8 @@ def test_the_kernel_draws_what_the_reference_draws(V, N, banned, choice, dtype, 
     choice = TokenChoice(*choice)
     tokens = choose_tokens(logits.float(), uniforms, choice)
     expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-    for tile in (kernels.TILE, 64):
-        monkeypatch.setattr(kernels, "TILE", tile)
+    for size in (kernels.TILE, tile):
+        monkeypatch.setattr(kernels, "TILE", size)
         got, log_probs = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), choice)
         assert torch.equal(got.cpu(), tokens)
         # float32: 24 bits of sums of up to 5,000 exponentials
@@ -62,7 +62,8 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     more = dataclasses.make_dataclass("More", min_p, bases=(TokenChoice,), frozen=True)
     assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(logits, more())
     dropped, noisy = TokenChoice(top_p=0.5, crossing="drop"), TokenChoice(noise="float32")
-    for choice in (TokenChoice(top_k=3), dropped, noisy, more(min_p=0.1)):
+    penalised, banned = TokenChoice(repetition_penalty=1.1), TokenChoice(no_repeat_ngram=3)
+    for choice in (TokenChoice(top_k=3), dropped, noisy, penalised, banned, more(min_p=0.1)):
         assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())

@@ -46,7 +46,7 @@ def test_nothing_imports_the_studies():
 
 
 def test_files_and_functions_stay_short():
-    assert len((ROOT / "model.py").read_text().splitlines()) <= 350
+    assert len((ROOT / "model.py").read_text().splitlines()) <= 400
     for path in SOURCES:
         text = path.read_text()
         assert len(text.splitlines()) <= 550, path

@@ -13,11 +13,12 @@ from runtime.files import locked_for_all
 from runtime.processes import Processes
 
 HOLD = """
-import sys, time, torch
+import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from runtime.files import locked_for_all
-from runtime.processes import Processes
-with locked_for_all(Path(sys.argv[1]), Processes(0, 1, torch.device("cpu"))):
+alone = SimpleNamespace(main=True, gather=lambda value: [value])  # without importing PyTorch
+with locked_for_all(Path(sys.argv[1]), alone):
     print("held", flush=True)
     time.sleep(600)
 """

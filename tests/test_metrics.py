@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, LENGTH, change, encoder_config, newest, prepared, run_script, tiny_config
+from helpers import ALONE, LENGTH, change, encoder_config, newest, prepared, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -223,14 +223,14 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
     assert raw.get_xydata().tolist() == [[1500, 3.0]] and raw.get_linestyle() == "--"
 
 
-def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path):
+def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path, script):
     keys = ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")
     before = [{key: line[key] for key in keys if key in line} for line in lines_of(run)]
     old = write_rows(tmp_path / "old $x_1$ run", before)
     many = [write_rows(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(10)]
     out = tmp_path / "pictures" / "compare.png"
-    done = run_script("-m", "training.plot", run, old, encoder, *many, "--out", out)
-    assert f"wrote {out}" in done.stdout and out.read_bytes().startswith(PNG)
+    status, said, _ = script(plot, run, old, encoder, *many, "--out", out)
+    assert status == 0 and f"wrote {out}" in said and out.read_bytes().startswith(PNG)
 
 
 def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):

@@ -15,8 +15,8 @@ from helpers import (
     metrics,
     needs_compiler,
     read_checkpoint,
+    run_script,
     tiny_config,
-    torchrun,
     write_config,
 )
 
@@ -29,13 +29,13 @@ from training import parallel
 from training.batches import micro_batches
 
 
-def do(world, *jobs):
-    """Let this many processes do jobs of parallel_jobs.py, (function, configuration), in turn."""
-    words = [f"{name}={write_config(config)}" for name, config in jobs]
-    if world == 1:
-        parallel_jobs.do(*words)
-    else:
-        torchrun(world, "tests/parallel_jobs.py", *words)
+def do(*parts):
+    """Let so many processes do jobs of parallel_jobs.py, part by part: (number of processes,
+    [(function, configuration)])."""
+    words = []
+    for world, jobs in parts:
+        words += [world, *(f"{name}={write_config(config)}" for name, config in jobs)]
+    assert "FutureWarning" not in run_script("tests/parallel_jobs.py", *words).stderr
 
 
 def result(name, config):
@@ -50,17 +50,17 @@ MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and 
     (("fsdp", 2), ("fsdp", 4)),
     (("fsdp", 4), ("ddp", 1)),
 ]
-STEPS, MOVED = 12, 8
+STEPS, MOVED = 8, 5
 
 
 @pytest.fixture(scope="module")
-def everywhere(data, tmp_path_factory, pairs):
+def everywhere(data, tmp_path_factory, pairs, halved):
     """Undisturbed runs, {place: configuration}, and what became of them after a move, {(from, to):
     configuration}. Launching takes seconds, so the same processes also do the other jobs of this
     file. Seven validation sequences are no multiple of the processes."""
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, model__n_layer=1)
-    base = change(base, train__micro_batch_size=2, eval__interval=6)
+    base = change(base, train__micro_batch_size=2, eval__interval=4)
     base = change(base, optim__kind="muon", model__position="rotary")
     base = change(base, checkpoint__keep=99, checkpoint__interval=MOVED)
     runs = {to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0]) for to in PLACES}
@@ -76,13 +76,28 @@ def everywhere(data, tmp_path_factory, pairs):
             if source[1] in sources and to[1] == world
         ]
 
+    parts = []
     for world in (1, 2, 4):
         own = [("run", config) for (_, processes), config in runs.items() if processes == world]
-        more = [("steps", shards) for _, shards in pairs.values()] if world == 2 else []
+        more = [("steps", shards) for _, shards in pairs.values()] + [("run", halved)]
+        more = more if world == 2 else []
         more += [("orthogonal", change(c, name=f"orthogonal_{c.name}")) for _, c in own]
-        do(world, *own, *jobs(world, range(world + 1)), *more)
-    do(1, *jobs(1, (2, 4)))
+        parts.append((world, [*own, *jobs(world, range(world + 1)), *more]))
+    do(*parts, (1, jobs(1, (2, 4))))
     return runs, moves
+
+
+@pytest.fixture(scope="module")
+def halved(data, tmp_path_factory):
+    """Its micro-batches of a whole batch become smaller on two processes, as in the quickstart."""
+    sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
+    return tiny_config(data, tmp_path_factory.mktemp("halved"), steps=6, eval__interval=0, **sizes)
+
+
+def test_a_batch_is_shared_by_two_processes_and_its_losses_stay_the_same(everywhere, halved):
+    train.train(change(halved, name="alone"), ALONE)
+    losses = metrics(change(halved, name="alone"), "loss")
+    assert metrics(halved, "loss") == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != ("ddp", 1)])
@@ -202,7 +217,7 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     base = change(short, train__parallel="fsdp", train__activation_checkpointing="selective")
     eager = change(base, name="eager")
     compiled = change(base, name="compiled", train__compile=True)
-    do(2, ("run", eager), ("compiled", compiled))
+    do((2, [("run", eager), ("compiled", compiled)]))
     frames = result("compiled", compiled)
     assert frames[0] > 0 and frames == [frames[0]] * 4
     ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")

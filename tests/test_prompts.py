@@ -109,6 +109,8 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     options = {"block_size": 8, "split": "test", "field": "answer"}
     prepared("records", tmp_path / "alone", source, **options)
     assert "note: 12 rows have a field 'question', which is left out" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no field 'quest', but .* choose one with --prompt-field"):
+        prepared("records", tmp_path / "data", source, **options, prompt_field="quest")
     options["prompt_field"] = "question"
     places = ", ".join(f"{source} line {n}" for n in (7, 8, 9))
     says = f"6 records .* a block of 8 tokens \\({places}, ...; the longest has 14 tokens"

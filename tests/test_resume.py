@@ -209,7 +209,12 @@ def test_weights_start_a_model_only_where_they_mean_the_same(case):
 @pytest.mark.parametrize(
     "ours, theirs, words",
     [
-        ({"tokenizer": "words"}, {}, "tokenizer is 'bytes', that of .* is 'words'; prepare"),
+        ({"tokenizer": "words"}, {}, None),  # another name of the same vocabulary
+        (
+            {"tokenizer": "words", "tokenizer_sha256": None},
+            {},
+            "tokenizer is 'bytes', that of .* is 'words'; prepare",
+        ),
         ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": "a"}, "sha256 is 'a', that of .* is 'b'"),
         ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": None}, None),  # of an older version
         ({"vocab_size": 258}, {}, "its vocab_size is 257, that of .* is 258"),

@@ -17,8 +17,10 @@ import checkpoints as checkpoint
 import sample
 from checkpoints import store
 from data.tokenizers import get_tokenizer
+from orders import ORDER_SETTINGS, orders_at, parse_order
 from runtime.command_line import visible
 from runtime.processes import Processes
+from runtime.randomness import PLANS
 from sampling import engine, modes
 
 ROWS = [
@@ -100,8 +102,27 @@ EVERY_MODE = MODES | {
     "any": ["--mode", "adaptive", "--unmask-by", "random"],
     "threshold": ["--mode", "margin", "--threshold", 0.05],
     "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
+    "refined": ["--mode", "l2r", "--refine", 2, "--refine-share", 0.3],
+    "refined at random, in groups": [*"--mode random --group-size 3 --refine 2".split()]
+    + [*"--refine-by random --no-repeat-ngram 2 --repetition-penalty 1.5".split()],
     "speculative by pairs": ["--mode", "speculative", "--draft-by", "ngram"],
 }
+
+
+@pytest.mark.parametrize("kind", ORDER_SETTINGS)
+def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
+    """A token a step, in the orders drawn; what is given comes first."""
+    rows = np.tile(np.arange(LENGTH), (3, 1))
+    np.save(tmp_path / "orders.npy", np.random.default_rng(0).permuted(rows, axis=1))
+    settings = {"block": "3", "window": "3", "file": f"{tmp_path}/orders.npy"}
+    chosen = [f"{key}={settings[key]}" for key in ORDER_SETTINGS[kind] if key in settings]
+    text = ":".join([kind, ",".join(chosen)][: 1 + bool(chosen)])
+    options = "--order", text, "--seed", 5, "--num-samples", 3
+    orders = orders_at(parse_order(text, "--order"), 5, 0, range(3), LENGTH, PLANS).tolist()
+    assert column(draw(*options), "order") == orders
+    filled = draw(*options, "--infill", "[MASK:2]the[MASK:11]")
+    expected = [[2, 3, 4] + [p for p in order if p not in (2, 3, 4)] for order in orders]
+    assert column(filled, "order") == expected
 
 
 class OneOf(Processes):
@@ -125,7 +146,7 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(draw, prompts,
     rows = [{"prompt": "the ", "length": 9}, *ROWS[1:]]
     whole = samples([*rows, {"prompt": "m"}], 5, 16)
     assert len({str(value) for value in whole.values()}) == len(whole) == 20
-    for count, size, some in ((1, 1, rows), (2, 3, rows[:1]), (2, 16, rows[:2]), (5, 3, rows)):
+    for count, size, some in ((1, 1, rows), (2, 16, rows[:2]), (5, 3, rows)):
         found = samples(some, count, size)
         assert found == {key: whole[key] for key in found} and len(found) == count * len(some)
     assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
@@ -365,6 +386,8 @@ def words(text):
         (f"--infill | [MASK:{'9' * 5000}]", "is no mask"),
         ("--infill | xxxxxxxxxxxxxxxx[MASK:1]", "--infill | block size, 16 tokens; shorten"),
         ("--infill | a[MASK:1] | --length | 8", "--infill | leave out --length"),
+        ("--infill | a[MASK:1] | --new-tokens | 5", "--infill | leave out --new-tokens"),
+        ("--stop | a | ", "--stop is empty | give the text"),
     ],
     ids=lambda text: text[:40],
 )
@@ -397,6 +420,19 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
     path.write_bytes(content)
     said = refused("--prompts", path)
     assert all(word in said for word in (str(path), *words(message))), said
+
+
+def test_the_help_shows_defaults_as_they_are(script):
+    shown = script(sample, "--help")[1]
+    assert "--prompt STR" in shown and "['None']" not in shown
+
+
+def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_path):
+    path, texts = tmp_path / "a.jsonl", ("a[MASK:2]", "a[MASK:16]", "b[MASK:3]")
+    path.write_text("".join(json.dumps({"infill": text}) + "\n" for text in texts))
+    assert column(draw("--prompts", path, "--num-samples", 1), "prompt_index") == [0, 2]
+    _, _, err = script(sample, run, "--prompts", path)
+    assert "left out 1 of 3 prompts" in err and f"{path} line 2: text and masks exceed" in err
 
 
 NO_TARGET = "needs a model that is conditioned on the target position"

@@ -16,14 +16,15 @@ from helpers import (
     read_checkpoint,
     run_script,
     tiny_config,
-    torchrun,
     write_config,
 )
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+import sample
 import train
 from checkpoints import CheckpointError, load, store
+from convert import convert
 from runtime.processes import processes
 from training import state as states
 
@@ -46,10 +47,14 @@ def base(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(base):
-    """Two runs of two processes: an undisturbed one, and what one with faults said."""
-    config, faulty = change(base, name="two"), change(base, name="faulty")
-    jobs = f"run={write_config(config)}", f"faulty={write_config(faulty)}"
-    return config, faulty, torchrun(2, "tests/parallel_jobs.py", *jobs)
+    """Two runs of two processes: an undisturbed one, and what one with faults said. And a run of
+    one process that was killed."""
+    config, faulty, killed = (change(base, name=name) for name in ("two", "faulty", "killed"))
+    jobs = [2, f"run={write_config(config)}", f"faulty={write_config(faulty)}"]
+    jobs += [1, f"killed={write_config(killed)}"]
+    done = run_script("tests/parallel_jobs.py", *jobs, check=False)
+    assert "(exitcode: -9)" in done.stderr, done.stderr
+    return config, faulty, done
 
 
 @pytest.fixture
@@ -138,12 +143,11 @@ def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkey
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_without_a_trace(
-    base, procs
+    base, pair, procs
 ):
     whole, config = change(base, name="whole"), change(base, name="killed")
-    done = run_script("tests/parallel_jobs.py", f"killed={write_config(config)}", check=False)
     saved = config.run_folder / "checkpoints"
-    assert done.returncode == -9 and names(saved) == [".step_00000004.tmp", "step_00000002"]
+    assert names(saved) == [".step_00000004.tmp", "step_00000002"]
     part = store.parts(saved / ".step_00000004.tmp")[0]
     os.truncate(part, part.stat().st_size // 2)  # as if it had happened a little earlier
     (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
@@ -202,7 +206,7 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
         load(last)
 
 
-def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path):
+def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path, script):
     config, older, last = copy
     best = config.run_folder / "best"
     best.write_text(older.name + "\n")  # which in the run was the newest
@@ -213,8 +217,9 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, t
             for name, p in loaded.model.named_parameters():
                 assert_same(p.detach(), tensors[prefix + name], name)
             assert (loaded.step, loaded.weights) == (store.step_of(source), weights)
-    assert run_script("sample.py", best, "--num-samples", 1).stdout
-    run_script("convert.py", config.run_folder, tmp_path / "export")
+    status, out, _ = script(sample, best, "--num-samples", 1)
+    assert status == 0 and out
+    convert(str(config.run_folder), tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert_same(exported, {n: p.detach() for n, p in load(last).model.named_parameters()})
     assert load(tmp_path / "export").step == 10

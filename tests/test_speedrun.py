@@ -2,6 +2,7 @@
 
 import functools
 import json
+import statistics
 import subprocess
 import tomllib
 
@@ -99,6 +100,13 @@ def benchmark(data, tmp_path, monkeypatch):
 run = functools.partial(run_main, speedrun)
 
 
+def row_of(table, name):
+    """The cells of the line of a run config, in a table that was printed."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    (row,) = [row for row in rows if row[:1] == [name]]
+    return row
+
+
 @pytest.mark.slow
 def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, capsys):
     assert "Not run yet: still, moving, faster" in run(monkeypatch, capsys, "tiny")
@@ -121,7 +129,9 @@ def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, cap
     lines = (tmp_path / "tiny.toml").read_text().partition("[run_configs.faster]")[0]
     (tmp_path / "tiny.toml").write_text(lines)
     left = run(monkeypatch, capsys, "tiny")
-    assert f"{min(losses):.3f}"[:4] in left and "| faster" in left and "Not run yet: moving" in left
+    assert row_of(left, "faster") == row_of(out, "faster") and "Not run yet: moving" in left
+    mean = statistics.mean(row["losses"]["random"][-1] for row in faster["runs"])
+    assert row_of(left, "faster")[1].startswith(f"{mean:.4f} ± ")
 
 
 def test_time_is_measured_in_turn_and_told(benchmark, tmp_path, monkeypatch, capsys):

@@ -68,21 +68,22 @@ def some_masked(batch_size, length, seed):
 
 @pytest.mark.parametrize("start", ["attended", "hidden"])
 @pytest.mark.parametrize("system", ["two_stream", "two_stream, rotary"])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, LENGTH])
+@pytest.mark.parametrize("group", [1, 2, 3, LENGTH])
+@torch.no_grad()
 def test_groupwise_two_stream_computes_its_formulas(group, system, start):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_system(system, seed=group, start=start)
     tokens, order = random_tokens(TOKENS, 3, LENGTH, 1), random_orders(3, LENGTH, 2)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
     assert (-model(tokens, order, group_starts(order, group)) - expected).abs().max() < 1e-9
-    with torch.no_grad():
-        assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
+    assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
     assert abs(groupwise_loss(model, tokens, order, group) + expected.mean()) < 1e-9
     assert expected.std() > 0.3
 
 
 @pytest.mark.parametrize("length, seed", [(LENGTH, 0), (6, 1)])
 @pytest.mark.parametrize("system", ENCODERS)
+@torch.no_grad()
 def test_an_encoder_computes_its_formulas(system, length, seed):
     """Odd seeds mix values with those of the first block."""
     model = make_system(system, seed, value_residual=seed % 2 == 1)
@@ -102,6 +103,7 @@ def test_an_encoder_computes_its_formulas(system, length, seed):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@torch.no_grad()
 def test_score_entropy_of_sedd_is_its_formula(seed):
     """1e-5: the noise level's cosines are those of its float32 rounding."""
     model = make_system("SEDD", seed)
@@ -167,11 +169,12 @@ def pattern_index(masked):
 
 def ao_ar_of_encoder(model, tokens):
     """Mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n: (rows,)."""
+    of_mask = [model.masked_log_probs(tokens, p.expand(len(tokens), N)) for p in PATTERNS]
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for order in itertools.permutations(range(N)):
         for i, position in enumerate(order):
-            masked = torch.tensor([p not in order[:i] for p in range(N)]).expand(len(tokens), N)
-            total -= model.masked_log_probs(tokens, masked)[:, position]
+            masked = torch.tensor([p not in order[:i] for p in range(N)])
+            total -= of_mask[pattern_index(masked)][:, position]
     return total / math.factorial(N) / N
 
 
@@ -210,6 +213,7 @@ def expected_estimate(kind, model, tokens):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce"])
+@torch.no_grad()
 def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
     """What t_dce leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added in fractions."""
     model = enumerable_system("encoder AO-GPT", seed)[0]

@@ -36,7 +36,6 @@ from helpers import (
     read_lines,
     run_script,
     tiny_config,
-    torchrun,
     wait_for,
     write_config,
 )
@@ -74,10 +73,9 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
-    """An undisturbed run of 40 steps, by the script itself."""
+    """An undisturbed run of 40 steps."""
     config = tiny_config(data, tmp_path_factory.mktemp("reference"))
-    done = run_script("train.py", write_config(config))
-    assert "finished 40 steps" in done.stdout
+    train.train(config, ALONE)
     return config
 
 
@@ -242,14 +240,16 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
     assert metrics(config, "lr")[42] == learning_rate(41, config)
     assert configuration.load_toml(config.run_folder / "config.toml") == config
     meta = json.loads((other / "meta.json").read_text())
-    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "words"}))
+    (other / "meta.json").write_text(
+        json.dumps(meta | {"tokenizer": "words", "tokenizer_sha256": "0"})
+    )
     with pytest.raises(UserError, match="tokenizer = 'bytes', but now it is 'words'"):
         train.train(change(config, train__steps=43), ALONE)
 
 
 DRIVER = """
 # Forks a run of train.py whenever it is asked to, which may die before its n-th file operation, or
-# when a file grows past a size.
+# when a file grows past a size. Its output goes to files.
 import json, os, resource, signal, sys
 import torch, torch._dynamo, tyro
 import train
@@ -272,9 +272,10 @@ while line := sys.stdin.readline():
     order = json.loads(line)
     child = os.fork()
     if child == 0:
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0), os.dup2(null, 1)
-        sys.argv = ["train.py", *order["arguments"]]
+        for number, path in enumerate((os.devnull, order["output"], order["errors"])):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+        os.environ.update(order["environment"])
+        sys.argv = ["train.py", order["path"]]
         if order["operation"]:
             die_before(order["operation"])
         if order["file_size"]:
@@ -307,27 +308,38 @@ class Driver:
         print(*order, file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
 
-    def start(self, path, operation=None, file_size=None):
+    def start(self, path, operation=None, file_size=None, output=os.devnull, **environment):
         """The process id of a run that is to die before that operation or past that file size."""
-        order = {"arguments": [str(path)], "operation": operation, "file_size": file_size}
-        return self.ask(json.dumps(order))
+        order = {"path": str(path), "operation": operation, "file_size": file_size}
+        files = {"output": str(output), "errors": str(self.errors_of(path))}
+        return self.ask(json.dumps(order | files | {"environment": environment}))
 
     def status(self):
         """Wait for the run; its exit status, or minus the number of the signal that ended it."""
         return self.ask()
 
-    def run(self, path, **death):
-        self.start(path, **death)
+    def run(self, path, **how):
+        self.start(path, **how)
         return self.status()
+
+    def done(self, path, **how):
+        """The finished run, with what it wrote to stderr."""
+        status = self.run(path, **how)
+        return subprocess.CompletedProcess(path, status, stderr=self.errors_of(path).read_text())
+
+    @staticmethod
+    def errors_of(path):
+        return path.with_suffix(".errors.txt")
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
+def driver():
     env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-c", DRIVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with open(tmp_path_factory.mktemp("driver") / "stderr.txt", "w") as errors:
-        with subprocess.Popen(command, cwd=ROOT, env=env, stderr=errors, **pipes) as process:
-            yield Driver(process)
+    group = {"cwd": ROOT, "env": env, "start_new_session": True}
+    with subprocess.Popen(command, **group, **pipes) as process:
+        yield Driver(process)
+        os.killpg(process.pid, signal.SIGKILL)  # and a run that a failed test has left
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -378,23 +390,17 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(data, 
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
-    data, tmp_path, number
+    data, tmp_path, number, driver
 ):
     # Only the signal saves; at a constant rate a run of fewer steps is the beginning of a long one.
     config = tiny_config(data, tmp_path, steps=100_000, eval__interval=0, optim__min_lr_ratio=1.0)
-    config = change(config, checkpoint__interval=100_000)
-    command, env = [sys.executable, "train.py", write_config(config)], {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes) as process:
-        try:
-            wait_for(lambda: has_reached(config, 3), process)
-            process.send_signal(number)
-            out, err = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    assert process.returncode == 0 and "Traceback" not in err
+    path, out = write_config(change(config, checkpoint__interval=100_000)), tmp_path / "out.txt"
+    child = driver.start(path, output=out)
+    wait_for(lambda: has_reached(config, 3))
+    os.kill(child, number)
+    assert driver.status() == 0 and "Traceback" not in driver.errors_of(path).read_text()
     said = r"stopped at step (\d+) and saved .*; the same command goes on from there"
-    step = int(re.search(said, out)[1])
+    step = int(re.search(said, out.read_text())[1])
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
     resumed = change(config, train__steps=step + 4)
     undisturbed = change(resumed, name="same")
@@ -496,6 +502,17 @@ def test_under_other_settings_the_count_of_skipped_steps_starts_anew(data, tmp_p
     assert newest(config)["skipped_in_a_row"] == 2
     train.train(change(config, train__steps=8), ALONE)
     assert metrics(config, "skipped_steps")[8] == 4
+
+
+def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(data, tmp_path, monkeypatch):
+    """That of the last step, also where the count starts anew after it."""
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, train__max_skipped_steps=4)
+    spoil(monkeypatch, set(range(5, 20)), "loss")
+    train.train(config, ALONE)  # saves at steps 4 and 6
+    assert newest(config)["skipped_in_a_row"] == 2
+    message = "at step 10; the last good checkpoint is .*/step_00000004.* remove it and all later"
+    with pytest.raises(UserError, match=message):
+        train.train(change(config, train__steps=12), ALONE)
 
 
 def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
@@ -648,17 +665,6 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
 
 
-def test_a_batch_is_shared_by_two_processes_without_warnings(data, tmp_path):
-    """Its micro-batches become smaller, as in the quickstart, and its losses stay the same."""
-    sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
-    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, **sizes)
-    train.train(change(config, name="alone"), ALONE)
-    done = torchrun(2, "train.py", write_config(config))
-    assert "FutureWarning" not in done.stderr
-    losses = metrics(change(config, name="alone"), "loss")
-    assert metrics(config, "loss") == pytest.approx(losses, abs=1e-5)
-
-
 def unmount(folder):
     """As a `checkpoints` that is a link to a disk which is not mounted."""
     shutil.move(folder / "checkpoints", folder.parent / "disk")
@@ -676,6 +682,11 @@ def removed(folder):
     (folder / "best").unlink()
 
 
+def emptied(folder):
+    for path in (folder / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
 @pytest.mark.parametrize("lose", [unmount, empty_mount_point, removed])
 def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference, tmp_path, lose):
     config = copy_of(reference, tmp_path)
@@ -686,7 +697,7 @@ def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference,
         train.train(config, ALONE)
     assert files(config.run_folder) == before
     shutil.move(config.run_folder, tmp_path / "away")
-    assert train.train(config, ALONE) == 0
+    assert train.train(change(config, train__steps=5), ALONE) == 0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -700,6 +711,54 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, t
     rows = [json.dumps(row) for row in rows if row["step"] <= steps]
     (config.run_folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "lo']))
     assert train.train(config, ALONE) == 0 and metrics(config) == before
+
+
+@pytest.mark.parametrize(
+    "changes, more",
+    [
+        ({"checkpoint__interval": 6}, {}),  # the metrics end at the step of the only checkpoint
+        ({"train__steps": 7}, {"checkpoint__interval": 100, "train__steps": 9}),
+        ({"checkpoint__interval": 100, "checkpoint__minutes": 1e-9}, {}),  # saved by the clock
+    ],
+)
+def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
+    data, tmp_path, changes, more
+):
+    config = change(tiny_config(data, tmp_path, steps=6), eval__interval=0, **changes)
+    train.train(config, ALONE)
+    config = change(config, **more)
+    train.train(config, ALONE)
+    emptied(config.run_folder)
+    before = files(config.run_folder)
+    with pytest.raises(UserError, match="history of a run of . steps, .* move .* away"):
+        train.train(config, ALONE)
+    assert files(config.run_folder) == before
+
+
+@pytest.mark.parametrize("step, linked", [(2, False), (4, False), (4, True)])
+def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
+    data, tmp_path, monkeypatch, step, linked
+):
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)  # saves at steps 4 and 6
+    if linked:
+        (tmp_path / "disk").mkdir()
+        config.run_folder.mkdir()
+        (config.run_folder / "checkpoints").symlink_to(tmp_path / "disk")
+
+    def update(state, *numbers):
+        if state.progress.step == step:  # after the row of that step, or instead of the checkpoint
+            raise KeyboardInterrupt
+        return whole(state, *numbers)
+
+    whole = train.update
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", update)
+        patch.setattr(train.Saver, "save", lambda *arguments: None)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train.train(config, ALONE)
+    assert max(metrics(config, "loss")) == step
+    assert train.train(config, ALONE) == 0 and not (config.run_folder / store.NONE_YET).exists()
 
 
 def test_every_damage_of_the_metrics_is_kept_in_a_file_of_its_own(reference, tmp_path, capsys):
@@ -738,10 +797,8 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path):
-    config = tiny_config(data, tmp_path, steps=5)
-    command = f"{sys.executable} train.py {write_config(config)} > /dev/full"
-    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path, driver):
+    done = driver.done(write_config(tiny_config(data, tmp_path, steps=5)), output="/dev/full")
     assert_user_error(done, "the output cannot be written: [Errno 28]")
 
 
@@ -757,11 +814,10 @@ def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp
     assert list(metrics(config, "loss")) == [1, 2, 3, 4, 5, 6, 7, 8]  # metrics.jsonl always
 
 
-def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, driver):
     config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("online"))
-    nowhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    assert_user_error(run_script("train.py", write_config(config), check=False, **nowhere), "wandb")
+    nowhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
+    assert_user_error(driver.done(write_config(config), **nowhere), "wandb")
 
 
 @needs_compiler

@@ -95,6 +95,8 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     state = State(model, averages, optimizers.make_optimizer(model, config), Progress())
     if procs.main:
         store.remove_partial(folder)
+        if not found:
+            (folder / store.NONE_YET).mkdir(parents=True, exist_ok=True)
     if found:
         restore(state, *found)
         if procs.main:  # a kill may have prevented it
@@ -117,9 +119,11 @@ def history_in(folder: Path) -> str | None:
     if own:
         steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
         first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
-    unfinished = store.temporary_of(store.path_of(folder, first)).exists()
+    # Versions without the mark made `checkpoints` with the first checkpoint.
+    unfinished = (folder / store.NONE_YET).exists() or steps < first and not place.exists()
+    unfinished |= steps <= 2 * first and store.temporary_of(store.path_of(folder, first)).exists()
     unmounted = place.is_symlink() and not place.is_dir()
-    if not (unmounted or "best" in held or steps > first and not unfinished):
+    if not (unmounted or "best" in held or steps and not unfinished):
         return None
     why = f"the history of a run of {steps} steps, but there is no checkpoint in {place}"
     return f"{folder} holds {why}: mount its disk, or move {folder} away to start anew"
@@ -271,15 +275,18 @@ class Saver:
 
 
 def last_good(config: Config, step: int) -> str:
-    paths = store.find(config.run_folder, up_to=step)
-    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no earlier checkpoint"
+    for path in reversed(store.find(config.run_folder, up_to=step)):
+        with contextlib.suppress(CheckpointError):
+            if not store.read_values(path, share=slice(0))["skipped_in_a_row"]:  # as at a stop
+                return f"the last good checkpoint is {path}"
+    return "there is no earlier checkpoint"
 
 
 def not_finite_message(config: Config, progress: Progress, what: str) -> str:
     """Why a run ends whose numbers are no longer finite."""
     good = last_good(config, progress.step - progress.skipped_in_a_row)
-    remove = "if no loss after that checkpoint is finite, remove it"
-    last = remove if store.find(config.run_folder) else f"move {config.run_folder} away"
+    remove = "if no loss after that checkpoint is finite, remove it and all later ones"
+    last = remove if good.startswith("the last") else f"move {config.run_folder} away"
     advice = f"Lower --optim.lr, or set --optim.grad-clip, and start again; {last}"
     return f"{what} is not finite at step {progress.step}; {good}. {advice}"
 

@@ -1,0 +1,168 @@
+"""eval_ppl.py A B, and text that is not prepared."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import ALONE, LENGTH, ROOT, assert_same, prepared, tiny_config, write_jsonl
+from scipy import stats
+from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
+
+import eval_ppl
+import train
+from checkpoints import load_model, store
+from convert import convert
+
+# ruff: noqa: F811  (fixtures are imported by their names)
+SENTENCE = "the order of any mask"  # 21 bytes: a block of 16 and a row of 5
+
+
+@pytest.fixture(scope="module")
+def raw(run):
+    """The last weights of the run, as a model of its own."""
+    convert(str(run), run.parent / "raw", "raw")
+    return run.parent / "raw"
+
+
+@pytest.fixture(scope="module")
+def longer(data, run):
+    """A model of twice the block size."""
+    config = tiny_config(data, run.parent, "longer", steps=6, model__block_size=2 * LENGTH)
+    train.train(config, ALONE)
+    return config.run_folder
+
+
+@pytest.fixture
+def compare(evaluate):
+    def call(a, b, options="", **more):
+        return evaluate(options, path=a, other=b, **more)
+
+    return call
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one document", "several documents"])
+@pytest.mark.parametrize("kind, draws", [("l2r", 1), ("random", 3)])
+def test_the_difference_is_paired(compare, run, raw, data, several, kind, draws, tmp_path):
+    """Against numpy, from the losses of each model along the same orders."""
+    count, clusters = 21, np.zeros(21)
+    if several:  # 3 blocks each, with end-of-text
+        texts = [letter * (3 * LENGTH - 1) for letter in "aeioulx"]
+        source, clusters = write_jsonl(tmp_path / "letters.jsonl", texts), np.arange(21) // 3
+        data = prepared("text", tmp_path / "letters", source, split="val")
+    options = f"--max-sequences {count} --num-orders {draws} --seed 3 --orders {kind}"
+    report = compare(run, raw, options, datasets=[data])
+    one, two = (direct(run, data, kind, draws, 3, count, w) for w in ("ema", "raw"))
+    gap = (one - two).mean(axis=2)  # (21, draws)
+    mean, per_sequence = gap.mean(), gap.mean(axis=1)
+    errors = [(per_sequence.std(ddof=1) / math.sqrt(count), count - 1)]
+    if several:
+        sums = np.bincount(clusters, per_sequence - mean)
+        errors.append((sums.std(ddof=1) * math.sqrt(7) / count, 6))
+    half = max(error * stats.t.ppf(0.975, degrees) for error, degrees in errors)
+    error, degrees = errors[-1]
+    [row] = report["differences"]
+    assert [r["nll"] for r in report["results"]] == pytest.approx([one.mean(), two.mean()])
+    assert row["nll"]["difference"] == pytest.approx(mean, abs=1e-7)
+    assert row["nll"]["half_width_95"] == pytest.approx(half, rel=1e-3)
+    assert row["p"] == pytest.approx(2 * stats.t.sf(abs(mean) / error, degrees), rel=1e-2)
+    assert row["p_by"] == ("document" if several else "sequence")
+    per_byte = row["bits_per_byte"]["a"] / row["nll"]["a"]
+    assert row["bits_per_byte"]["half_width_95"] == pytest.approx(half * per_byte, rel=1e-3)
+    if draws > 1:  # of the same orders: less than that of two estimates
+        expected = math.sqrt(gap.var(axis=1, ddof=1).mean() / (count * draws))
+        assert row["monte_carlo_error"] == pytest.approx(expected, rel=1e-3)
+    assert f" {row['nll']['difference']:.4f} ± " in report["terminal"]
+
+
+def test_a_model_does_not_differ_from_itself(compare, run, encoder):
+    for path, options in ((run, "--orders l2r random confidence --group 2"), (encoder, "")):
+        report = compare(path, path, f"{options} --max-sequences 5")
+        for row in report["differences"]:
+            numbers = row["nll"]["difference"], row["nll"]["half_width_95"], row["p"]
+            assert numbers == (0, 0, 1), row
+
+
+def test_models_of_other_blocks_and_kinds(compare, run, longer, encoder, plain, tmp_path):
+    """In blocks of the shorter model; what both have in common; also shorter than a block."""
+    text = tmp_path / "my.txt"
+    text.write_text(SENTENCE)
+    report = compare(longer, run, "--orders l2r", datasets=[text])
+    tokens = torch.tensor([list(SENTENCE.encode())])
+    for result, path in zip(report["results"], (longer, run), strict=True):
+        rows = tokens[:, :LENGTH], tokens[:, LENGTH:]
+        model = load_model(path)
+        nll = [-model.token_log_probs(r, torch.arange(r.shape[1])[None]).double() for r in rows]
+        expected = torch.cat(nll, dim=1).mean().item()
+        assert result["nll"] == pytest.approx(expected, rel=1e-6)
+        assert result["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
+        assert (result["sequences"], result["tokens"]) == (2, 21)
+    for a, b, orders in ((longer, encoder, ["random"]), (run, plain, ["l2r"])):
+        report = compare(a, b, "--max-sequences 3")
+        assert [row["orders"] for row in report["differences"]] == orders
+    [row] = compare(plain, encoder, "--max-sequences 3 --orders l2r")["differences"]
+    assert row["nll"]["difference"] == pytest.approx(row["nll"]["a"] - row["nll"]["b"])
+    [one] = compare(run, longer, "--orders l2r --text the", datasets=())["differences"]
+    assert one["p"] is None and one["tokens"] == 3
+
+
+def test_neither_scores_a_first_token_that_one_cannot(compare, run, plain, data, tmp_path):
+    """Of an export without a start token, as GPT-2."""
+    convert(str(plain), tmp_path / "export")
+    place = tmp_path / "export" / "config.json"
+    settings = json.loads(place.read_text()) | {"scored_from": 1}
+    place.write_text(json.dumps(settings | {"sha256": store.digest(settings)}))
+    report = compare(run, tmp_path / "export", "--max-sequences 5")
+    for result, path in zip(report["results"], (run, plain), strict=True):
+        expected = direct(path, data, "l2r", 1, 0, 5)[:, 0, 1:].mean()
+        assert result["nll"] == pytest.approx(expected, rel=1e-6)
+        assert result["tokens"] == 5 * (LENGTH - 1)
+
+
+def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp_path):
+    text, report = tmp_path / "my.txt", tmp_path / "r.json"
+    text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
+    command = [sys.executable, "eval_ppl.py", run, raw, "--datasets", "/dev/stdin", text]
+    command += ["--text", f"{SENTENCE}\né", "--json", report]
+    pipe = {"input": f"{SENTENCE}\né", "capture_output": True, "text": True, "cwd": ROOT}
+    done = subprocess.run(list(map(str, command)), check=True, **pipe)
+    rows = json.loads(report.read_text())["differences"]
+    assert [(row["dataset"], row["orders"]) for row in rows] == [
+        (name, orders) for name in ("stdin", "my.txt", "text") for orders in ("l2r", "random")
+    ]
+    for row in rows:
+        assert_same(row | {"dataset": ""}, rows[row["orders"] == "random"] | {"dataset": ""})
+    assert rows[0]["tokens"] == rows[0]["data"]["tokens"] == 24
+    assert done.stdout.count("left to right") == 3 and "A: " in done.stdout and "B: " in done.stdout
+
+
+def test_what_cannot_be_compared_or_scored_is_told(
+    script, run, raw, plain, encoder, data, tmp_path
+):
+    for name, content in (("empty.txt", b""), ("latin.txt", b"\xe9 \xff")):
+        (tmp_path / name).write_bytes(content)
+    other = shutil.copytree(raw, tmp_path / "other")
+    settings = json.loads((raw / "config.json").read_text()) | {"tokenizer": "gpt2"}
+    settings["sha256"] = store.digest(settings)
+    (other / "config.json").write_text(json.dumps(settings))
+    for words, told in (
+        (
+            [run, other, "--datasets", data],
+            "has gpt2 tokens, of another vocabulary: compare models",
+        ),
+        ([plain, encoder, "--datasets", data], "one pass by both models: give --orders l2r"),
+        ([run, raw, "third", "--datasets", data], "third"),
+        ([run, raw, "--datasets", data, "--ensemble", 1, 4], "leave out --ensemble and --bound"),
+        ([run, raw, "--datasets", data, "--bound", "iw"], "leave out --ensemble and --bound"),
+        ([run, raw], "give RUN first, then --datasets and names, or --text"),
+        ([run, "--text", ""], "text has 0 tokens, of which none can be scored: give a longer text"),
+        ([run, "--datasets", tmp_path / "empty.txt"], "empty.txt has 0 tokens"),
+        ([run, "--datasets", tmp_path / "latin.txt"], "save the file as UTF-8"),
+        ([run, "--datasets", tmp_path / "none.txt"], "No such file"),
+    ):
+        status, out, err = script(eval_ppl, *words)
+        assert status == 2 and not out and told in " ".join(err.split()), err

@@ -1,0 +1,479 @@
+"""Folders for `transformers`: they are used in a process that cannot import the project, and what
+it found is compared with the project's own model, tokenizer and sampler."""
+
+import ast
+import base64
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from dataclasses import asdict
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import ALONE, ROOT, make_data, metrics, needs_gpt2, run_script, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import ENCODERS, OTHERS, SYSTEMS, make_system, seeded
+
+from checkpoints import CheckpointError, hub, load, load_model, store
+from checkpoints.load import config_of
+from convert import convert
+from data.tokenizers import END_OF_TEXT, get_tokenizer
+from runtime.errors import UserError
+from sampling.race import draw
+from sampling.simple import simple_generate
+from train import train
+from variants import log_linear_noise
+
+VOCABULARY, MASK, LENGTH = 257, 257, 40
+START = 7  # a token that stands for a begin-of-text of a pretrained model
+PLAIN = [name for name, c in (SYSTEMS | OTHERS).items() if c.get("target") == "none"]
+PLAIN = [name for name in PLAIN if name not in ENCODERS]
+NAMES = [*SYSTEMS, "Llama, A3", "Llama, plain"]
+TEXTS = [
+    "The cat sat.",
+    " two  spaces\n\n\ttabs ",
+    "naïve 漢字 \U0001f600 a'll",
+    "",
+    "x[MASK][MASK] y",
+]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
+
+
+def write_export(folder, model, **changes):
+    """A folder as convert.py writes it, of a model of this process."""
+    folder.mkdir()
+    settings = {"format": "aogpt-export-2", "model": asdict(model.config), "step": 3}
+    settings |= {"weights": "raw", "tokenizer": "bytes", "vocab_size": VOCABULARY, "files": {}}
+    settings |= {"scored_from": 0, "system": None, "source": "out/x"} | changes
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    settings["files"] = {"model.safetensors": store.sha256_file(folder / "model.safetensors")}
+    settings = json.loads(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings | {"sha256": store.digest(settings)}))
+    return folder
+
+
+def tiny(system):
+    """float32, of a table with more rows than the vocabulary has ids, except of an encoder."""
+    tokens = VOCABULARY if system in ENCODERS else 300
+    return make_system(system, dtype=torch.float32, tokens=tokens, block_size=LENGTH)
+
+
+def inputs_of(system):
+    """What the client calls, by what it is compared with."""
+    tokens = torch.randint(VOCABULARY, (2, 12), generator=seeded(1))
+    assert START not in tokens[:, 0]
+    order = torch.stack([torch.randperm(12, generator=seeded(i)) for i in (2, 3)])
+    gap = tokens.clone()
+    gap[:, -5:] = MASK
+    if system not in PLAIN:
+        gap[0, 2:6] = MASK
+    long = torch.zeros(1, LENGTH + 1, dtype=torch.long)
+    refused = {"at most": ("forward", {"input_ids": long})}
+    refused["continuing too far"] = "generate", {"input_ids": tokens, "max_new_tokens": LENGTH}
+    padding = torch.ones(2, 12).index_fill(1, torch.tensor(11), 0)
+    refused["padding"] = "forward", {"input_ids": tokens, "attention_mask": padding}
+    refused["padded gap"] = "generate", {"input_ids": gap, "attention_mask": padding}
+    refused["no such order"] = "generate", {"input_ids": gap, "order": "r2l"}
+    refused["no permutation"] = "generate", {"input_ids": gap, "order": order * 0}
+    refused["start"] = "generate", {"input_ids": tokens.index_fill(1, torch.tensor(0), START)}
+    refused["unknown id"] = "forward", {"input_ids": tokens + 400}
+    if system in ENCODERS:
+        inputs = {"input_ids": gap}
+        refused["order"] = "forward", {"input_ids": gap, "order": order}
+    else:
+        inputs = {"input_ids": tokens, "order": None if system in PLAIN else order}
+        refused["masks"] = "forward", {"input_ids": gap}
+    if system in PLAIN:
+        refused["order"] = "forward", {"input_ids": tokens, "order": order}
+        refused["gap"] = "generate", {"input_ids": gap.flip(1)}
+    if system == "GPT-2":
+        refused["no prompt"] = "generate", {"input_ids": gap * 0 + MASK}
+    place = None if system in PLAIN else torch.cat([order, torch.arange(12, 18).expand(2, 6)], 1)
+    more = {"order": "l2r" if place is None else place.flip(1), "seed": 5}
+    labels = torch.where(gap == MASK, tokens, -100) if system in ENCODERS else tokens
+    generate = {"filled": {"input_ids": gap, "max_new_tokens": 6} | more}
+    generate["greedy"] = generate["filled"] | {"temperature": 0}
+    generate["default"] = {"input_ids": gap, "attention_mask": torch.ones(2, 12)}
+    texts = TEXTS if system == "AO-GPT" else []
+    case = {"texts": texts, "inputs": inputs, "generate": generate, "refused": refused}
+    case["card"] = system in ("AO-GPT", "GPT-2", "SEDD")
+    labelled = gap if system in ENCODERS else tokens
+    return case | {"labelled": inputs | {"input_ids": labelled, "labels": labels}}
+
+
+def library_file(folder):
+    """A pretrained model's tokenizer.json: bytes, and a begin-of-text that it writes itself."""
+    from tokenizers import Tokenizer, processors
+
+    values = json.loads(hub.library_tokenizer(get_tokenizer("bytes")).to_str())
+    values["added_tokens"].pop()  # [MASK]
+    made = Tokenizer.from_str(json.dumps(values))
+    made.add_special_tokens(["<s>"])
+    start = [("<s>", made.token_to_id("<s>"))]
+    made.post_processor = processors.TemplateProcessing("<s> $A", None, start)
+    made.save(str(folder / "tokenizer.json"))
+    return get_tokenizer("tokenizer.json", folder=folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the client found, by system; its folders and cases under `folder`."""
+    root = tmp_path_factory.mktemp("hub")
+    result = {"folder": root}
+    for system in NAMES:
+        scored_from = {"scored_from": int(system == "GPT-2")}
+        source = write_export(root / f"{system} source", tiny(system), **scored_from)
+        convert(str(source), root / system, hub=True)
+        place = root / system / "config.json"
+        settings = json.loads(place.read_text()) | {"start_token_id": START}
+        place.write_text(json.dumps(settings))
+        torch.save(inputs_of(system), root / f"{system}.pt")
+    others = {"english": get_tokenizer("english"), "library": library_file(root)}
+    for name, tokenizer in others.items():  # the tokenizer alone
+        (root / name).mkdir()
+        result[name, "ids"] = hub.write_tokenizer(root / name, tokenizer)
+        for file in ("config.json", "modeling_aogpt.py"):
+            shutil.copy(root / "AO-GPT" / file, root / name)
+        torch.save({"texts": TEXTS}, root / f"{name}.pt")
+    cache = {"HF_HOME": str(root / "home"), "HF_MODULES_CACHE": str(root / "modules")}
+    cache |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    names = [*NAMES, *others]
+    run_script("-I", ROOT / "tests" / "hub_client.py", *(root / name for name in names), **cache)
+    return result | {name: torch.load(root / f"{name}.found.pt") for name in names}
+
+
+# ---- the process of a user -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_transformers_computes_what_the_project_computes(found, system):
+    model, (inputs, of) = load_model(found["folder"] / system), of_case(found, system)
+    labels = of["labelled"]["labels"]
+    with torch.no_grad():
+        if system in ENCODERS:
+            masked = inputs["input_ids"] == MASK
+            sigma = log_linear_noise(masked.double().mean(1)) if model.config.noise else None
+            logits = model.logits(inputs["input_ids"], masked, sigma)
+            log_p = logits.log_softmax(-1)[masked].gather(1, labels[masked][:, None])
+        else:
+            order = inputs["order"]
+            order = torch.arange(12).expand(2, 12) if order is None else order
+            logits = model.logits(inputs["input_ids"], order)
+            log_p = model.token_log_probs(labels, order)[:, int(system == "GPT-2") :]
+    torch.testing.assert_close(found[system]["logits"], logits, rtol=0, atol=1e-6)
+    assert found[system]["loss"] == pytest.approx(-log_p.mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(found, system):
+    of = of_case(found, system)[1]["generate"]
+    for name, keywords in of.items():
+        gap, filled = keywords["input_ids"], found[system][name]
+        assert filled.shape[1] == 12 + keywords.get("max_new_tokens", 0)
+        assert filled.min() >= 0 and filled.max() < VOCABULARY
+        known = gap != MASK
+        assert torch.equal(filled[:, :12][known], gap[known]) and not known.all()
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_generate_draws_what_the_model_gives(found, system):
+    """The tokens are those of sampling/simple.py (which other tests compare with enumeration), of
+    encoders those of the plain loop, given the same order and uniform numbers."""
+    model, of = load_model(found["folder"] / system), of_case(found, system)[1]["generate"]
+    uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
+    for name in ("filled", "greedy"):
+        keywords = of[name]
+        ids = torch.nn.functional.pad(keywords["input_ids"], (0, 6), value=MASK)
+        for row in range(2):
+            order = torch.arange(18) if system in PLAIN else keywords["order"][row]
+            known = (ids[row] != MASK)[order]
+            order = torch.cat([order[known], order[~known]])  # stable, as the folder's
+            count, temperature = int((~known).sum()), keywords.get("temperature", 1.0)
+            expected = filled_by_loop if system in ENCODERS else simple_generate
+            how = {"temperature": temperature, "vocab_size": VOCABULARY}
+            made = expected(model, order, [1] * count, uniforms[row], ids[row], **how)[0]
+            assert torch.equal(found[system][name][row], made), name
+
+
+def filled_by_loop(model, order, sizes, uniforms, tokens, temperature, vocab_size):
+    tokens = tokens.clone()
+    for position in order[-len(sizes) :].tolist():
+        masked = (tokens == MASK)[None]
+        sigma = log_linear_noise(masked.double().mean(1)) if model.config.noise else None
+        with torch.no_grad():
+            p = model.logits(tokens[None], masked, sigma)[0, position].double()
+        if temperature == 0:
+            tokens[position] = p.argmax()
+        else:
+            tokens[position] = draw(p.softmax(-1)[None], uniforms[position, None])[0]
+    return tokens, None
+
+
+REFUSALS = {
+    "start": "add_special_tokens=False",
+    "at most": "41 tokens a sequence; this model takes 1 to 40",
+    "continuing too far": "52 tokens a sequence; this model takes 1 to 40",
+    "padding": "padding is not supported",
+    "padded gap": "padding is not supported",
+    "no such order": "give 'random', 'l2r' or permutations",
+    "no permutation": "must be a permutation",
+    "unknown id": "this model knows 0 to",
+    "order": "leave out order|an encoder has no order",
+    "masks": "generate fills in",
+    "gap": "a plain GPT only continues",
+    "no prompt": "at least one token",
+}
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_mistakes_are_told_in_one_line(found, system):
+    for name, message in found[system]["refused"].items():
+        assert message and "\n" not in message and re.search(REFUSALS[name], message), name
+
+
+def test_the_code_of_the_model_card_runs(found):
+    counts = {name: found[name]["printed"].count("\n") for name in ("AO-GPT", "GPT-2", "SEDD")}
+    assert all(count >= 2 for count in counts.values()), counts
+    assert "The cat" in found["AO-GPT"]["printed"] and "home." in found["SEDD"]["printed"]
+
+
+def of_case(found, system):
+    case = torch.load(found["folder"] / f"{system}.pt")
+    return case["inputs"], case
+
+
+# ---- the tokenizer -------------------------------------------------------------------------------
+
+
+def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found):
+    for name, key in (("bytes", "AO-GPT"), ("english", "english"), ("bytes", "library")):
+        tokenizer, start = get_tokenizer(name), int(key == "library")
+        mask = (
+            tokenizer.vocab_size + start
+        )  # that file has a begin-of-text, which is no id of a text
+        assert found[key]["mask"] == mask
+        if key != "AO-GPT":
+            start_token = {"start_token_id": 257} if start else {}
+            assert found[key, "ids"] == {"mask_token_id": mask} | start_token
+        *ids, masked = found[key]["ids"]
+        assert ids == [tokenizer.encode(text) for text in TEXTS[:-1]]
+        assert masked == [*tokenizer.encode("x"), mask, mask, *tokenizer.encode(" y")]
+        assert found[key]["back"] == TEXTS
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
+    "aths \n\t'é漢\u0301\xa0<|", max_size=40
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["bytes", "english", "own", pytest.param("gpt2", marks=needs_gpt2)]
+)
+def test_the_written_tokenizer_gives_our_ids_of_any_text(name, tmp_path):
+    if name == "own":  # no merge gives the last token
+        tokens = [*(bytes([i]) for i in range(256)), b"th", b"ath", b"hs", b" a", b" aaths"]
+        lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
+        (tmp_path / "own.tiktoken").write_bytes(b"".join(lines))
+        name = str(tmp_path / "own.tiktoken")
+    tokenizer = get_tokenizer(name)
+    made = hub.library_tokenizer(tokenizer)
+    assert made.get_vocab_size() == tokenizer.vocab_size + 1
+
+    @given(WORDS)
+    def check(text):
+        if END_OF_TEXT not in text and hub.MASK not in text:
+            ids = made.encode(text).ids
+            assert ids == tokenizer.encode(text)
+            assert made.decode(ids, skip_special_tokens=False) == text
+
+    check()
+
+
+# ---- the file of code ----------------------------------------------------------------------------
+
+
+def test_the_file_of_code_is_the_sources_and_imports_only_torch_and_transformers():
+    text = hub.modeling_source()
+    body, allowed = ast.parse(text).body, {"torch", "transformers", *sys.stdlib_module_names}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            assert module.split(".")[0] in allowed
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert len(names) == len(set(names)), "two sources have a function of one name"
+    assert "MIT License. Copyright" in text.splitlines()[0] and "generated" in text[:200]
+    for name in hub.SOURCES:
+        assert f"# ---- {name} ---" in text
+        last = (ROOT / name).read_text().rstrip().splitlines()[-3:]
+        assert "\n".join(last) in text
+
+
+# ---- the way back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_a_folder_is_read_back_without_running_its_code(found, system, tmp_path):
+    """Also the one that transformers saved after a step of training."""
+    for name, expected in ((system, tiny(system)), (f"{system}-tuned", found[system]["tuned"])):
+        folder = found["folder"] / name
+        if not isinstance(expected, dict):
+            expected = dict(expected.named_parameters())
+        (folder / "modeling_aogpt.py").write_text("raise SystemExit('this code was run')")
+        loaded = load(folder)
+        parameters = dict(loaded.model.named_parameters())
+        assert parameters.keys() == expected.keys()
+        assert all(torch.equal(p, expected[name]) for name, p in parameters.items())
+        assert config_of(folder) == loaded.model.config
+        assert (loaded.step, loaded.tokenizer, loaded.vocab_size) == (3, "bytes", VOCABULARY)
+    assert not torch.equal(parameters["wte.weight"], tiny(system).wte.weight)
+
+
+def test_a_changed_export_in_a_folder_is_refused(tmp_path):
+    convert(str(write_export(tmp_path / "x", tiny("AO-GPT"))), tmp_path / "hub", hub=True)
+    settings = json.loads((tmp_path / "hub" / "config.json").read_text())
+    settings["aogpt"]["step"] = 4
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="config.json is damaged"):
+        load(tmp_path / "hub")
+
+
+@pytest.fixture
+def own(tmp_path):
+    """The folder of a model with a vocabulary of the user's."""
+    vocabulary = tmp_path / "mine.tiktoken"
+    vocabulary.write_bytes(b"".join(get_tokenizer("english").file.splitlines(True)[:300]))
+    sha256 = get_tokenizer(str(vocabulary)).sha256
+    model = make_system("AO-GPT", dtype=torch.float32, tokens=320, block_size=LENGTH)
+    names = {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": sha256, "vocab_size": 301}
+    vocabulary.rename(tmp_path / "tokenizer.tiktoken")
+    convert(str(write_export(tmp_path / "x", model, **names)), tmp_path / "hub", hub=True)
+    return tmp_path / "hub"
+
+
+def test_a_vocabulary_of_the_users_travels_through_a_repository(own, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    tokenizer = load(own).get_tokenizer()
+    (tmp_path / "tokenizer.tiktoken").unlink()
+    assert json.loads((own / "config.json").read_text())["mask_token_id"] == 301
+    wanted = []
+
+    def snapshot_download(repo, allow_patterns):
+        wanted.extend(allow_patterns)
+        return own
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    loaded = load("me/mine")
+    assert loaded.get_tokenizer().sha256 == tokenizer.sha256 == loaded.tokenizer_sha256
+    assert {"tokenizer.tiktoken", "tokenizer.json", "config.json"} <= set(wanted)
+    assert not any("*.py" in pattern for pattern in wanted)
+
+
+# ---- uploading -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pushed(tmp_path, monkeypatch):
+    """push() converts to DST and uploads it with calls that are recorded."""
+    import huggingface_hub
+
+    calls, source = [], write_export(tmp_path / "x", tiny("AO-GPT"))
+
+    def create(*words, **more):
+        calls.append((words, more))
+        return "https://hf.test/me/it"
+
+    def upload(repo_id, folder_path, commit_message):
+        calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr(huggingface_hub, "create_repo", create)
+    monkeypatch.setattr(huggingface_hub, "upload_folder", upload)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_token")
+    return calls, lambda: convert(str(source), tmp_path / "dst", hub=True, push="me/it")
+
+
+FILES = ["README.md", "config.json", "model.safetensors", "modeling_aogpt.py", "tokenizer.json"]
+FILES += ["tokenizer_config.json"]
+
+
+def test_push_uploads_the_whole_folder_to_a_private_repository(pushed, capsys):
+    calls, push = pushed
+    push()
+    assert calls == [(("me/it",), {"private": True, "exist_ok": True}), ("me/it", FILES)]
+    assert "uploaded to https://hf.test/me/it" in capsys.readouterr().out
+
+
+def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
+    pushed, tmp_path, monkeypatch
+):
+    import huggingface_hub
+
+    def offline(*words, **more):
+        raise ConnectionError("no network")
+
+    for name, call, told in (
+        ("create_repo", offline, "no network"),
+        ("get_token", lambda: None, "hf auth login.*HF_TOKEN"),
+    ):
+        monkeypatch.setattr(huggingface_hub, name, call)
+        with pytest.raises(UserError, match=f"{told}.*hf upload --private me/it") as raised:
+            pushed[1]()
+        assert "\n" not in str(raised.value)
+        assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == FILES
+        shutil.rmtree(tmp_path / "dst")
+    with pytest.raises(UserError, match="--push uploads what --hub writes"):
+        convert("x", tmp_path / "y", push="me/it")
+
+
+# ---- the model card ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+def test_the_model_card_says_what_the_run_recorded(trained, tmp_path, weights):
+    config = trained
+    convert(str(config.run_folder), tmp_path / "hub", weights, hub=True)
+    card, suffix = (tmp_path / "hub" / "README.md").read_text(), "_raw" * (weights == "raw")
+    for kind, orders in (("l2r", "left to right"), ("random", "any order")):
+        loss = metrics(config, f"val_loss_{kind}{suffix}")[10]
+        errors = metrics(config, f"val_error_{kind}")
+        error = f"{errors[10]:.4f}" if kind == "random" and not suffix else "unknown"
+        assert f"| {orders} | {loss:.4f} | {error} |" in card
+    state = store.read_values(store.find(config.run_folder)[-1])
+    count = sum(p.numel() for p in load_model(config.run_folder).parameters())
+    splits = state["data"]["splits"]
+    for words in (
+        f"It has {count:,} parameters",
+        f"step {state['step']:,}",
+        f"{state['best']['loss']:.4f} at step {state['best']['step']}",
+        f"| train | {splits['train']['tokens']:,} |",
+        f"| val | {splits['val']['tokens']:,} |",
+        "| optim.lr | 0.003 |",
+        "| train.batch_size | 8 |",
+        "| order.kind | mixture |",
+        "| optim.ema_decay | 0.9 |",
+        "| seed | 7 |",
+        "library_name: transformers",
+    ):
+        assert words in card, words
+
+
+def test_a_card_without_a_run_has_no_figures_of_one(tmp_path):
+    convert(str(write_export(tmp_path / "x", tiny("AO-GPT"))), tmp_path / "hub", hub=True)
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "## Use" in card and "## Limits" in card
+    assert not any(f"## {part}" in card for part in ("Data", "Training", "Validation"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    config = tiny_config(make_data(folder), folder / "out", steps=10, eval__draws=2)
+    train(config, ALONE)
+    return config

@@ -1,0 +1,291 @@
+"""Refinement has its laws, and tokens that repeat are penalised and banned as they are defined."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import (
+    ENCODERS,
+    ONE_BY_ONE,
+    accept,
+    chi_square_p,
+    distribution_of,
+    enumerable_system,
+    make_plan,
+    make_system,
+    order_through,
+    random_tokens,
+    seeded,
+    sequence_counts,
+    some_given,
+)
+
+import eval_gen
+import sample
+from runtime.processes import Processes
+from sampling import TokenChoice, generate, l2r_plan, modes, random_plan
+from sampling.race import fresh_uniforms
+from sampling.refine import given_others, redraw, redrawn, refine
+from sampling.repetition import without_repeats
+from sampling.token_choice import choose_tokens
+
+N, V, SAMPLES = 3, 3, 7000
+enumerated = functools.cache(enumerable_system)
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def uniforms_for(*shape, seed=0):
+    return torch.rand(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+# ---- refinement ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "target rotary", "sigma-GPT", ONE_BY_ONE, "RADD"])
+@pytest.mark.parametrize("mode", ["l2r", "random 1"])
+def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
+    model, conditional = enumerated(system, 3)
+    uniforms = uniforms_for(SAMPLES, 4, seed=1)
+    before = generate(model, make_plan(mode, SAMPLES, 4, seed=2), uniforms=uniforms)
+    last = torch.zeros(SAMPLES, 4, dtype=torch.bool).scatter_(1, before.order[:, -1:], True)
+    after = redraw(model, before, last, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3))
+    assert torch.equal(after.order, before.order) and (after.tokens != before.tokens).any()
+    assert torch.equal(after.tokens[~last], before.tokens[~last])
+    expected = distribution_of(mode, conditional, V, 4)
+    assert accept(sequence_counts(after.tokens, V), expected)
+    # One that is not the last changes it: this test can tell.
+    if (system, mode) == ("AO-GPT", "l2r"):
+        first = torch.arange(4).expand(SAMPLES, 4) == 0
+        moved = redraw(model, before, first, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3))
+        assert chi_square_p(sequence_counts(moved.tokens, V), SAMPLES * expected) < 1e-6
+
+
+def gibbs_chain(conditional):
+    """States (order, sequence), and the matrix of a round that moves one random position to the end
+    of the order and draws it anew given the others."""
+    orders = list(itertools.permutations(range(N)))
+    sequences = list(itertools.product(range(V), repeat=N))
+    index = {state: i for i, state in enumerate(itertools.product(orders, sequences))}
+    matrix = torch.zeros(len(index), len(index), dtype=torch.float64)
+    for (order, x), i in index.items():
+        for position in range(N):
+            kept = tuple(p for p in order if p != position)
+            for token in range(V):
+                y = (*x[:position], token, *x[position + 1 :])
+                p = conditional[kept, position][sequences.index(y)]
+                matrix[i, index[(*kept, position), y]] += p / N
+    return index, matrix
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "target rotary", "RADD"])
+def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
+    model, conditional = enumerated(system, 1, length=N)
+    index, matrix = gibbs_chain(conditional)
+    assert torch.allclose(matrix.sum(dim=1), torch.ones(len(index)).double())
+    uniforms = uniforms_for(SAMPLES, N, seed=5)
+    samples = generate(model, l2r_plan(SAMPLES, N), uniforms=uniforms)
+    start = torch.zeros(len(index), dtype=torch.float64)
+    joint = distribution_of("l2r", conditional, V, N)
+    start[: V**N] = joint  # the first order is from left to right
+    stationary = torch.linalg.matrix_power(matrix, 4096)[0]
+    for rounds in (1, 2, 30):
+        expected = start @ torch.linalg.matrix_power(matrix, rounds)
+        after = refine(model, samples, uniforms, rounds, 0.1, "random", vocab_size=V)
+        states = zip(
+            map(tuple, after.order.tolist()), map(tuple, after.tokens.tolist()), strict=True
+        )
+        if system in ENCODERS:  # the order means nothing to them
+            assert accept(sequence_counts(after.tokens, V), expected.view(-1, V**N).sum(dim=0))
+        counts = torch.tensor([index[state] for state in states]).bincount(minlength=len(index))
+        assert accept(counts, expected), rounds
+        assert (after.nfe == N + rounds).all() and after.model_calls == N + rounds
+    assert accept(counts, stationary) and (expected - stationary).abs().sum() < 1e-3
+    # It is another distribution than that of the samples: the conditionals have no joint.
+    of_sequences = SAMPLES * stationary.view(-1, V**N).sum(dim=0)
+    assert chi_square_p(sequence_counts(samples.tokens, V), of_sequences) < 1e-6
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD"])
+@torch.no_grad()
+def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
+    """Rows of several lengths, with given tokens; one has nothing to generate."""
+    model, B, T = make_system(system, 2), 6, 8
+    length, known = torch.tensor([8, 8, 5, 8, 3, 7]), some_given(B, T, 1)
+    tokens, uniforms = random_tokens(11, B, T, 3), uniforms_for(B, T, seed=4)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=6), known)
+    samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
+    generated = samples.step >= 0
+    again, scores = given_others(model, samples, vocab_size=11, batch_size=3)
+    assert torch.equal(again.nfe, samples.nfe + generated.sum(dim=1))
+    for b, p in generated.nonzero().tolist():
+        others = [q for q in samples.order[b, : length[b]].tolist() if q != p]
+        row = samples.tokens[b : b + 1, : length[b]]
+        if model.config.is_encoder:
+            masked = torch.arange(int(length[b])) == p
+            expected = model.masked_log_probs(row, masked[None])[0, p]
+        else:
+            logits = model.logits(row, torch.tensor([[*others, p]]))[0, -1, :11]
+            expected = logits.log_softmax(dim=-1)[samples.tokens[b, p]]
+        assert abs(float(scores[b, p]) - float(expected)) < 1e-5
+    count = redrawn(generated, 0.4)
+    wanted = [round(0.4 * n) or min(n, 1) for n in generated.sum(dim=1).tolist()]
+    assert count.tolist() == wanted and count[1] == 0
+    for by, score in (("others", scores), ("drawn", samples.log_probs)):
+        after = refine(model, samples, uniforms, 1, 0.4, by, vocab_size=11)
+        moved = after.step > samples.step.amax(dim=1, keepdim=True)
+        assert torch.equal(moved.sum(dim=1), count)
+        kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
+        assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
+        for same in ("tokens", "log_probs", "step"):
+            assert torch.equal(getattr(after, same)[~moved], getattr(samples, same)[~moved])
+        n, calls = count, 0 if by == "drawn" else generated.sum(dim=1)
+        assert torch.equal(after.nfe, samples.nfe + n + calls)
+        ends = zip(after.order.tolist(), length.tolist(), n.tolist(), strict=True)
+        for b, (order, total, m) in enumerate(ends):
+            assert sorted(order[total - m : total]) == moved[b].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("by", ["drawn", "others", "random"])
+def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(by):
+    model, contexts = make_system("AO-GPT", 4), [[1, None, 2, None, None, None], [None] * 9]
+
+    def made(batch_size=None, **more):
+        options = modes.DecodingOptions(mode="mdm", batch_size=batch_size, **more)
+        options = modes.with_mode_defaults(options)
+        planned = modes.plan_samples(options, contexts, 5, 4)
+        return modes.generate_distributed(model, planned, options, 11, ALONE, end_token=3)
+
+    plain, refined = made(), made(refine=3, refine_share=0.3, refine_by=by)
+    full = made(refine=0)
+    assert torch.equal(plain.tokens, full.tokens) and torch.equal(plain.log_probs, full.log_probs)
+    assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
+    assert (refined.step[:4, [0, 2]] == -1).all() and refined.model_calls > plain.model_calls
+    for size in (1, 3):
+        alone = made(size, refine=3, refine_share=0.3, refine_by=by)
+        for same in ("tokens", "nfe", "order", "step"):
+            assert torch.equal(getattr(alone, same), getattr(refined, same))
+    assert torch.equal(made(3).order, plain.order)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--refine-by", "random"], "--refine-by has no meaning without --refine"),
+        (["--refine", 1, "--refine-share", 0], "--refine-share"),
+        (["--mode", "speculative", "--repetition-penalty", 2], "leave out --repetition-penalty"),
+        (["--mode", "speculative", "--no-repeat-ngram", 2], "leave out --repetition-penalty"),
+        (["--repetition-penalty", 0.5], "--repetition-penalty is 0.5"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, told):
+    status, _, err = script(sample, run, *words)
+    assert status == 2 and told in err and err.count("\n") == 1
+
+
+def test_refinement_as_a_user_sees_it(script, run, plain, tmp_path):
+    status, _, err = script(sample, plain, "--refine", 2)
+    assert status == 2 and "--refine needs a model that is conditioned on the target" in err
+    arguments = [run, "--judge", run, "--num-samples", 2, "--length", 9, "--mode", "l2r"]
+    status, out, err = script(eval_gen, *arguments, "--refine", 2)
+    assert status == 0 and "l2r 1, refined 2" in out and " 11.0 |" in out, err
+
+
+# ---- against repetition --------------------------------------------------------------------------
+
+
+def plain_logits(logits, text, position, choice):
+    """`without_repeats` of one row, word for word as the options are defined."""
+    result = []
+    for v, logit in enumerate(logits.tolist()):
+        penalty = choice.repetition_penalty if v in text else 1
+        result.append(logit / penalty if logit > 0 else logit * penalty)
+    if n := choice.no_repeat_ngram:
+        starts = range(len(text) - n + 1)
+        there = [text[s : s + n] for s in starts if None not in text[s : s + n]]
+        banned = []
+        for v in range(len(result)):
+            after = [*text[:position], v, *text[position + 1 :]]
+            windows = [after[s : s + n] for s in starts if s <= position < s + n]
+            banned.append(any(window in there for window in windows))
+        if not all(b or x == -float("inf") for b, x in zip(banned, result, strict=True)):
+            result = [-float("inf") if b else x for b, x in zip(banned, result, strict=True)]
+    return torch.tensor(result, dtype=logits.dtype)
+
+
+choices = st.builds(
+    TokenChoice,
+    repetition_penalty=st.sampled_from([1.0, 1.2, 5.0]),
+    no_repeat_ngram=st.sampled_from([None, 1, 2, 3, 4, 99]),
+)
+
+
+@given(st.data(), choices)
+@settings(max_examples=300)
+def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choice):
+    vocab, T = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    tokens = st.one_of(st.none(), st.integers(0, vocab - 1))
+    text = data.draw(st.lists(tokens, min_size=T, max_size=T))
+    position = data.draw(st.integers(0, T - 1))
+    text[position] = None
+    logits = torch.randn(1, vocab, generator=seeded(data.draw(st.integers(0, 99)))).double()
+    logits[0, data.draw(st.integers(0, 4)) :][1:] = -torch.inf  # ids that are no tokens
+    row = torch.tensor([[-1 if t is None else t for t in text]])
+    got = without_repeats(logits, row, torch.tensor([position]), choice)
+    torch.testing.assert_close(got[0], plain_logits(logits[0], text, position, choice))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("system", ["AO-GPT", "target rotary"])
+@torch.no_grad()
+def test_the_engine_draws_what_a_plain_loop_draws(system, group):
+    """Ragged rows with given tokens; in a group, each position sees what was known before it."""
+    model, B, T, vocab = make_system(system, 6, tokens=5), 7, 9, 5
+    known, tokens = some_given(B, T, 2), random_tokens(vocab, B, T, 3)
+    uniforms, length = uniforms_for(B, T, seed=8), torch.tensor([9, 9, 4, 8, 9, 6, 9])
+    plan = random_plan(B, length, uniforms_for(B, T, seed=9), known, group)
+    choice = TokenChoice(0.9, 0.95, repetition_penalty=1.7, no_repeat_ngram=2)
+    got = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=3)
+    for b in range(B):
+        n, order = int(length[b]), plan.order[b].tolist()
+        given = plan.given_positions()[b].tolist()
+        text = [int(t) if g else None for t, g in zip(tokens[b, :n], given, strict=False)]
+        steps = plan.step[b, :n].tolist()
+        for step in sorted(set(steps) - {-1}):
+            context = [p for p, s in zip(order, steps, strict=False) if s < step]
+            before = list(text)
+            for p in (p for p, s in zip(order, steps, strict=False) if s == step):
+                row = torch.tensor([[0 if t is None else t for t in before]])
+                through = torch.tensor([order_through(context, p, n)])
+                logits = model.logits(row, through)[0, len(context)]
+                changed = plain_logits(logits, before, p, choice)
+                text[p] = int(choose_tokens(changed[None], uniforms[b, p, None], choice))
+                log_prob = logits.log_softmax(dim=-1)[text[p]]  # the model's own
+                assert abs(float(got.log_probs[b, p]) - float(log_prob)) < 1e-5
+        assert got.tokens[b, :n].tolist() == text
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
+@pytest.mark.parametrize("mode", ["l2r", "random 2", "exact 4", "confidence 1", "sure"])
+def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mode):
+    model, uniforms = make_system(system, 3, block_size=12), uniforms_for(5, 12, seed=2)
+    plan, how = make_plan(mode, 5, 12, seed=1), {"uniforms": uniforms, "vocab_size": 11}
+    plain = generate(model, plan, **how)
+    for choice in (TokenChoice(repetition_penalty=1.0), TokenChoice(no_repeat_ngram=13)):
+        same = generate(model, plan, choice=choice, **how)
+        assert torch.equal(same.tokens, plain.tokens)
+        assert torch.equal(same.log_probs, plain.log_probs)
+    choice = TokenChoice(0.05, repetition_penalty=1.1, no_repeat_ngram=1)
+    if mode in ("l2r", "confidence 1"):  # one at a time: no token repeats while others are left
+        rows = generate(model, plan, choice=choice, **how).tokens
+        assert [len(set(row)) for row in rows.tolist()] == [11] * 5
+        rows = generate(model, plan, choice=TokenChoice(0.05), **how).tokens
+        assert any(len(set(row)) < 11 for row in rows.tolist())
+
+
+def test_numbers_of_rounds_are_those_of_no_other_use():
+    uniforms = uniforms_for(1, 50)
+    numbers = [fresh_uniforms(uniforms, salt) for salt in range(-40, 80)]
+    assert len(torch.cat(numbers).unique()) == 120 * 50

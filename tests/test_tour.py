@@ -1,0 +1,123 @@
+"""The tour runs, and shows what its text says. After a change, write its outputs again:
+
+PYTHONPATH=. .venv/bin/python tests/test_tour.py
+"""
+
+import copy
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from helpers import ROOT
+from nbclient import NotebookClient
+
+NOTEBOOK = ROOT / "docs" / "tour.ipynb"
+CELLS = 12
+
+
+def executed(notebook):
+    """The notebook with the outputs of a fresh kernel that starts in its folder."""
+    notebook = copy.deepcopy(notebook)
+    options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
+    folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(notebook, resources=folder, **options).execute()
+    notebook.metadata["language_info"] = {"name": "python"}  # without the kernel's version
+    return notebook
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(notebook):
+    """What each code cell printed."""
+    return ["".join(o.get("text", "") for o in cell.outputs) for cell in code_cells(notebook)]
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def fresh(committed, tmp_path_factory):
+    home = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+            patch.setenv(name, str(home / name.lower()))
+        return executed(committed)  # raises for a cell that fails
+
+
+def test_the_committed_notebook_is_whole_and_names_no_machine(committed):
+    nbformat.validate(committed)
+    cells = code_cells(committed)
+    assert [cell.execution_count for cell in cells] == list(range(1, CELLS + 1))
+    assert [cell.cell_type for cell in committed.cells] == ["markdown", "code"] * CELLS
+    assert all(len(cell.source.splitlines()) <= 17 and not cell.metadata for cell in cells)
+    assert NOTEBOOK.stat().st_size < 400_000
+    assert set(committed.metadata) == {"kernelspec", "language_info"}
+    shown = "\n".join([cell.source for cell in committed.cells] + printed(committed))
+    assert not re.search(r"(^|[^\w.])/(home|root|tmp|work|usr|opt|Users|content)/|[A-Z]:\\", shown)
+    pictures = [n for n, cell in enumerate(cells, 1) for o in cell.outputs if "data" in o]
+    assert pictures == [4, 8]
+    kinds = {o.output_type if "data" in o else o.name for cell in cells for o in cell.outputs}
+    assert kinds == {"display_data", "stdout"}  # no warnings, no errors
+
+
+def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
+    """But for the numbers, which depend a little on the machine."""
+    for ours, theirs in zip(printed(fresh), printed(committed), strict=True):
+        ours, theirs = (re.sub(r"[\d.,]+|\s+", " ", text).split() for text in (ours, theirs))
+        assert ours == theirs
+
+
+def test_every_step_shows_what_it_says(fresh):
+    texts = printed(fresh)
+    assert len(texts) == CELLS and all(texts[i] for i in range(CELLS) if i != 7)
+    # 3: probabilities and nats of tokens agree with each other and with the sum.
+    rows = re.findall(r"' +([\d.]+) +([\d.]+) +[\d.]+$", texts[2], re.M)
+    total = float(re.search(r"all: ([\d.]+) nats", texts[2])[1])
+    assert abs(sum(float(nats) for _, nats in rows) - total) < 0.2
+    # 5 and 6: an infill keeps both sides; the steps fill in each position of the gap once.
+    for line in texts[4].splitlines():
+        assert line.startswith("- She opened the door,") and line.endswith(
+            " and he took off his hat."
+        )
+    steps = [re.match(r" *\d+  ([\d ]*?)  +(.*)", line) for line in texts[5].splitlines()[1:]]
+    filled = [int(position) for step in steps for position in step[1].split()]
+    assert sorted(filled) == list(range(5, 17))
+    assert [step[2].count("_") for step in steps] == list(range(12, -1, -2))
+    # 7: candidates of one length share at most a probability of 1, and the right side helps.
+    columns = re.findall(r"^ ?(\w+) +([\d.]+)% +([\d.]+)%$", texts[6], re.M)
+    *candidates, (name, left, both) = columns
+    assert name == "sum" and len(candidates) == 6 and candidates[0][0] == "mother"
+    assert abs(sum(float(p) for *_, p in candidates) - float(both)) < 0.1
+    assert float(left) < float(both) <= 100
+    # 9: the loss rises as the steps fall.
+    losses = [float(nats) for nats in re.findall(r"([\d.]+) nats/token", texts[8])]
+    assert len(losses) == 5 and losses == sorted(losses)
+    # 10: any order is the harder task, and the intervals hold their perplexities.
+    found = re.findall(r"perplexity ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)", texts[9])
+    (l2r, *_), (random, *_) = found = [tuple(map(float, row)) for row in found]
+    assert l2r < random and all(low < value < high for value, low, high in found)
+    assert "same tokens: True" in texts[10]
+
+
+def test_the_first_cell_changes_nothing_outside_a_clone(committed, tmp_path):
+    source = code_cells(committed)[0].source
+
+    def run(folder):
+        command = [sys.executable, "-B", "-c", source]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+    for folder in (ROOT, NOTEBOOK.parent):
+        assert run(folder).stdout.startswith("ready")
+    done = run(tmp_path)
+    assert done.returncode == 1 and "AssertionError: set REPOSITORY" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+if __name__ == "__main__":
+    nbformat.write(executed(nbformat.read(NOTEBOOK, as_version=4)), NOTEBOOK)
