@@ -82,7 +82,7 @@ def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) ->
     return index.gather(1, preferred), [scores.gather(1, preferred) for scores in by_slot]
 
 
-def scores_of(logits: Tensor, by: list[str], targets: Tensor) -> Tensor:
+def scores_of(logits: Tensor, by: list[str], targets: Tensor | None = None) -> Tensor:
     """(N, V) -> (N, scores), higher is better. confidence: the log-probability of the likeliest
     token; oracle: that of the target, (N,); entropy: minus the entropy; margin: the likeliest
     probability minus the second."""

@@ -225,7 +225,7 @@ def tab():
         with playwright.sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 1200, "height": 900})
-            page.set_default_timeout(600_000)  # as helpers.wait_for
+            page.set_default_timeout(120_000)  # after an exception the page waits forever
             page.on("request", lambda r: r.url.startswith(address) or complaints.append(r.url))
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.goto(address)
