@@ -1,0 +1,152 @@
+"""At the terminal: replay finished samples step by step, and read lines to fill in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import math
+import os
+import select
+import shutil
+import sys
+import termios
+import tty
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+
+from runtime.command_line import show, visible
+from runtime.errors import UserError
+
+Cell = tuple[str, str]  # a character and the escape sequence of its style, or ""
+MASK, DIM, BOLD, RESET = "▁", "\033[2m", "\033[1m", "\033[0m"
+# Of probabilities up to each; readable on black and on white.
+COLORS = {0.01: 197, 0.1: 208, 0.3: 172, 0.7: 71, 1.0: 32}
+SHADES = {most: f"\033[38;5;{color}m" for most, color in COLORS.items()}
+# No cursor, and long lines are cut, while frames are drawn.
+ENTER, LEAVE = "\033[?25l\033[?7l", f"{RESET}\033[?7h\033[?25h"
+MOST_FRAMES = 120  # of a sample
+
+
+def can_style() -> bool:
+    """Whether standard output is a terminal that knows escape sequences."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def can_play() -> bool:
+    return can_style() and sys.stdout.encoding.lower().replace("-", "") == "utf8"
+
+
+@functools.cache
+def columns(character: str) -> int:
+    """Columns of the terminal that a character takes."""
+    wide = unicodedata.east_asian_width(character) in "WF"
+    return 0 if unicodedata.combining(character) else 1 + wide
+
+
+def cells(pieces, step, log_probs, now: float = math.inf, color: bool = False) -> Iterator[Cell]:
+    """A sample after step `now`: a mask for each token of a later step; other tokens colored by
+    their probability, or else bold; given text (step -1) as it is."""
+    for piece, when, log_prob in zip(pieces, step, log_probs, strict=True):
+        probability = min(1.0, math.exp(log_prob))
+        shade = next(style for most, style in SHADES.items() if probability <= most)
+        style = "" if when < 0 else shade if color else BOLD
+        text, style = (MASK, DIM) if when > now else (visible(piece), style)
+        yield from ((character, style) for character in text)
+
+
+def wrap(found: Iterable[Cell], width: int) -> list[list[Cell]]:
+    """Lines of at most `width` columns (2 or more), broken after spaces where there are any."""
+    lines, line, used = [], [], 0
+    for cell in found:
+        while cell[0] != "\n" and used + columns(cell[0]) > width:
+            spaces = [place for place, (c, _) in enumerate(line, 1) if c == " "]
+            cut = spaces[-1] if spaces else len(line)
+            lines.append(line[:cut])
+            line = line[cut:]
+            used = sum(columns(c) for c, _ in line)
+        if cell[0] == "\n":
+            lines.append(line)
+            line, used = [], 0
+        else:
+            line.append(cell)
+            used += columns(cell[0])
+    return [*lines, line]
+
+
+def paint(line: Iterable[Cell]) -> str:
+    """Text with the escape sequences of its styles, each of which is reset."""
+    text = ""
+    for style, run in itertools.groupby(line, key=lambda cell: cell[1]):
+        part = "".join(character for character, _ in run)
+        text += f"{style}{part}{RESET}" if style else part
+    return text
+
+
+def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
+    """Replay a sample at the cursor and leave it there. A key ends the replay; so does Ctrl-C, and
+    then False is returned: replay no other."""
+    color, (width, height) = not os.environ.get("NO_COLOR"), shutil.get_terminal_size()
+    width, drawn, again = max(2, width - 1), 0, True
+    pieces = [piece.replace("\t", "    ") for piece in pieces]
+    steps = sorted({-1, *step})
+    last = len(steps) - 1
+    stride = 1 + last // MOST_FRAMES
+    pause = min(6.0, max(2.0, last / 10)) * stride / max(1, last)  # seconds
+
+    def draw(done: int) -> None:
+        nonlocal drawn
+        below = [(c, DIM) for c in f"step {done} of {last}" + "; p when drawn:" * color]
+        below += [(c, style) for most, style in SHADES.items() if color for c in f" ≤{most:g}"]
+        below = wrap(below, width)
+        lines = wrap(cells(pieces, step, log_probs, steps[done], color), width)
+        if done < last:  # of what is taller than the terminal, the lines around the first mask
+            room = max(1, height - 1 - len(below))
+            first = next(i for i, line in enumerate(lines) if (MASK, DIM) in line)
+            top = max(0, min(first - room // 2, len(lines) - room))
+            lines = lines[top : top + room]
+        text = "".join(f"{paint(line)}\033[K\n" for line in lines + below)
+        sys.stdout.write(f"\033[{drawn}A" * (drawn > 0) + f"\r{text}\033[J")
+        drawn = len(lines + below)
+
+    keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    modes = [termios.tcgetattr(key) for key in keys]
+    typed = select.select(keys, [], [], 0)[0]  # before: that is the next line, which is kept
+    try:
+        sys.stdout.write(ENTER)
+        for key in keys:
+            tty.setcbreak(key, termios.TCSADRAIN)
+        for done in range(0, last, stride):
+            draw(done)
+            if select.select(keys, [], [], pause)[0]:
+                typed or os.read(keys[0], 1024)
+                break
+    except KeyboardInterrupt:
+        again = False
+    finally:
+        for key, mode in zip(keys, modes, strict=True):
+            termios.tcsetattr(key, termios.TCSADRAIN, mode)
+        sys.stdout.write(LEAVE)
+        draw(last)
+    return again
+
+
+def interact(fill: Callable[[str, int], None], seed: int) -> None:
+    """Call fill(line, seed) for every line of standard input until "exit" or its end, and for an
+    empty one again with the line before and the next seed. Mistakes are told in one line."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # lines can be edited, and found again
+    sys.stdin.reconfigure(errors="replace")
+    prompt, line, now = "> " * (sys.stdin.isatty() and sys.stdout.isatty()), "", seed - 1
+    if prompt:
+        show('Write text, also with [MASK:3] or [MASK:2-6]; nothing: again; "exit" ends.')
+    try:
+        while (typed := input(prompt)) != "exit":
+            line, now = (typed, seed) if typed else (line, now + 1)
+            try:
+                fill(line, now)
+            except UserError as error:
+                show(visible(f"error: {error}", one_line=True), file=sys.stderr)
+    except EOFError:
+        show(end="\n" * bool(prompt))  # the shell's prompt begins a line
