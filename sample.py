@@ -71,13 +71,11 @@ class Arguments(ModelOptions, OutputOptions):
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
     live: bool = False
-    """On a terminal: when samples are finished, replay the steps of each in 2 to 6 seconds. A dim bar
-    is a token not known yet; colors say how probable a token was when drawn (NO_COLOR=1: none). A
-    key ends the replay of a sample, Ctrl-C all."""
+    """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not known
+    yet, colors say how probable a token was when drawn. A key ends a replay, Ctrl-C all."""
     interactive: bool = False
-    """Read lines from the terminal or standard input: text with masks is filled in, other text is
-    continued, by 40 tokens or to the block size. An empty line repeats the last one with the next
-    seed; "exit" or Ctrl-D ends."""
+    """Read lines from the terminal or standard input: masks are filled in, other text is continued
+    by 40 tokens. An empty line is the last one with the next seed; "exit" or Ctrl-D ends."""
 
 
 class TooLong(UserError):
@@ -109,11 +107,10 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("--length counts the prompt, --new-tokens does not: give one of them")
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
         raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
-    names = ("prompt", "infill", "prompts", "jsonl", "html") if a.interactive else ()
-    if given := [f"--{name}" for name in names if getattr(a, name) is not None]:
+    names = ("prompt", "infill", "prompts", "jsonl", "html")
+    given = [f"--{name}" for name in names if getattr(a, name) is not None]
+    if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
-    if a.interactive and procs.world_size > 1:
-        raise UserError("--interactive is for one process: leave out torchrun")
     a = dataclasses.replace(a, num_samples=a.num_samples or (1 if a.interactive else 4))
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
@@ -132,8 +129,9 @@ def sample(a: Arguments, procs: Processes) -> None:
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
         changed = dataclasses.replace(a, seed=seed, length=length, new_tokens=new)
-        request = Request("this line", kind, line)
-        fill(changed, [request], options, loaded, tokenizer, outputs, procs)
+        fill(
+            changed, [Request("this line", kind, line)], options, loaded, tokenizer, outputs, procs
+        )
 
     live.interact(fill_line, a.seed)
 
@@ -173,7 +171,7 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
             ]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
-        if not a.jsonl or (a.live and live.can_play()):
+        if not a.jsonl or (a.live and live.can_style()):
             print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
@@ -303,9 +301,8 @@ def encode_infill(request: Request, tokenizer, length, block_size: int) -> list[
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = False) -> None:
-    """On a terminal, what was generated is bold where something was given as well. replay: there,
-    show the samples filling in."""
-    replay = replay and live.can_play()
+    """On a terminal, what was generated is bold where something was given as well, or replayed."""
+    replay = replay and live.can_style()
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
         text, source = visible(record["text"]), f" of prompt {record['prompt_index'] + 1}" * several
@@ -314,10 +311,9 @@ def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = Fals
             text = live.paint(live.cells(*tokens))
         chosen = f" ({caption(record)})" if "scores" in record else ""
         sys.stdout.write(f"=== sample {number}{source}{chosen} ===\n")
+        text += "\n"
         if replay:
             replay, text = live.play(*tokens), ""
-        else:
-            text += "\n"
         sys.stdout.write(f"{text}\n")  # bold stays
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import math
 import os
@@ -22,23 +20,18 @@ from runtime.errors import UserError
 Cell = tuple[str, str]  # a character and the escape sequence of its style, or ""
 MASK, DIM, BOLD, RESET = "▁", "\033[2m", "\033[1m", "\033[0m"
 # Of probabilities up to each; readable on black and on white.
-COLORS = {0.01: 197, 0.1: 208, 0.3: 172, 0.7: 71, 1.0: 32}
+COLORS = {0.01: 197, 0.1: 208, 0.3: 172, 0.7: 71, 1: 32}
 SHADES = {most: f"\033[38;5;{color}m" for most, color in COLORS.items()}
 # No cursor, and long lines are cut, while frames are drawn.
 ENTER, LEAVE = "\033[?25l\033[?7l", f"{RESET}\033[?7h\033[?25h"
-MOST_FRAMES = 120  # of a sample
 
 
 def can_style() -> bool:
-    """Whether standard output is a terminal that knows escape sequences."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    """Whether standard output is a terminal that knows escape sequences and the mask."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return is_terminal and sys.stdout.encoding.lower().replace("-", "") == "utf8"
 
 
-def can_play() -> bool:
-    return can_style() and sys.stdout.encoding.lower().replace("-", "") == "utf8"
-
-
-@functools.cache
 def columns(character: str) -> int:
     """Columns of the terminal that a character takes."""
     wide = unicodedata.east_asian_width(character) in "WF"
@@ -53,7 +46,7 @@ def cells(pieces, step, log_probs, now: float = math.inf, color: bool = False) -
         shade = next(style for most, style in SHADES.items() if probability <= most)
         style = "" if when < 0 else shade if color else BOLD
         text, style = (MASK, DIM) if when > now else (visible(piece), style)
-        yield from ((character, style) for character in text)
+        yield from ((character, style) for character in text.replace("\t", "    "))
 
 
 def wrap(found: Iterable[Cell], width: int) -> list[list[Cell]]:
@@ -66,33 +59,29 @@ def wrap(found: Iterable[Cell], width: int) -> list[list[Cell]]:
             lines.append(line[:cut])
             line = line[cut:]
             used = sum(columns(c) for c, _ in line)
+        line.append(cell)
+        used += columns(cell[0])
         if cell[0] == "\n":
-            lines.append(line)
+            lines.append(line[:-1])
             line, used = [], 0
-        else:
-            line.append(cell)
-            used += columns(cell[0])
     return [*lines, line]
 
 
-def paint(line: Iterable[Cell]) -> str:
+def paint(found: Iterable[Cell]) -> str:
     """Text with the escape sequences of its styles, each of which is reset."""
-    text = ""
-    for style, run in itertools.groupby(line, key=lambda cell: cell[1]):
-        part = "".join(character for character, _ in run)
-        text += f"{style}{part}{RESET}" if style else part
-    return text
+    runs = itertools.groupby(found, key=lambda cell: cell[1])
+    parts = ((style, "".join(character for character, _ in run)) for style, run in runs)
+    return "".join(f"{style}{part}{RESET}" if style else part for style, part in parts)
 
 
 def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
     """Replay a sample at the cursor and leave it there. A key ends the replay; so does Ctrl-C, and
     then False is returned: replay no other."""
     color, (width, height) = not os.environ.get("NO_COLOR"), shutil.get_terminal_size()
-    width, drawn, again = max(2, width - 1), 0, True
-    pieces = [piece.replace("\t", "    ") for piece in pieces]
+    width, drawn = max(2, width - 1), 0
     steps = sorted({-1, *step})
     last = len(steps) - 1
-    stride = 1 + last // MOST_FRAMES
+    stride = 1 + last // 120  # steps of a frame
     pause = min(6.0, max(2.0, last / 10)) * stride / max(1, last)  # seconds
 
     def draw(done: int) -> None:
@@ -110,33 +99,33 @@ def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
         sys.stdout.write(f"\033[{drawn}A" * (drawn > 0) + f"\r{text}\033[J")
         drawn = len(lines + below)
 
-    keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    keys = [0] if os.isatty(0) else []  # standard input
     modes = [termios.tcgetattr(key) for key in keys]
-    typed = select.select(keys, [], [], 0)[0]  # before: that is the next line, which is kept
     try:
         sys.stdout.write(ENTER)
         for key in keys:
             tty.setcbreak(key, termios.TCSADRAIN)
+        typed = select.select(keys, [], [], 0)[0]  # before: that is the next line, which is kept
         for done in range(0, last, stride):
             draw(done)
             if select.select(keys, [], [], pause)[0]:
-                typed or os.read(keys[0], 1024)
+                typed or os.read(0, 1024)
                 break
     except KeyboardInterrupt:
-        again = False
+        return False
     finally:
         for key, mode in zip(keys, modes, strict=True):
             termios.tcsetattr(key, termios.TCSADRAIN, mode)
         sys.stdout.write(LEAVE)
         draw(last)
-    return again
+    return True
 
 
 def interact(fill: Callable[[str, int], None], seed: int) -> None:
     """Call fill(line, seed) for every line of standard input until "exit" or its end, and for an
     empty one again with the line before and the next seed. Mistakes are told in one line."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # lines can be edited, and found again
+        import readline  # noqa: F401  (lines can be edited, and found again)
     sys.stdin.reconfigure(errors="replace")
     prompt, line, now = "> " * (sys.stdin.isatty() and sys.stdout.isatty()), "", seed - 1
     if prompt:
