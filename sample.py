@@ -176,7 +176,8 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
-    made = f"{len(records)} samples of {tokens} tokens from {loaded.describe()}"
+    source = f"with seed {a.seed}" if a.interactive else f"from {loaded.describe()}"
+    made = f"{len(records)} samples of {tokens} tokens {source}"
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 

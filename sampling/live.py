@@ -19,11 +19,9 @@ from runtime.errors import UserError
 
 Cell = tuple[str, str]  # a character and the escape sequence of its style, or ""
 MASK, DIM, BOLD, RESET = "▁", "\033[2m", "\033[1m", "\033[0m"
-# Of probabilities up to each; readable on black and on white.
-COLORS = {0.01: 197, 0.1: 208, 0.3: 172, 0.7: 71, 1: 32}
+COLORS = {0.01: 197, 0.1: 208, 0.3: 172, 0.7: 71, 1: 32}  # up to a probability; on black and white
 SHADES = {most: f"\033[38;5;{color}m" for most, color in COLORS.items()}
-# No cursor, and long lines are cut, while frames are drawn.
-ENTER, LEAVE = "\033[?25l\033[?7l", f"{RESET}\033[?7h\033[?25h"
+ENTER, LEAVE = "\033[?25l\033[?7l", f"{RESET}\033[?7h\033[?25h"  # no cursor, no wrapped lines
 
 
 def can_style() -> bool:
@@ -32,10 +30,9 @@ def can_style() -> bool:
     return is_terminal and sys.stdout.encoding.lower().replace("-", "") == "utf8"
 
 
-def columns(character: str) -> int:
+def columns(c: str) -> int:
     """Columns of the terminal that a character takes."""
-    wide = unicodedata.east_asian_width(character) in "WF"
-    return 0 if unicodedata.combining(character) else 1 + wide
+    return 0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
 
 
 def cells(pieces, step, log_probs, now: float = math.inf, color: bool = False) -> Iterator[Cell]:
@@ -54,8 +51,7 @@ def wrap(found: Iterable[Cell], width: int) -> list[list[Cell]]:
     lines, line, used = [], [], 0
     for cell in found:
         while cell[0] != "\n" and used + columns(cell[0]) > width:
-            spaces = [place for place, (c, _) in enumerate(line, 1) if c == " "]
-            cut = spaces[-1] if spaces else len(line)
+            cut = max((i for i, (c, _) in enumerate(line, 1) if c == " "), default=len(line))
             lines.append(line[:cut])
             line = line[cut:]
             used = sum(columns(c) for c, _ in line)
@@ -123,7 +119,7 @@ def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
 
 def interact(fill: Callable[[str, int], None], seed: int) -> None:
     """Call fill(line, seed) for every line of standard input until "exit" or its end, and for an
-    empty one again with the line before and the next seed. Mistakes are told in one line."""
+    empty one again with the last one that could be filled and the next seed. Mistakes are told."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and found again)
     sys.stdin.reconfigure(errors="replace")
@@ -132,9 +128,10 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
         show('Write text, also with [MASK:3] or [MASK:2-6]; nothing: again; "exit" ends.')
     try:
         while (typed := input(prompt)) != "exit":
-            line, now = (typed, seed) if typed else (line, now + 1)
+            request = (typed, seed) if typed else (line, now + 1)
             try:
-                fill(line, now)
+                fill(*request)
+                line, now = request
             except UserError as error:
                 show(visible(f"error: {error}", one_line=True), file=sys.stderr)
     except EOFError:
