@@ -75,10 +75,9 @@ def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
     then False is returned: replay no other."""
     color, (width, height) = not os.environ.get("NO_COLOR"), shutil.get_terminal_size()
     width, drawn = max(2, width - 1), 0
-    steps = sorted({-1, *step})
-    last = len(steps) - 1
+    steps, last = sorted({-1, *step}), len({-1, *step}) - 1
     stride = 1 + last // 120  # steps of a frame
-    pause = min(6.0, max(2.0, last / 10)) * stride / max(1, last)  # seconds
+    pause = min(5.0, max(2.0, last / 10)) * stride / max(1, last)  # seconds
 
     def draw(done: int) -> None:
         nonlocal drawn
@@ -125,7 +124,7 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
     sys.stdin.reconfigure(errors="replace")
     prompt, line, now = "> " * (sys.stdin.isatty() and sys.stdout.isatty()), "", seed - 1
     if prompt:
-        show('Write text, also with [MASK:3] or [MASK:2-6]; nothing: again; "exit" ends.')
+        show("Type text, with or without masks ([MASK:3], [MASK:2-6]). Empty: again. exit: end.")
     try:
         while (typed := input(prompt)) != "exit":
             request = (typed, seed) if typed else (line, now + 1)
