@@ -27,7 +27,7 @@ ENTER, LEAVE = "\033[?25l\033[?7l", f"{RESET}\033[?7h\033[?25h"  # no cursor, no
 def can_style() -> bool:
     """Whether standard output is a terminal that knows escape sequences and the mask."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return is_terminal and sys.stdout.encoding.lower().replace("-", "") == "utf8"
+    return is_terminal and (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
 
 
 def columns(c: str) -> int:
