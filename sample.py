@@ -111,7 +111,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     given = [f"--{name}" for name in names if getattr(a, name) is not None]
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
-    a = dataclasses.replace(a, num_samples=a.num_samples or (1 if a.interactive else 4))
+    usual = (a.candidates or 1) if a.interactive else 4
+    a = dataclasses.replace(a, num_samples=a.num_samples or usual)
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 
 Cell = tuple[str, str]  # a character and the escape sequence of its style, or ""
 MASK, DIM, BOLD, RESET = "▁", "\033[2m", "\033[1m", "\033[0m"
-COLORS = {0.01: 197, 0.1: 208, 0.3: 172, 0.7: 71, 1: 32}  # up to a probability; on black and white
+COLORS = {0.01: 197, 0.1: 208, 0.3: 142, 0.7: 71, 1: 32}  # up to a probability; on black and white
 SHADES = {most: f"\033[38;5;{color}m" for most, color in COLORS.items()}
 ENTER, LEAVE = "\033[?25l\033[?7l", f"{RESET}\033[?7h\033[?25h"  # no cursor, no wrapped lines
 
@@ -71,8 +71,7 @@ def paint(found: Iterable[Cell]) -> str:
 
 
 def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
-    """Replay a sample at the cursor and leave it there. A key ends the replay; so does Ctrl-C, and
-    then False is returned: replay no other."""
+    """Replay a sample and leave it there. A key or Ctrl-C ends that; False: it was Ctrl-C."""
     color, (width, height) = not os.environ.get("NO_COLOR"), shutil.get_terminal_size()
     width, drawn = max(2, width - 1), 0
     steps, last = sorted({-1, *step}), len({-1, *step}) - 1
@@ -124,7 +123,7 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
     sys.stdin.reconfigure(errors="replace")
     prompt, line, now = "> " * (sys.stdin.isatty() and sys.stdout.isatty()), "", seed - 1
     if prompt:
-        show("Type text, with or without masks ([MASK:3], [MASK:2-6]). Empty: again. exit: end.")
+        show("Type text, also with [MASK:3] or [MASK:2-6]. Empty line: again. exit: end.")
     try:
         while (typed := input(prompt)) != "exit":
             request = (typed, seed) if typed else (line, now + 1)
