@@ -10,8 +10,8 @@ Examples:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from runtime.files import json_object, read_lines
 from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
-from sampling import gaps, modes
+from sampling import gaps, live, modes
 from sampling.gaps import TooLong, ranked, score_fillings
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
@@ -47,7 +47,7 @@ class Arguments(ModelOptions, OutputOptions):
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
     new_tokens: Count | None = None  # Instead: tokens after the prompt.
-    num_samples: Count = 4  # Samples of each prompt.
+    num_samples: Count | None = None  # Samples of each prompt: 4, or 1 with --interactive.
     infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens, and
     [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
@@ -72,6 +72,12 @@ class Arguments(ModelOptions, OutputOptions):
     token-forwards and seconds are those of all samples together."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
+    live: bool = False
+    """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not known
+    yet, colors say how probable a token was when drawn. A key ends a replay, Ctrl-C all."""
+    interactive: bool = False
+    """Read lines from the terminal or standard input: masks are filled in, other text is continued
+    by 40 tokens. An empty line is the last one with the next seed; "exit" or Ctrl-D ends."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +107,43 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
+    names = ("prompt", "infill", "prompts", "jsonl", "html")
+    given = [f"--{name}" for name in names if getattr(a, name) is not None]
+    if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
+        raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
+    usual = (a.candidates or 1) if a.interactive else 4
+    a = dataclasses.replace(a, num_samples=a.num_samples or usual)
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
-    dtype, tokenizer = pick_dtype(a.dtype, procs.device), loaded.get_tokenizer()
+    loaded.model.to(pick_dtype(a.dtype, procs.device))
+    tokenizer = loaded.get_tokenizer()
     options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
     modes.check_mode(options, loaded.model.config)
+    if not a.interactive:
+        return fill(a, requests, options, loaded, tokenizer, outputs, procs)
+
+    def fill_line(line: str, seed: int) -> None:
+        length, new, kind = a.length, a.new_tokens, "prompt"
+        if re.search(r"\[MASK\b", line):
+            length, new, kind = None, None, "infill"
+        elif not (length or new):
+            new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
+        changed = dataclasses.replace(a, seed=seed, length=length, new_tokens=new)
+        fill(
+            changed, [Request("this line", kind, line)], options, loaded, tokenizer, outputs, procs
+        )
+
+    live.interact(fill_line, a.seed)
+
+
+def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs) -> None:
+    """Generate the samples of some requests; write and print them."""
+    model, dtype = loaded.model, loaded.model.wte.weight.dtype
     numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
     options = modes.with_default_steps(options, contexts)
     started = time.perf_counter()
     planned = modes.plan_samples(options, contexts, a.seed, a.num_samples, numbers)
-    model = loaded.model.to(dtype)
     end = {"end_token": tokenizer.eot if a.until_end else None}
     samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
     if not procs.main:
@@ -140,12 +172,13 @@ def sample(a: Arguments, procs: Processes) -> None:
             ]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
-        if not a.jsonl:
-            print_samples(records, tokenizer)
+        if not a.jsonl or (a.live and live.can_style()):
+            print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
-    made = f"{counted(len(records), 'samples')} of {tokens} tokens from {loaded.describe()}"
+    source = f"with seed {a.seed}" if a.interactive else f"from {loaded.describe()}"
+    made = f"{counted(len(records), 'samples')} of {tokens} tokens {source}"
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
@@ -269,20 +302,21 @@ def encode_infill(request: Request, tokenizer, a: Arguments, block_size: int) ->
         raise type(error)(f"{request.place}: {error}") from None
 
 
-def print_samples(records: list[dict], tokenizer: Tokenizer) -> None:
-    """On a terminal, what was generated is bold where something was given as well."""
+def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = False) -> None:
+    """On a terminal, what was generated is bold where something was given as well, or replayed."""
+    replay = replay and live.can_style()
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
         text, source = visible(record["text"]), f" of prompt {record['prompt_index'] + 1}" * several
-        if sys.stdout.isatty() and -1 in record["step"]:
-            # Runs of pieces: few escape sequences, and none within a character.
-            pieces = zip(tokenizer.pieces(record["tokens"]), record["step"], strict=True)
-            text = ""
-            for bold, run in itertools.groupby(pieces, key=lambda piece: piece[1] >= 0):
-                part = visible("".join(piece for piece, _ in run))
-                text += f"\033[1m{part}\033[0m" if bold else part
+        tokens = tokenizer.pieces(record["tokens"]), record["step"], record["log_probs"]
+        if live.can_style() and -1 in record["step"]:
+            text = live.paint(live.cells(*tokens))
         chosen = f" ({caption(record)})" if "scores" in record else ""
-        sys.stdout.write(f"=== sample {number}{source}{chosen} ===\n{text}\n\n")  # bold stays
+        sys.stdout.write(f"=== sample {number}{source}{chosen} ===\n")
+        text += "\n"
+        if replay:
+            replay, text = live.play(*tokens), ""
+        sys.stdout.write(f"{text}\n")  # bold stays
 
 
 if __name__ == "__main__":

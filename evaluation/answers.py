@@ -117,8 +117,10 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
 
 def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float | None:
     """The mean of the task's limit over the rows of a plan; None where there is none, or where the
-    model chooses the sizes of groups or not every token is drawn from its distribution."""
-    if task is None or task.limit is None or plan.pace or not options.choice.is_exact:
+    model chooses the sizes of groups, not every token is drawn from its distribution, or some are
+    redrawn."""
+    exact = options.choice.is_exact and not options.refine
+    if task is None or task.limit is None or plan.pace or not exact:
         return None
     sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
     if plan.draft:  # as one position a step

@@ -115,6 +115,7 @@ def draw(text):
     half = len(tokens) // 2
     record = {"text": text, "prompt_index": 0, "tokens": tokens}
     record["step"] = [-1] * half + [0] * (len(tokens) - half)
+    record["log_probs"] = [0.0] * len(tokens)
     sample.print_samples([record], get_tokenizer("bytes"))
 
 

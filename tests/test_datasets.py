@@ -135,7 +135,7 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "GROUP_ROWS", group_rows)
         path = tmp_path_factory.getbasetemp() / "test.bin"
-        file = packing.SplitFile(path, "sedd", block_size)
+        file = packing.SplitFile(path, "sedd", block_size, "uint16")
         for row in rows:
             file.write(row.astype(np.uint16), None)
         if not expected:

@@ -83,11 +83,13 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
                 used.update([node.attr] if node.attr in streams else ())
             if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
                 generators.append(str(place))
-    # ORDERS: the default of orders and of masks. A run trains on one or the other.
-    assert used == dict.fromkeys(streams, 1) | {"ORDERS": 2}
+    # ORDERS: the default of orders and of masks. A run trains on one or the other. aogpt.py scores
+    # along the orders of eval_ppl.py.
+    assert used == dict.fromkeys(streams, 1) | {"ORDERS": 2, "SCORED_ORDERS": 2}
     # The seed of dropout has a stream, those of the initial weights are hashed from their names;
-    # the last takes no numbers.
-    assert generators == ["train.py", "training/parallel.py", "training/state.py"]
+    # the last takes no numbers. hub_model.py is code for transformers, without our streams.
+    project = ["train.py", "training/parallel.py", "training/state.py"]
+    assert generators == ["sampling/hub_model.py", *project]
 
 
 @pytest.mark.parametrize("mode", ["random", "mdm"])
