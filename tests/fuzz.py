@@ -306,7 +306,8 @@ class Campaign:
         names = [name for name in before | after if before.get(name) != after.get(name)]
         if any(not name.startswith(own) for name in names):
             return "foreign", ended
-        noticed = ended.status == 2 or "warning" in ended.said or case.how.startswith("crafted")
+        # one that was killed for its time is counted as slow
+        noticed = ended.status != 0 or "warning" in ended.said or case.how.startswith("crafted")
         if case.kind == "file" and case.file.endswith(PROTECTED) and not noticed:
             if result(folder, case.command) != self.results[case.command]:
                 return "silent", ended
