@@ -146,7 +146,8 @@ def test_what_cannot_be_compared_or_scored_is_told(
     for name, content in (("empty.txt", b""), ("latin.txt", b"\xe9 \xff")):
         (tmp_path / name).write_bytes(content)
     other = shutil.copytree(raw, tmp_path / "other")
-    settings = json.loads((raw / "config.json").read_text()) | {"tokenizer": "gpt2"}
+    settings = json.loads((raw / "config.json").read_text())
+    settings |= {"tokenizer": "gpt2", "tokenizer_sha256": "0" * 64}
     settings["sha256"] = store.digest(settings)
     (other / "config.json").write_text(json.dumps(settings))
     for words, told in (

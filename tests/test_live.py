@@ -162,7 +162,7 @@ def test_lines_are_filled_and_replayed_on_a_terminal(run, script):
     assert termios.tcgetattr(terminal.other) == terminal.before
     os.close(terminal.file), os.close(terminal.other)
     for text, shown in zip(expected, (first, second), strict=True):
-        start, end = shown.index("=== sample 1"), shown.index("1 samples of")
+        start, end = shown.index("=== sample 1"), shown.index("1 sample of")
         rows = "\n".join(screen(shown[start:end].replace("\r\n", "\n"), 120))
         assert text in rows and "▁" not in rows
         assert shown.rindex(live.LEAVE) > shown.rindex(live.ENTER)
@@ -177,7 +177,7 @@ def test_lines_of_standard_input_are_filled_as_they_are_without_a_terminal(
     monkeypatch.setattr("sys.stdin", data)
     status, out, err = script(sample, run, "--interactive", "--live", "--mode", "l2r")
     assert status == 0 and "\033" not in out and out.count("=== sample 1 ===") == 3
-    told = [line for line in err.splitlines() if " samples of " in line or "error" in line]
+    told = [line for line in err.splitlines() if "1 sample of " in line or "error" in line]
     assert ["with seed 0" in line for line in told] == [True, False, True, False, False]
     assert "with seed 1" in told[1] and "7 tokens" in told[2]
     assert all("error: this line: the prompt has" in line for line in told[3:])
