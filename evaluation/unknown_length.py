@@ -15,10 +15,11 @@ KNOWN = "known length"
 
 
 def contexts_of_lengths(passages: Passages, number: int, lengths: range) -> list[Context]:
-    """The context of a passage with a middle of each length; of longer ones the end is cut off."""
+    """The context of a passage with a middle of each length, all with the same text after it: as
+    much as leaves room for the longest."""
     row, start, end = (v[number].tolist() for v in (passages.tokens, passages.start, passages.end))
-    left, right = row[:start], row[end:]
-    return [[*left, *[None] * n, *right][: len(row)] for n in lengths]
+    left, right = row[:start], row[end : end + max(1, len(row) - start - lengths[-1])]
+    return [[*left, *[None] * n, *right] for n in lengths]
 
 
 def rank_lengths(
