@@ -81,6 +81,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     if tokenizer.name == HUB:  # stays as it is; transformers adds [MASK], as the next line here
         made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
         made.add_special_tokens([MASK])
+        if made.token_to_id(MASK) != tokenizer.vocab_size:
+            raise UserError("--hub cannot add [MASK]: the ids of its tokenizer.json have holes")
         starts = tokenizer.starts
     else:
         made, starts = library_tokenizer(tokenizer), []

@@ -116,14 +116,8 @@ def config_of(path: str | Path) -> ModelConfig:
     if (place := folder / "config.json").is_file():
         settings = read_json(place, dict[str, Any], "get it again")
         if pretrained.is_pretrained(settings):
-            return pretrained.config_of(settings, pretrained_tokenizer(folder, settings)[1])
+            return pretrained.config_of(settings, bool(get_tokenizer(HUB, folder=folder).starts))
     return load(path).model.config
-
-
-def pretrained_tokenizer(folder: Path, settings: dict) -> tuple[Tokenizer, bool]:
-    """A pretrained model's tokenizer, and whether it writes a begin-of-text token."""
-    tokenizer = get_tokenizer(HUB, folder=folder)
-    return tokenizer, settings.get("bos_token_id") in tokenizer.starts
 
 
 def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
@@ -184,11 +178,11 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
         settings = settings.get("aogpt")
         contents = {name.removeprefix("model."): tensor for name, tensor in contents.items()}
     if settings and pretrained.is_pretrained(settings):
-        tokenizer, starts = pretrained_tokenizer(file.parent, settings)
-        config, tensors = pretrained.read(settings, contents, starts)
+        tokenizer = get_tokenizer(HUB, folder=file.parent)
+        config, tensors = pretrained.read(settings, contents, tokenizer)
         origin = {"step": 0, "weights": "raw", "system": settings["architectures"][0]}
         origin |= {"tokenizer": HUB, "tokenizer_sha256": tokenizer.sha256}
-        origin |= {"vocab_size": tokenizer.vocab_size, "scored_from": int(not starts)}
+        origin |= {"vocab_size": tokenizer.vocab_size, "scored_from": int(not tokenizer.starts)}
         return make_model(config, tensors), origin
     if not str((settings or {}).get("format")).startswith("aogpt-export-"):
         config, tensors, origin = released.read(contents, settings, weights)
@@ -274,8 +268,9 @@ def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
-        lacks, odd = released.listed(sorted(missing)), released.listed(sorted(unknown))
-        raise UserError(f"it lacks {lacks}, and the model has no place for {odd}")
+        problems = [f"it lacks {released.listed(sorted(missing))}"] * bool(missing)
+        odd = f"the model has no place for {released.listed(sorted(unknown))}"
+        raise UserError(", and ".join([*problems, *[odd] * bool(unknown)]))
     for name, shape in shapes.items():
         value = weights.pop(name)
         if tuple(value.shape) != shape:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.tokenizers import HubTokenizer
 from model import ModelConfig
 from runtime.errors import UserError
 from runtime.validation import Count, check_value
@@ -20,6 +21,7 @@ from variants import check_config
 
 ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 NOT_THEIRS = (None, "aogpt")  # as model_type
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LONGEST = 4096  # the block size of a model that takes longer sequences, if the user names no other
 BLOCK = {  # of model.layers.N
     "input_layernorm": "norm1",
@@ -37,16 +39,18 @@ def is_pretrained(settings: dict) -> bool:
     """Whether a config.json is of a causal language model of `transformers`, other than GPT-2, and
     not one that convert.py --hub wrote."""
     names, kind = settings.get("architectures"), settings.get("model_type")
-    return isinstance(names, list) and names[:1] != ["GPT2LMHeadModel"] and kind not in NOT_THEIRS
+    other = names == ["GPT2LMHeadModel"] or kind in NOT_THEIRS
+    return isinstance(names, list) and len(names) > 0 and not other
 
 
 def read(
-    settings: dict, state: dict[str, Tensor], has_bos: bool
+    settings: dict, state: dict[str, Tensor], tokenizer: HubTokenizer
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Our configuration and tensors by our names; `state` is used up. has_bos: the tokenizer writes
-    a begin-of-text token. Raises UserError for an architecture that our model does not have."""
-    config = config_of(settings, has_bos)
-    tensors = {}
+    """Our configuration and tensors by our names; `state` is used up. Raises UserError for an
+    architecture that our model does not have."""
+    config, tensors = config_of(settings, bool(tokenizer.starts)), {}
+    if odd := [name for name, tensor in state.items() if tensor.dtype not in DTYPES]:
+        raise UserError(f"{odd[0]} is {state[odd[0]].dtype}: it has quantised weights")
 
     def move(theirs: str, ours: str) -> None:
         for kind in ("weight", "bias"):
@@ -67,8 +71,13 @@ def read(
     if config.tied_head:
         tensors.pop("head.weight", None)
     table = tensors.get("wte.weight", torch.zeros(config.vocab_size, config.n_embd))
-    # A copy: the weight is trained apart. Where [None] is hidden nothing reads it but step 0.
-    tensors["start"] = (table[settings["bos_token_id"]] if has_bos else table[0] * 0).clone()
+    first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
+    if tokenizer.vocab_size > len(table):
+        raise UserError(
+            f"tokenizer.json has {tokenizer.vocab_size} ids, its table {len(table)} rows"
+        )
+    # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads it.
+    tensors["start"] = table[first].clone()
     left = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
     if left:
         raise UserError(f"our model has no place for {', '.join(sorted(left)[:4])}")
@@ -115,11 +124,13 @@ def refuse_what_differs(settings: dict) -> None:
     if name not in ARCHITECTURES:
         raise UserError(f"its architecture is {name}; supported are {', '.join(ARCHITECTURES)}")
     of = settings.get
-    window = of("sliding_window") if of("use_sliding_window", name.startswith("Mistral")) else None
+    mistral = name.startswith("Mistral")  # whose default is a window
+    window = of("sliding_window", 4096 if mistral else None)
+    window = window if of("use_sliding_window", mistral) else None
     found = {
         "quantised weights (quantization_config)": of("quantization_config"),
         f"a sliding window of {window} tokens": window
-        or "sliding_attention" in of("layer_types", []),
+        or "sliding_attention" in (of("layer_types") or []),
         f"the activation {of('hidden_act')}": of("hidden_act", "silu") != "silu",
         "layers without positions (no_rope_layers)": of("no_rope_layers"),
         "partly rotated heads (partial_rotary_factor)": rope_settings(settings).get(

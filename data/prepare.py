@@ -288,6 +288,9 @@ def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
     config = named.get(name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
     options = f" --name {name} --data.folder {folder}"
     options = "" if Path(folder).resolve() == HOME / "stories" else options
+    if meta["tokenizer"] == tokenizers.HUB:
+        show(f"next: python train.py configs/aogpt_llama.toml{options} --train.init-from FOLDER")
+        return
     if meta["tokenizer"] in tokenizers.FILES:
         options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
     least = min(entry["tokens"] for entry in meta["splits"].values())

@@ -47,7 +47,8 @@ def encode_example(
     end: whether a predicted end-of-text follows."""
     ids, roles = [], []
     for text, role in spans(example):
-        part = tokenizer.encode(text)  # by itself: a prompt's tokens do not depend on the rest
+        # by itself: a prompt's tokens do not depend on the rest
+        part = tokenizer.encode_after(text) if ids else tokenizer.encode(text)
         ids += part
         roles += [role] * len(part)
     missing = max(0, block_size - len(ids) - end)

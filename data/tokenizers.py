@@ -29,7 +29,8 @@ HUB = "tokenizer.json"  # the same of a pretrained model
 FILES = (OWN, HUB)
 RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
 END_OF_TEXT = "<|endoftext|>"
-ENDS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>")  # in a tokenizer.json
+# What ends a text in a tokenizer.json: of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
+ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # How GPT-2 splits text into words, inside which pairs are merged.
@@ -41,6 +42,8 @@ class Tokenizer:
     eot, encode_array(text), (n,) of `dtype`, for which "<|endoftext|>" is plain text,
     to_bytes(ids), with that text for end-of-text, and, except HubTokenizer, ranks (ids by the bytes
     of a token)."""
+
+    adds_space = False  # before a text
 
     @property
     def dtype(self) -> str:  # of token files
@@ -70,6 +73,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
+
+    def encode_after(self, text: str) -> list[int]:
+        """The ids of a text that follows another one."""
+        return self.encode(text)
 
     def decode(self, ids) -> str:
         """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD."""
@@ -136,21 +143,25 @@ class HubTokenizer(Tokenizer):
     def __init__(self, path: Path):
         import tokenizers
 
+        if not path.is_file():
+            raise UserError(f"there is no {path}; put the model's tokenizer.json there")
         self.file = read_bounded(path, MAX_VOCABULARY)
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"{path} is no tokenizer.json: {reason_of(error)}") from None
+        self.inner.no_truncation()
+        self.inner.no_padding()
         ids = self.inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        ends = [ids[name] for name in ENDS if name in ids]
+        ends = sorted(i for token, i in ids.items() if ENDS.fullmatch(token))
         if not ends:
-            raise UserError(f"{path} has no token that ends a text: one of {', '.join(ENDS)}")
+            raise UserError(f"{path} has no token that ends a text, such as </s>")
         self.eot = ends[0]
         self.starts = self.inner.encode("").ids[:1]  # what it writes before a text
         self.inner.encode_special_tokens = True  # in a text they are plain text
         added = self.inner.get_added_tokens_decoder()
-        of_bytes = '"ByteLevel"' in json.dumps(json.loads(self.file)["decoder"])
+        of_bytes = '"ByteLevel"' in json.dumps(json.loads(self.file).get("decoder"))
         letters = {letter: byte for byte, letter in enumerate(byte_letters())}
         self.bytes = [b""] * self.vocab_size
         for token, i in ids.items():
@@ -159,7 +170,7 @@ class HubTokenizer(Tokenizer):
                 self.bytes[i] = bytes.fromhex(byte[1])
             elif i in added:
                 self.bytes[i] = token.encode()
-            elif of_bytes:
+            elif of_bytes and letters.keys() >= set(token):
                 self.bytes[i] = bytes(letters[letter] for letter in token)
             else:
                 self.bytes[i] = token.replace("▁", " ").encode()
@@ -169,6 +180,11 @@ class HubTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         text = without_lone_surrogates(text)
         return np.array(self.inner.encode(text, add_special_tokens=False).ids, self.dtype)
+
+    def encode_after(self, text: str) -> list[int]:
+        # Without what it writes before a text, a space; a new line merges with nothing.
+        before = self.encode("\n") if self.adds_space else []
+        return self.encode("\n" * self.adds_space + text)[len(before) :]
 
     def to_bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.bytes[i] for i in ids)

@@ -145,6 +145,7 @@ class HarnessModel(TemplateLM):
         """The tokens of both together, divided at the last boundary of tokens within the context,
         whose trailing spaces belong to the continuation."""
         text, size = context + continuation, len(without_lone_surrogates(context.rstrip()).encode())
+        size += self.tokenizer.adds_space  # before the text, in its first token
         tokens = self.tok_encode(text)
         ends = self._byte_lengths[tokens].cumsum()
         split = int(np.searchsorted(ends, size, side="right"))

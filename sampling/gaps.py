@@ -57,7 +57,8 @@ def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
     """The tokens of a text, None in its gaps, for every combination of lengths. Raises UserError if
     the shortest does not fit into a block; longer ones that do not are left out."""
     parts = read_gaps(text)
-    known = [tokenizer.encode(part) for part in parts[::2]]
+    first, *others = parts[::2]
+    known = [tokenizer.encode(first), *map(tokenizer.encode_after, others)]
     gaps, total = parts[1::2], sum(map(len, known))
     if total + sum(gap[0] for gap in gaps) > block_size:
         limit = f"text and masks exceed the model's block size, {block_size} tokens"

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import sample
 from checkpoints import CheckpointError, load
 from data import prepare
 from data.tokenizers import get_tokenizer
+from evaluation.harness import HarnessModel
 from model import rotary_angles
 from sampling import TokenChoice, generate, l2r_plan
 from training.warm_start import warm_start
@@ -135,7 +138,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     assert tokenizer.starts == [theirs.config.bos_token_id] * has_bos
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_of_a_bfloat16_file_is_that_of_transformers(kind, tmp_path):
     theirs = write_model(tmp_path, kind, torch.bfloat16)
     loaded = load(tmp_path)
@@ -178,6 +181,7 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
             {"sliding_window": 4096, "architectures": ["MistralForCausalLM"]},
             "sliding window of 4096",
         ),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding window of 4096"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
@@ -236,6 +240,32 @@ def test_tokenizers_give_text_back(text):
         assert tokenizer.vocab_size > max(ids, default=0)
         if "<" not in text:
             assert ids == made.encode(text, add_special_tokens=False).ids
+        first = tokenizer.encode("the")
+        assert tokenizer.decode(first + tokenizer.encode_after(text)) == "the" + text
+
+
+def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path):
+    path, made = tmp_path / "tokenizer.json", of_bytes()
+    made.enable_truncation(3)
+    made.enable_padding(length=50)
+    made.save(str(path))
+    assert len(get_tokenizer(str(path)).encode("the quick brown fox")) > 3
+    assert get_tokenizer(str(path)).encode("a") == get_tokenizer(str(path)).encode("a")[:1]
+    for text, words in (("{", "no tokenizer.json"), (None, "there is no")):
+        path.write_text(text) if text else path.unlink()
+        with pytest.raises(ValueError, match=words):
+            get_tokenizer(str(path))
+
+
+def test_the_harness_divides_a_pair_before_the_next_word():
+    """Also where the tokenizer writes a space before a text."""
+    for tokenizer, _ in TOKENIZERS.values():
+        asked = SimpleNamespace(tokenizer=tokenizer, tok_encode=tokenizer.encode, counts=Counter())
+        asked._byte_lengths = tokenizer.byte_lengths()
+        for context, continuation in (("the quick", " fox"), ("a", " zebra")):
+            before, after = HarnessModel._encode_pair(asked, context, continuation)
+            assert tokenizer.decode(before) == context and asked.counts["spanning"] == 0
+            assert tokenizer.to_bytes(after).decode() == continuation
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -269,7 +299,7 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
         "--tokenizer",
         tokenizer,
     )
-    assert "--model.vocab-size" in prepared
+    assert "configs/aogpt_llama.toml" in prepared
     small = {
         "data.folder": data,
         "out": tmp_path,
