@@ -140,18 +140,16 @@ class TextModel:
     def fill(
         self, text: str, candidates: int = 1, num_samples: int = 4, **options: Any
     ) -> list[Filling]:
-        """The best fillings of a text's gaps, "She[MASK:2-6] home.", the best first: those after
-        which the known text to the right is most probable, per token. num_samples: of each length.
-        options: as of `generate`."""
+        """The best of the different fillings of a text's gaps, "She[MASK:2-6] home.", the best
+        first: those after which the known text to the right is most probable, per token.
+        num_samples: of each length. options: as of `generate`."""
         given = gaps.contexts(text, self.tokenizer, self.block_size)
         count = max(num_samples, candidates) if len(given) == 1 else num_samples
         rows = self._sample(given, count, options)
         contexts = [context for context in given for _ in range(count)]
-        scores = gaps.score_fillings(self.model, contexts, rows)
-        best = gaps.ranked(scores)[:candidates]
-        return [
-            Filling(self.tokenizer.decode(rows[i]), rows[i], scores[i], contexts[i]) for i in best
-        ]
+        best = gaps.best_fillings(self.model, contexts, rows, candidates)
+        decode = self.tokenizer.decode
+        return [Filling(decode(rows[i]), rows[i], scores, contexts[i]) for i, scores in best]
 
     def _sample(self, given: list[Context], count: int, options: dict) -> list[list[int]]:
         options = dict(options)

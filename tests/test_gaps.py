@@ -176,11 +176,49 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     assert rights == sorted(rights, reverse=True) and "scores" not in found[3]
     assert all(" and" in row["text"] and row["text"].endswith(" home.") for row in found[:3])
     assert "text to the right" in lines[1].read_text()
+    rows.append({"infill": "She[MASK:1] home."})  # of a known length: 8 samples of it alone
+    lines[2].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_main(sample, monkeypatch, capsys, *words, *files, "--candidates", 8, "--overwrite")
+    more = [json.loads(line) for line in lines[0].read_text().splitlines()]
+    assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
+    assert [r["text"] for r in more if r["prompt_index"] == 1] == [r["text"] for r in found[3:]]
     told = run_script("sample.py", *words, "--infill", "She[MASK:2-4] home.").stdout
     assert told.count("=== sample") == 1 and "log p a token" in told
     for text, word in (("a[MASK:1-2]", "needs text after"), ("a [MASK:3-1] b", "no length")):
         with pytest.raises(ValueError, match=f"--infill: .*{word}"):
             run_main(sample, monkeypatch, capsys, *words, "--infill", text)
+
+
+@pytest.mark.parametrize("cut", [("--stop", " home"), ("--stop", " h", "e"), ("--until-end",)])
+def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(tmp_path, monkeypatch, capsys, cut):
+    path, words = tmp_path / "a.jsonl", (BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2)
+    eot = aogpt.load(BOOKS).tokenizer.eot
+    penalty = ("--temperature", 3) if cut == ("--until-end",) else ()  # the end is often drawn
+    options = ("--jsonl", path, "--overwrite", "--candidates", 40, *penalty)
+
+    def found(*more):
+        text = ("--infill", "She[MASK:2] went[MASK:2] home.")
+        run_main(sample, monkeypatch, capsys, *words, *text, *options, *more)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    whole, shorter = found(), found(*cut)
+    assert [row["scores"] for row in shorter] == [row["scores"] for row in whole]
+    for row, full in zip(shorter, whole, strict=True):
+        assert row["tokens"] == full["tokens"][: row["length"]]
+        if cut == ("--until-end",):
+            assert (row["length"] < full["length"]) == (eot in full["tokens"])
+        else:
+            assert row["text"] in full["text"] and row["length"] < full["length"]
+    assert len({tuple(row["tokens"]) for row in whole}) == len(whole) > 4
+
+
+def test_equal_fillings_are_one_and_candidates_need_masks(monkeypatch, capsys, books):
+    assert len(books.fill("She[MASK:2] home.", 3, mode="l2r", temperature=0)) == 1
+    words = (BOOKS, "--candidates", 3, "--temperature", 0, "--mode", "l2r")
+    told = run_main(sample, monkeypatch, capsys, *words, "--infill", "She[MASK:2] home.")
+    assert told.count("=== sample") == 1
+    with pytest.raises(ValueError, match="--candidates chooses among fillings"):
+        run_main(sample, monkeypatch, capsys, *words, "--prompt", "She")
 
 
 def test_rankings_of_lengths_are_counted(monkeypatch):
