@@ -24,7 +24,7 @@ from torch import Tensor
 import checkpoints
 from evaluation.estimates import Estimate
 from evaluation.eval_sets import open_text
-from evaluation.likelihood import AlongOrders, BatchRunner, Task, difference, losses_of
+from evaluation.likelihood import AlongOrders, BatchRunner, Task, comparable, difference, losses_of
 from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -41,7 +41,7 @@ class Scored:
 
     pieces: list[str]  # the text of each token
     log_probs: list[float]
-    bytes: int  # of the text in UTF-8
+    bytes: int  # of the scored text in UTF-8
 
     @property
     def nats(self) -> float:
@@ -86,21 +86,31 @@ class TextModel:
 
     def score(self, text: str, order: str | Tensor = "l2r", seed: int = 0) -> Scored:
         """log p of every token, given those before it in an order: "l2r", "random" or another kind
-        of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself."""
+        of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself; a
+        model without a start token scores no first token of an order: 0."""
         ids, found = self.tokenizer.encode(text), []
-        if not ids:
+        if len(ids) <= self.loaded.scored_from:
             raise UserError("there is no text to score")
+        size = len(text.encode(errors="replace"))
         for number, start in enumerate(range(0, len(ids), self.block_size)):
             tokens = torch.tensor([ids[start : start + self.block_size]])
-            found += self._along(tokens, self._order(order, tokens.shape[1], seed, number))
-        if self.loaded.scored_from and found:
-            found[0] = 0.0  # a model without a start token says nothing of it
-        return Scored(self.tokenizer.pieces(ids), found, len(text.encode(errors="replace")))
+            along = self._order(order, tokens.shape[1], seed, number)
+            found += self._along(tokens, along)
+            if self.loaded.scored_from:
+                found[first := start + int(along[0, 0])] = 0.0
+                size -= len(self.tokenizer.to_bytes([ids[first]]))
+        return Scored(self.tokenizer.pieces(ids), found, size)
 
     def _order(self, order: str | Tensor, length: int, seed: int, number: int) -> Tensor:
         if isinstance(order, Tensor):
-            return order[None]
-        return orders_at(parse_order(order, "order"), seed, number, range(1), length, SCORED_ORDERS)
+            along, is_l2r = order[None], torch.equal(order.cpu(), torch.arange(length))
+        else:
+            kind = parse_order(order, "order")
+            along = orders_at(kind, seed, number, range(1), length, SCORED_ORDERS)
+            is_l2r = kind.kind == "l2r"
+        if self.model.config.l2r_only and not is_l2r:
+            raise UserError('this model is a plain GPT and has no such order; give order="l2r"')
+        return along
 
     def _along(self, tokens: Tensor, order: Tensor) -> list[float]:
         """log p of each token along an order, by position."""
@@ -111,6 +121,9 @@ class TextModel:
         """log p of every token given all others of the text, which must fit into a block."""
         ids = self._encode(text)
         T, found = len(ids), []
+        self._check_both_sides()
+        if T <= self.loaded.scored_from:
+            raise UserError("this model has no start token (GPT-2): give a longer text")
         tokens = torch.tensor([ids], device=self.device)
         for start in range(0, T, 16):
             rows = torch.arange(start, min(T, start + 16), device=self.device)
@@ -156,6 +169,7 @@ class TextModel:
         seed, config = options.pop("seed", 0), self.model.config
         decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
         modes.check_mode(decoding, config)
+        modes.check_context(given[0], config, self.loaded.scored_from)
         planned = modes.plan_samples(decoding, given, seed, count)
         alone, size = Processes(0, 1, self.device), self.loaded.vocab_size
         made = modes.generate_distributed(self.model, planned, decoding, size, alone)
@@ -178,9 +192,12 @@ class TextModel:
         given = gaps.contexts(text, self.tokenizer, self.block_size)
         if len(given) > 1:
             raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
+        self._check_both_sides()
+        return given
+
+    def _check_both_sides(self) -> None:
         if self.model.config.l2r_only:
             raise UserError("this model has no target positions and sees no text to the right")
-        return given
 
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
@@ -207,12 +224,16 @@ class TextModel:
         token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
         orders of each block, the same for both."""
         size = min(self.block_size, other.block_size)
-        eval_set = open_text("text", text, self.loaded, None, size)
+        models = comparable([self.loaded, other.loaded])
+        eval_set = open_text("text", text, models[0], None, size)
         runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
         orders, tasks = parse_order(order, "order"), []
-        for model in (self, other):
-            elbo = model.model.config.is_encoder and orders.kind == "random"
-            tasks.append(Task(model.loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
+        for loaded in models:
+            config = loaded.model.config
+            if config.l2r_only and orders.kind != "l2r":
+                raise UserError(f'{loaded.path} is a plain GPT: give order="l2r"')
+            elbo = config.is_encoder and orders.kind == "random"
+            tasks.append(Task(loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
         return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
 
     def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:

@@ -1,5 +1,6 @@
 """Gaps of unknown length, alternatives and scores of text: sampling/gaps.py, aogpt.py, score.py."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -160,6 +161,45 @@ def test_models_are_compared_on_the_same_blocks():
     assert abs(found.nll + back.nll) < 1e-6 and 0 < found.p_value <= 1 and found.half_width > 0
     two = small("two_stream").score(text).nats - one.score(text).nats
     assert abs(small("two_stream").compare(one, text).nll - two / len(text)) < 1e-5
+
+
+def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
+    plain, one, text = small("GPT-2"), small("AO-GPT"), "a cat sat on a mat. " * 4
+    backwards = torch.arange(2, -1, -1)
+    for wrong in (
+        lambda: plain.score("abc", "random"),
+        lambda: plain.score("abc", backwards),
+        lambda: plain.score_each("abc"),
+        lambda: plain.fill("a[MASK:2]c", mode="l2r"),
+        lambda: plain.compare(one, text, "random"),
+        lambda: one.compare(plain, text, "random"),
+    ):
+        with pytest.raises(ValueError, match="plain GPT|no target positions|only continue"):
+            wrong()
+    assert plain.score("abc") == plain.score("abc", torch.arange(3))
+    other = aogpt.TextModel(dataclasses.replace(one.loaded, scored_from=1))
+    for wrong in (
+        lambda: other.generate(new_tokens=3),
+        lambda: other.fill("[MASK:2]b"),
+        lambda: other.score_each("a"),
+        lambda: other.score("a"),
+    ):
+        with pytest.raises(ValueError, match="no start token|no text to score"):
+            wrong()
+    whole = one.score(text)
+    for order, found in (("l2r", other.score(text)), ("random", other.score(text, "random"))):
+        zeros = [i for i, p in enumerate(found.log_probs) if p == 0]
+        assert len(zeros) == 3 and found.bytes == 77  # of 80 bytes in blocks of 32
+        if order == "l2r":
+            assert zeros == [0, 32, 64]
+            kept = [p for i, p in enumerate(whole.log_probs) if i not in zeros]
+            assert math.isclose(found.bits_per_byte, -sum(kept) / 77 / math.log(2), abs_tol=1e-9)
+    assert one.compare(other, text) == other.compare(one, text)  # neither scores them
+    assert one.compare(other, text).nll == 0
+    tokens = aogpt.TextModel(one.loaded)
+    tokens.loaded = dataclasses.replace(one.loaded, tokenizer="gpt2")
+    with pytest.raises(ValueError, match="compare models of one tokenizer"):
+        one.compare(tokens, text)
 
 
 def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
