@@ -29,6 +29,7 @@ from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.randomness import SCORED_ORDERS
+from runtime.validation import Count, check_value
 from sampling import gaps, modes
 from sampling.modes import Context, DecodingOptions
 
@@ -70,7 +71,7 @@ class Alternative:
     text: str
     log_prob: float  # of the whole text, nats
     share: float  # of the probability of all alternatives
-    given_both_sides: float  # log p of what is in the brackets given the rest, nats
+    given_both_sides: float | None  # log p of the alternatives given the rest; None: a plain GPT
 
 
 def load(path: str, **options: Any) -> TextModel:
@@ -156,6 +157,8 @@ class TextModel:
         """The best of the different fillings of a text's gaps, "She[MASK:2-6] home.", the best
         first: those after which the known text to the right is most probable, per token.
         num_samples: of each length. options: as of `generate`."""
+        check_value(candidates, Count, "candidates")
+        check_value(num_samples, Count, "num_samples")
         given = gaps.contexts(text, self.tokenizer, self.block_size)
         count = max(num_samples, candidates) if len(given) == 1 else num_samples
         rows = self._sample(given, count, options)
@@ -179,6 +182,7 @@ class TextModel:
     def blanks(self, text: str, top: int = 10) -> list[list[tuple[str, float]]]:
         """For every masked token of a text, the likeliest tokens and their probabilities given the
         known text, all in one pass."""
+        check_value(top, Count, "top")
         (context,) = self._one_length(text)
         tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
         blank = torch.tensor([[token is None for token in context]], device=self.device)
@@ -202,6 +206,9 @@ class TextModel:
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
         parts = read_alternatives(text)
+        if (count := math.prod(map(len, parts[1::2]))) > gaps.MOST_LENGTHS:
+            what = f"the alternatives have {count:,} combinations, more than {gaps.MOST_LENGTHS}"
+            raise UserError(f"{what}; give fewer")
         whole, given, rows = [], [], []
         for words in itertools.product(*parts[1::2]):
             pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]
@@ -213,7 +220,10 @@ class TextModel:
         scores = gaps.score_fillings(self.model, given, rows)
         totals = [self.log_prob(row) for row in rows]
         weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        both = [s.filling * row.count(None) for s, row in zip(scores, given, strict=True)]
+        sizes = [row.count(None) for row in given]
+        both = [s.filling * size if size else 0.0 for s, size in zip(scores, sizes, strict=True)]
+        if self.model.config.l2r_only:
+            both = [None] * len(both)
         found = map(Alternative, whole, totals, weights, both)
         return sorted(found, key=lambda row: -row.log_prob)
 
@@ -223,6 +233,7 @@ class TextModel:
         """The loss of this model minus that of another of the same tokenizer on a text, nats per
         token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
         orders of each block, the same for both."""
+        check_value(draws, Count, "draws")
         size = min(self.block_size, other.block_size)
         models = comparable([self.loaded, other.loaded])
         eval_set = open_text("text", text, models[0], None, size)
@@ -241,7 +252,7 @@ class TextModel:
         ends = list(itertools.accumulate(map(len, self.tokenizer.pieces(ids))))
         places = zip(ids, [0, *ends], ends, strict=False)
         return [
-            None if any(start < until and begin < end for begin, until in spans) else token
+            None if any(max(start, begin) < min(end, until) for begin, until in spans) else token
             for token, start, end in places
         ]
 

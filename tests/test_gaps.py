@@ -101,6 +101,11 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
     assert max(abs(a - b) for a, b in zip(each, expected.tolist(), strict=True)) < 1e-5
 
 
+def test_an_empty_alternative_inside_a_token_has_log_p_of_nothing(books):
+    rows = books.rank("a hou[|t]se sat")
+    assert [r.given_both_sides for r in rows if r.text == "a house sat"] == [0]
+
+
 def test_alternatives_rank_by_the_probability_of_the_whole_text():
     text = small("AO-GPT")
     found = text.rank("The [cat|dog|old dog|] sat [on|by] it")
@@ -117,8 +122,21 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
     (scores,) = gaps.score_fillings(text.model, [given], [whole])
     spans = {row.text: row.given_both_sides for row in text.rank("a [cat|] sat")}
     assert abs(spans["a cat sat"] - 3 * scores.filling) < 1e-4 and one.text in spans
+    assert spans["a  sat"] == 0  # log p of nothing
     with pytest.raises(ValueError, match="no alternatives"):
         text.rank("no brackets")
+    with pytest.raises(ValueError, match="1,024 combinations, more than 512"):
+        text.rank("[a|b]" * 10)
+    assert {row.given_both_sides for row in small("GPT-2").rank("a [cat|] sat")} == {None}
+    assert 0 in {row.given_both_sides for row in small("RADD").rank("a [cat|] sat")}
+    for call, name in (
+        (lambda: text.fill("a[MASK:2]", candidates=0), "candidates"),
+        (lambda: text.fill("a[MASK:2]", num_samples=0), "num_samples"),
+        (lambda: text.blanks("a[MASK:2]", top=0), "top"),
+        (lambda: text.compare(text, "a cat", draws=0), "draws"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is 0; give a number at least 1"):
+            call()
 
 
 def test_text_in_text_out(books):
@@ -293,5 +311,15 @@ def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, bo
     told = run_main(score, monkeypatch, capsys, BOOKS, texts[0], "--each")
     assert "no probability of the text" in told
     assert math.isclose(sum(plain["log_probs"]), plain["log_prob"], abs_tol=1e-6)
-    with pytest.raises(ValueError, match="give a text"):
-        run_main(score, monkeypatch, capsys, BOOKS)
+    told = run_main(score, monkeypatch, capsys, BOOKS, "[MASKED] men")
+    assert "bits a byte" in told
+    for words, said in (
+        ([], "give a text"),
+        (["The [cat|dog][MASK] home."], "in separate texts"),
+        (["a", "--each", "--order", "random"], "leave out --order"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run_main(score, monkeypatch, capsys, BOOKS, *words)
+    monkeypatch.setattr(aogpt, "load", lambda *a, **k: small("GPT-2"))
+    told = run_main(score, monkeypatch, capsys, BOOKS, "The [cat|tax] barked.")
+    assert "share" in told and "both sides" not in told
