@@ -97,6 +97,11 @@ def check_arguments(a: Arguments) -> Outputs:
             raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
     if not a.datasets and a.text is None:
         raise UserError("nothing to score: give RUN first, then --datasets and names, or --text")
+    names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"two texts are called {twice!r}: score them one after the other, or rename"
+        )
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}
     return Outputs(files, [a.run, a.other, *a.datasets], a.overwrite)

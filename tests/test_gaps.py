@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import math
+import runpy
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from helpers import run_main, run_script
 from reference import DECODERS, ENCODERS, enumerable_system, make_system
 
 import aogpt
+import eval_infill
 import sample
 import score
 from checkpoints import Loaded
@@ -297,6 +300,19 @@ def test_rankings_of_lengths_are_counted(monkeypatch):
         "right": [0.5, 0.5, 1], "joint": [0, 0.5, 2], "filling": [0, 0.5, 2],
         "known length": [1, 1, 0],
     }  # fmt: skip
+
+
+def test_lengths_of_last_words_are_not_ranked(monkeypatch, capsys):
+    words = (BOOKS, "--data", "x", "--unknown-length", "--last-word")
+    with pytest.raises(ValueError, match="leave out --last-word"):
+        run_main(eval_infill, monkeypatch, capsys, *words)
+
+
+def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):
+    """Windows has no termios."""
+    for name in ("termios", "tty"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "play" in runpy.run_path("sampling/live.py")
 
 
 def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, books):
