@@ -24,11 +24,12 @@ from torch import Tensor
 import checkpoints
 from evaluation.estimates import Estimate
 from evaluation.eval_sets import open_text
-from evaluation.likelihood import AlongOrders, BatchRunner, Task, difference, losses_of
+from evaluation.likelihood import AlongOrders, BatchRunner, Task, comparable, difference, losses_of
 from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
 from runtime.randomness import SCORED_ORDERS
+from runtime.validation import Count, check_value
 from sampling import gaps, modes
 from sampling.modes import Context, DecodingOptions
 
@@ -41,7 +42,7 @@ class Scored:
 
     pieces: list[str]  # the text of each token
     log_probs: list[float]
-    bytes: int  # of the text in UTF-8
+    bytes: int  # of the scored text in UTF-8
 
     @property
     def nats(self) -> float:
@@ -70,7 +71,7 @@ class Alternative:
     text: str
     log_prob: float  # of the whole text, nats
     share: float  # of the probability of all alternatives
-    given_both_sides: float  # log p of what is in the brackets given the rest, nats
+    given_both_sides: float | None  # log p of the alternatives given the rest; None: a plain GPT
 
 
 def load(path: str, **options: Any) -> TextModel:
@@ -86,21 +87,31 @@ class TextModel:
 
     def score(self, text: str, order: str | Tensor = "l2r", seed: int = 0) -> Scored:
         """log p of every token, given those before it in an order: "l2r", "random" or another kind
-        of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself."""
+        of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself; a
+        model without a start token scores no first token of an order: 0."""
         ids, found = self.tokenizer.encode(text), []
-        if not ids:
+        if len(ids) <= self.loaded.scored_from:
             raise UserError("there is no text to score")
+        size = len(text.encode(errors="replace"))
         for number, start in enumerate(range(0, len(ids), self.block_size)):
             tokens = torch.tensor([ids[start : start + self.block_size]])
-            found += self._along(tokens, self._order(order, tokens.shape[1], seed, number))
-        if self.loaded.scored_from and found:
-            found[0] = 0.0  # a model without a start token says nothing of it
-        return Scored(self.tokenizer.pieces(ids), found, len(text.encode(errors="replace")))
+            along = self._order(order, tokens.shape[1], seed, number)
+            found += self._along(tokens, along)
+            if self.loaded.scored_from:
+                found[first := start + int(along[0, 0])] = 0.0
+                size -= len(self.tokenizer.to_bytes([ids[first]]))
+        return Scored(self.tokenizer.pieces(ids), found, size)
 
     def _order(self, order: str | Tensor, length: int, seed: int, number: int) -> Tensor:
         if isinstance(order, Tensor):
-            return order[None]
-        return orders_at(parse_order(order, "order"), seed, number, range(1), length, SCORED_ORDERS)
+            along, is_l2r = order[None], torch.equal(order.cpu(), torch.arange(length))
+        else:
+            kind = parse_order(order, "order")
+            along = orders_at(kind, seed, number, range(1), length, SCORED_ORDERS)
+            is_l2r = kind.kind == "l2r"
+        if self.model.config.l2r_only and not is_l2r:
+            raise UserError('this model is a plain GPT and has no such order; give order="l2r"')
+        return along
 
     def _along(self, tokens: Tensor, order: Tensor) -> list[float]:
         """log p of each token along an order, by position."""
@@ -111,6 +122,9 @@ class TextModel:
         """log p of every token given all others of the text, which must fit into a block."""
         ids = self._encode(text)
         T, found = len(ids), []
+        self._check_both_sides()
+        if T <= self.loaded.scored_from:
+            raise UserError("this model has no start token (GPT-2): give a longer text")
         tokens = torch.tensor([ids], device=self.device)
         for start in range(0, T, 16):
             rows = torch.arange(start, min(T, start + 16), device=self.device)
@@ -140,24 +154,25 @@ class TextModel:
     def fill(
         self, text: str, candidates: int = 1, num_samples: int = 4, **options: Any
     ) -> list[Filling]:
-        """The best fillings of a text's gaps, "She[MASK:2-6] home.", the best first: those after
-        which the known text to the right is most probable, per token. num_samples: of each length.
-        options: as of `generate`."""
+        """The best of the different fillings of a text's gaps, "She[MASK:2-6] home.", the best
+        first: those after which the known text to the right is most probable, per token.
+        num_samples: of each length. options: as of `generate`."""
+        check_value(candidates, Count, "candidates")
+        check_value(num_samples, Count, "num_samples")
         given = gaps.contexts(text, self.tokenizer, self.block_size)
         count = max(num_samples, candidates) if len(given) == 1 else num_samples
         rows = self._sample(given, count, options)
         contexts = [context for context in given for _ in range(count)]
-        scores = gaps.score_fillings(self.model, contexts, rows)
-        best = gaps.ranked(scores)[:candidates]
-        return [
-            Filling(self.tokenizer.decode(rows[i]), rows[i], scores[i], contexts[i]) for i in best
-        ]
+        best = gaps.best_fillings(self.model, contexts, rows, candidates)
+        decode = self.tokenizer.decode
+        return [Filling(decode(rows[i]), rows[i], scores, contexts[i]) for i, scores in best]
 
     def _sample(self, given: list[Context], count: int, options: dict) -> list[list[int]]:
         options = dict(options)
         seed, config = options.pop("seed", 0), self.model.config
         decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
         modes.check_mode(decoding, config)
+        modes.check_context(given[0], config, self.loaded.scored_from)
         planned = modes.plan_samples(decoding, given, seed, count)
         alone, size = Processes(0, 1, self.device), self.loaded.vocab_size
         made = modes.generate_distributed(self.model, planned, decoding, size, alone)
@@ -167,6 +182,7 @@ class TextModel:
     def blanks(self, text: str, top: int = 10) -> list[list[tuple[str, float]]]:
         """For every masked token of a text, the likeliest tokens and their probabilities given the
         known text, all in one pass."""
+        check_value(top, Count, "top")
         (context,) = self._one_length(text)
         tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
         blank = torch.tensor([[token is None for token in context]], device=self.device)
@@ -180,13 +196,19 @@ class TextModel:
         given = gaps.contexts(text, self.tokenizer, self.block_size)
         if len(given) > 1:
             raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
+        self._check_both_sides()
+        return given
+
+    def _check_both_sides(self) -> None:
         if self.model.config.l2r_only:
             raise UserError("this model has no target positions and sees no text to the right")
-        return given
 
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
         parts = read_alternatives(text)
+        if (count := math.prod(map(len, parts[1::2]))) > gaps.MOST_LENGTHS:
+            what = f"the alternatives have {count:,} combinations, more than {gaps.MOST_LENGTHS}"
+            raise UserError(f"{what}; give fewer")
         whole, given, rows = [], [], []
         for words in itertools.product(*parts[1::2]):
             pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]
@@ -198,7 +220,10 @@ class TextModel:
         scores = gaps.score_fillings(self.model, given, rows)
         totals = [self.log_prob(row) for row in rows]
         weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        both = [s.filling * row.count(None) for s, row in zip(scores, given, strict=True)]
+        sizes = [row.count(None) for row in given]
+        both = [s.filling * size if size else 0.0 for s, size in zip(scores, sizes, strict=True)]
+        if self.model.config.l2r_only:
+            both = [None] * len(both)
         found = map(Alternative, whole, totals, weights, both)
         return sorted(found, key=lambda row: -row.log_prob)
 
@@ -208,13 +233,18 @@ class TextModel:
         """The loss of this model minus that of another of the same tokenizer on a text, nats per
         token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
         orders of each block, the same for both."""
+        check_value(draws, Count, "draws")
         size = min(self.block_size, other.block_size)
-        eval_set = open_text("text", text, self.loaded, None, size)
+        models = comparable([self.loaded, other.loaded])
+        eval_set = open_text("text", text, models[0], None, size)
         runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
         orders, tasks = parse_order(order, "order"), []
-        for model in (self, other):
-            elbo = model.model.config.is_encoder and orders.kind == "random"
-            tasks.append(Task(model.loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
+        for loaded in models:
+            config = loaded.model.config
+            if config.l2r_only and orders.kind != "l2r":
+                raise UserError(f'{loaded.path} is a plain GPT: give order="l2r"')
+            elbo = config.is_encoder and orders.kind == "random"
+            tasks.append(Task(loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
         return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
 
     def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
@@ -222,7 +252,7 @@ class TextModel:
         ends = list(itertools.accumulate(map(len, self.tokenizer.pieces(ids))))
         places = zip(ids, [0, *ends], ends, strict=False)
         return [
-            None if any(start < until and begin < end for begin, until in spans) else token
+            None if any(max(start, begin) < min(end, until) for begin, until in spans) else token
             for token, start, end in places
         ]
 

@@ -77,6 +77,8 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
+    if a.unknown_length and a.last_word:
+        raise UserError("--unknown-length is for sentences: leave out --last-word")
     rouge([])  # a missing package shows before the work
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}

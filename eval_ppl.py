@@ -12,7 +12,7 @@ the context. Two models, A and B, are compared on the same text, paired by seque
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -20,7 +20,6 @@ import tyro
 from annotated_types import Interval
 
 from checkpoints import Loaded, load
-from data.tokenizers import other_tokenizer
 from evaluation import likelihood
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from evaluation.eval_sets import EvalSet, open_eval_set, open_text, read_text
@@ -98,6 +97,11 @@ def check_arguments(a: Arguments) -> Outputs:
             raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
     if not a.datasets and a.text is None:
         raise UserError("nothing to score: give RUN first, then --datasets and names, or --text")
+    names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"two texts are called {twice!r}: score them one after the other, or rename"
+        )
     table = a.json and a.json.with_suffix(".md")
     files = {"--json": a.json, "the table beside --json": table}
     return Outputs(files, [a.run, a.other, *a.datasets], a.overwrite)
@@ -174,11 +178,7 @@ def load_models(a: Arguments, device) -> list[Loaded]:
     """One model, or two that score the same tokens. Raises UserError for other tokenizers."""
     names = [name for name in (a.run, a.other) if name is not None]
     models = [load(name, a.weights, device, a.block_size, a.checkpoint) for name in names]
-    if other_tokenizer(vars(models[0]), vars(models[-1])):
-        found = " and ".join(f"{model.path} has {model.tokenizer} tokens" for model in models)
-        raise UserError(f"{found}, of another vocabulary: compare models of one tokenizer")
-    scored_from = max(model.scored_from for model in models)
-    return [replace(model, scored_from=scored_from) for model in models]
+    return likelihood.comparable(models)
 
 
 def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling import gaps, live, modes
-from sampling.gaps import TooLong, ranked, score_fillings
+from sampling.gaps import TooLong
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
@@ -53,8 +53,9 @@ class Arguments(ModelOptions, OutputOptions):
     [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
     candidates: Count | None = None
-    """Show only so many fillings of each --infill, the best first: those after which the known text
-    to the right is most probable, per token. By default 1 where a length is unknown, else all."""
+    """Show only so many different fillings of each --infill, the best first: those after which the
+    known text to the right is most probable, per token. By default 1 where a length is unknown,
+    else all. At least so many samples are made of a text whose lengths are known."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
@@ -115,6 +116,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     a = dataclasses.replace(a, num_samples=a.num_samples or usual)
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
+    if a.candidates and not a.interactive and all(r.kind == "prompt" for r in requests):
+        raise UserError("--candidates chooses among fillings: give --infill, or leave it out")
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     loaded.model.to(pick_dtype(a.dtype, procs.device))
     tokenizer = loaded.get_tokenizer()
@@ -125,7 +128,7 @@ def sample(a: Arguments, procs: Processes) -> None:
 
     def fill_line(line: str, seed: int) -> None:
         length, new, kind = a.length, a.new_tokens, "prompt"
-        if re.search(r"\[MASK\b", line):
+        if gaps.MASK.search(line):
             length, new, kind = None, None, "infill"
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
@@ -141,10 +144,15 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     """Generate the samples of some requests; write and print them."""
     model, dtype = loaded.model, loaded.model.wte.weight.dtype
     numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
+    lengths = Counter(numbers)  # how many each request has
+    known = any(requests[n].kind == "infill" and count == 1 for n, count in lengths.items())
+    count = max(a.num_samples, a.candidates if known and a.candidates else 1)
+    ranks = a.candidates or len(lengths) < len(numbers)
     options = modes.with_default_steps(options, contexts)
     started = time.perf_counter()
-    planned = modes.plan_samples(options, contexts, a.seed, a.num_samples, numbers)
-    end = {"end_token": tokenizer.eot if a.until_end else None}
+    planned = modes.plan_samples(options, contexts, a.seed, count, numbers)
+    # A filling is ranked whole, also what follows its end-of-text.
+    end = {"end_token": tokenizer.eot if a.until_end and not ranks else None}
     samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
     if not procs.main:
         return
@@ -156,8 +164,9 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     settings |= vars(options) | origin
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
-    if a.candidates or len(set(numbers)) < len(numbers):
-        records = best_fillings(model, contexts, records, numbers, a.candidates)
+    if ranks:
+        rows = [tokens for tokens, *_ in samples.rows()]
+        records = best_fillings(model, contexts, rows, records, numbers, a)
     for record in records:
         record["prompt_index"] = numbers[record["prompt_index"]]
     with outputs:
@@ -182,21 +191,24 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
-def best_fillings(model, contexts, records, numbers: list[int], count: int | None) -> list[dict]:
-    """The records, and of each text with masks only the `count` best, the best first, with scores.
-    numbers: of the request of each context; a text with several contexts has its best one alone."""
-    groups: dict[int, list[dict]] = {}
-    for record in records:
-        groups.setdefault(numbers[record["prompt_index"]], []).append(record)
+def best_fillings(model, contexts, rows, records, numbers: list[int], a: Arguments) -> list[dict]:
+    """The records, but only the best of each text with masks, the best first, with scores.
+    rows: the whole texts, which --stop does not cut; numbers: of the request of each context."""
+    groups, lengths, count = {}, Counter(numbers), len(rows) // len(contexts)
+    for i, record in enumerate(records):
+        number = numbers[record["prompt_index"]]
+        known = "infill" in record and lengths[number] == 1  # of these, --candidates if more
+        if known or i % count < a.num_samples:
+            groups.setdefault(number, []).append(i)
     kept = []
     for number, group in groups.items():
-        limit = count or (1 if numbers.count(number) > 1 else None)
-        if limit and "infill" in group[0]:
-            given = [contexts[record["prompt_index"]] for record in group]
-            found = score_fillings(model, given, [record["tokens"] for record in group])
-            chosen = ranked(found)[:limit]
-            group = [group[i] | {"scores": dataclasses.asdict(found[i])} for i in chosen]
-        kept += group
+        limit = a.candidates or (1 if lengths[number] > 1 else None)
+        if not limit or "prompt" in records[group[0]]:
+            kept += [records[i] for i in group]
+            continue
+        given = [contexts[records[i]["prompt_index"]] for i in group]
+        found = gaps.best_fillings(model, given, [rows[i] for i in group], limit)
+        kept += [records[group[i]] | {"scores": dataclasses.asdict(scores)} for i, scores in found]
     return kept
 
 
@@ -252,9 +264,11 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
         try:
             found[number] = encode(request, tokenizer, a, loaded)  # one a length
         except TooLong as error:
-            too_long.append(error)
+            too_long.append(f"{request.place}: {error}")
+        except UserError as error:
+            raise UserError(f"{request.place}: {error}") from None
     if not found:
-        raise too_long[0]
+        raise TooLong(too_long[0])
     if too_long and procs.main:
         told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
         show(f"{told} (--truncate left cuts prompts); the first is {too_long[0]}", file=sys.stderr)
@@ -281,25 +295,17 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
         if not len(prompt) < total <= c.block_size:
             sizes = f"the prompt has {len(prompt)} tokens and {option} is {total}"
             limits = f"it must exceed the prompt and be at most the block size, {c.block_size}"
-            raise TooLong(f"{request.place}: {sizes}: {limits}")
+            raise TooLong(f"{sizes}: {limits}")
         found = [prompt + [None] * (total - len(prompt))]
-    context = found[0]
-    if loaded.scored_from and context[0] is None:
-        raise UserError(f"{request.place}: this model has no start token (GPT-2): begin with text")
-    if c.l2r_only and any(token is not None for token in context[context.index(None) :]):
-        advice = "write one mask, at the end"
-        raise UserError(f"{request.place}: this model can only continue a text: {advice}")
+    modes.check_context(found[0], c, loaded.scored_from)
     return found
 
 
 def encode_infill(request: Request, tokenizer, a: Arguments, block_size: int) -> list[Context]:
     lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
     if option := next((option for option, value in lengths.items() if value is not None), None):
-        raise UserError(f"{request.place}: text and masks say the length; leave out {option}")
-    try:
-        return gaps.contexts(request.text, tokenizer, block_size)
-    except UserError as error:
-        raise type(error)(f"{request.place}: {error}") from None
+        raise UserError(f"text and masks say the length; leave out {option}")
+    return gaps.contexts(request.text, tokenizer, block_size)
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = False) -> None:

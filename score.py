@@ -23,6 +23,7 @@ from runtime.devices import pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from runtime.validation import Count, check_values
+from sampling import gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ def main() -> None:
     check_values(a)
     if not a.texts:
         raise UserError('nothing to score: give a text, as python score.py RUN "The cat sat."')
+    if a.each and a.order != "l2r":
+        raise UserError("--each follows no order: leave out --order")
     outputs = Outputs({"--json": a.json}, [a.run], a.overwrite)
     device = pick_device(a.device)
     options = {"block_size": a.block_size, "checkpoint": a.checkpoint}
@@ -63,19 +66,22 @@ def main() -> None:
 
 
 def answer(model: aogpt.TextModel, text: str, a: Arguments) -> tuple[dict, list[str]]:
-    """What is to be said of a text: plain values, and lines to show."""
-    if "[MASK" in text:
+    """The results for a text: plain values, and lines to show."""
+    if gaps.MASK.search(text):
+        if aogpt.ALTERNATIVES.search(text):
+            raise UserError("give masks and alternatives in separate texts")
         blanks = model.blanks(text, a.top)
         cells = [[str(i), *map(shown, column)] for i, column in enumerate(blanks, 1)]
         head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
         return {"blanks": blanks}, [text, "", *markdown_table(head, cells, left=len(head))]
     if aogpt.ALTERNATIVES.search(text):
         found = model.rank(text)
-        numbers = [
-            (f"{r.log_prob:.3f}", f"{r.share:.1%}", f"{r.given_both_sides:.3f}") for r in found
-        ]
-        cells = [[repr(r.text)[1:-1], *row] for r, row in zip(found, numbers, strict=True)]
-        head = ["text", "log p", "share", "log p given both sides"]
+        head, cells = ["text", "log p", "share", "log p given both sides"], []
+        for r in found:
+            cells.append([repr(r.text)[1:-1], f"{r.log_prob:.3f}", f"{r.share:.1%}"])
+            if r.given_both_sides is not None:
+                cells[-1].append(f"{r.given_both_sides:.3f}")
+        head = head[: len(cells[0])]
         return {"alternatives": [asdict(r) for r in found]}, markdown_table(head, cells)
     scored = model.score_each(text) if a.each else model.score(text, a.order, a.seed)
     pairs = zip(scored.pieces, scored.log_probs, strict=True)

@@ -156,5 +156,7 @@ def read_text(path: str) -> str:
     """A text file or standard input, with line ends of Unix."""
     try:
         return expand_home(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: this is not UTF-8; save the file as UTF-8") from None

@@ -26,6 +26,7 @@ from runtime.errors import UserError
 from sampling.modes import Context
 from variants import group_log_probs
 
+MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
 MOST_LENGTHS = 512  # combinations of the lengths of all gaps of a text
 Ranking = Literal["right", "joint", "filling"]
 
@@ -35,9 +36,9 @@ class TooLong(UserError):
 
 
 def read_gaps(text: str) -> list[str | range]:
-    """Text and the lengths of gaps, in turn; UserError for what begins like a mask and is none."""
+    """Text and the lengths of gaps, in turn; UserError for a mask that is not written correctly."""
     parts: list[str | range] = []
-    for number, part in enumerate(re.split(r"(\[MASK\b[^\]]*\]?)", text)):
+    for number, part in enumerate(MASK.split(text)):
         if number % 2 == 0:
             parts.append(part)
         elif mask := re.fullmatch(r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]", part):
@@ -79,7 +80,7 @@ def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a filling, nats per token."""
+    """The log-probabilities that rank a filling, nats per token."""
 
     right: float  # the known text after the first gap, given all that is before each token
     joint: float  # that text and the filling, in the same way
@@ -137,3 +138,12 @@ def ranked(scores: Sequence[Scores], by: Ranking = "right") -> list[int]:
     """The numbers of the fillings, the best first; without text to the right by `joint`."""
     keys = [(getattr(score, by), score.joint) for score in scores]
     return sorted(range(len(keys)), key=lambda i: -keys[i][math.isnan(keys[i][0])])
+
+
+def best_fillings(
+    model: AOGPT, given: Sequence[Context], tokens: Sequence[list[int]], most: int
+) -> list[tuple[int, Scores]]:
+    """Numbers and scores of at most `most` fillings with different tokens, the best first."""
+    distinct = list({tuple(row): i for i, row in reversed([*enumerate(tokens)])}.values())[::-1]
+    found = score_fillings(model, [given[i] for i in distinct], [tokens[i] for i in distinct])
+    return [(distinct[i], found[i]) for i in ranked(found)[:most]]

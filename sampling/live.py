@@ -9,8 +9,6 @@ import os
 import select
 import shutil
 import sys
-import termios
-import tty
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 
@@ -72,6 +70,9 @@ def paint(found: Iterable[Cell]) -> str:
 
 def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
     """Replay a sample and leave it there. A key or Ctrl-C ends that; False: it was Ctrl-C."""
+    import termios  # Windows has neither
+    import tty
+
     color, (width, height) = not os.environ.get("NO_COLOR"), shutil.get_terminal_size()
     width, drawn = max(2, width - 1), 0
     steps, last = sorted({-1, *step}), len({-1, *step}) - 1

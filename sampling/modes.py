@@ -193,6 +193,14 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
 
+def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
+    """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
+    if scored_from and context[0] is None:
+        raise UserError("this model has no start token (GPT-2): begin with text")
+    if config.l2r_only and any(token is not None for token in context[context.index(None) :]):
+        raise UserError("this model can only continue a text: write one mask, at the end")
+
+
 class PlannedSamples(NamedTuple):
     """All that is random about samples, drawn before the model runs: whatever the batches and
     processes, the samples are the same."""

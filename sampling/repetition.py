@@ -14,7 +14,7 @@ from sampling.token_choice import TokenChoice
 
 def known_text(tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
     """Tokens by position (B, T), -1 where not known. tokens, order: (B, T + 1) by slot, the last of
-    which nobody reads; known: (B,) slots."""
+    which is not used; known: (B,) slots."""
     tokens, order = tokens[:, :-1], order[:, :-1]
     slots = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.empty_like(tokens).scatter_(1, order, tokens.where(slots < known[:, None], -1))

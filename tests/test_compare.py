@@ -85,6 +85,8 @@ def test_a_model_does_not_differ_from_itself(compare, run, encoder):
         for row in report["differences"]:
             numbers = row["nll"]["difference"], row["nll"]["half_width_95"], row["p"]
             assert numbers == (0, 0, 1), row
+    [one] = compare(run, run, "--orders l2r --text the", datasets=())["differences"]
+    assert (one["nll"]["difference"], one["p"]) == (0, None)  # one sequence tells nothing
 
 
 def test_models_of_other_blocks_and_kinds(compare, run, longer, encoder, plain, tmp_path):
@@ -163,7 +165,10 @@ def test_what_cannot_be_compared_or_scored_is_told(
         ([run, "--text", ""], "text has 0 tokens, of which none can be scored: give a longer text"),
         ([run, "--datasets", tmp_path / "empty.txt"], "empty.txt has 0 tokens"),
         ([run, "--datasets", tmp_path / "latin.txt"], "save the file as UTF-8"),
-        ([run, "--datasets", tmp_path / "none.txt"], "No such file"),
+        ([run, "--datasets", tmp_path / "none.txt"], "none.txt: there is no such file"),
+        ([run, "--datasets", "a/x.txt", "b/x.txt"], "two texts are called 'x.txt'"),
+        ([run, "--datasets", "/dev/stdin", "/dev/stdin"], "two texts are called 'stdin'"),
+        ([run, "--datasets", "text", "--text", "a"], "two texts are called 'text'"),
     ):
         status, out, err = script(eval_ppl, *words)
         assert status == 2 and not out and told in " ".join(err.split()), err

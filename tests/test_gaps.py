@@ -1,8 +1,11 @@
 """Gaps of unknown length, alternatives and scores of text: sampling/gaps.py, aogpt.py, score.py."""
 
+import dataclasses
 import itertools
 import json
 import math
+import runpy
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from helpers import run_main, run_script
 from reference import DECODERS, ENCODERS, enumerable_system, make_system
 
 import aogpt
+import eval_infill
 import sample
 import score
 from checkpoints import Loaded
@@ -100,6 +104,11 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
     assert max(abs(a - b) for a, b in zip(each, expected.tolist(), strict=True)) < 1e-5
 
 
+def test_an_empty_alternative_inside_a_token_has_log_p_of_nothing(books):
+    rows = books.rank("a hou[|t]se sat")
+    assert [r.given_both_sides for r in rows if r.text == "a house sat"] == [0]
+
+
 def test_alternatives_rank_by_the_probability_of_the_whole_text():
     text = small("AO-GPT")
     found = text.rank("The [cat|dog|old dog|] sat [on|by] it")
@@ -116,8 +125,21 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
     (scores,) = gaps.score_fillings(text.model, [given], [whole])
     spans = {row.text: row.given_both_sides for row in text.rank("a [cat|] sat")}
     assert abs(spans["a cat sat"] - 3 * scores.filling) < 1e-4 and one.text in spans
+    assert spans["a  sat"] == 0  # log p of nothing
     with pytest.raises(ValueError, match="no alternatives"):
         text.rank("no brackets")
+    with pytest.raises(ValueError, match="1,024 combinations, more than 512"):
+        text.rank("[a|b]" * 10)
+    assert {row.given_both_sides for row in small("GPT-2").rank("a [cat|] sat")} == {None}
+    assert 0 in {row.given_both_sides for row in small("RADD").rank("a [cat|] sat")}
+    for call, name in (
+        (lambda: text.fill("a[MASK:2]", candidates=0), "candidates"),
+        (lambda: text.fill("a[MASK:2]", num_samples=0), "num_samples"),
+        (lambda: text.blanks("a[MASK:2]", top=0), "top"),
+        (lambda: text.compare(text, "a cat", draws=0), "draws"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is 0; give a number at least 1"):
+            call()
 
 
 def test_text_in_text_out(books):
@@ -162,6 +184,45 @@ def test_models_are_compared_on_the_same_blocks():
     assert abs(small("two_stream").compare(one, text).nll - two / len(text)) < 1e-5
 
 
+def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
+    plain, one, text = small("GPT-2"), small("AO-GPT"), "a cat sat on a mat. " * 4
+    backwards = torch.arange(2, -1, -1)
+    for wrong in (
+        lambda: plain.score("abc", "random"),
+        lambda: plain.score("abc", backwards),
+        lambda: plain.score_each("abc"),
+        lambda: plain.fill("a[MASK:2]c", mode="l2r"),
+        lambda: plain.compare(one, text, "random"),
+        lambda: one.compare(plain, text, "random"),
+    ):
+        with pytest.raises(ValueError, match="plain GPT|no target positions|only continue"):
+            wrong()
+    assert plain.score("abc") == plain.score("abc", torch.arange(3))
+    other = aogpt.TextModel(dataclasses.replace(one.loaded, scored_from=1))
+    for wrong in (
+        lambda: other.generate(new_tokens=3),
+        lambda: other.fill("[MASK:2]b"),
+        lambda: other.score_each("a"),
+        lambda: other.score("a"),
+    ):
+        with pytest.raises(ValueError, match="no start token|no text to score"):
+            wrong()
+    whole = one.score(text)
+    for order, found in (("l2r", other.score(text)), ("random", other.score(text, "random"))):
+        zeros = [i for i, p in enumerate(found.log_probs) if p == 0]
+        assert len(zeros) == 3 and found.bytes == 77  # of 80 bytes in blocks of 32
+        if order == "l2r":
+            assert zeros == [0, 32, 64]
+            kept = [p for i, p in enumerate(whole.log_probs) if i not in zeros]
+            assert math.isclose(found.bits_per_byte, -sum(kept) / 77 / math.log(2), abs_tol=1e-9)
+    assert one.compare(other, text) == other.compare(one, text)  # neither scores them
+    assert one.compare(other, text).nll == 0
+    tokens = aogpt.TextModel(one.loaded)
+    tokens.loaded = dataclasses.replace(one.loaded, tokenizer="gpt2")
+    with pytest.raises(ValueError, match="compare models of one tokenizer"):
+        one.compare(tokens, text)
+
+
 def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     """Several gaps and several texts: JSONL, page and terminal."""
     lines = tmp_path / "lines.jsonl", tmp_path / "page.html", tmp_path / "texts.jsonl"
@@ -176,11 +237,49 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     assert rights == sorted(rights, reverse=True) and "scores" not in found[3]
     assert all(" and" in row["text"] and row["text"].endswith(" home.") for row in found[:3])
     assert "text to the right" in lines[1].read_text()
+    rows.append({"infill": "She[MASK:1] home."})  # of a known length: 8 samples of it alone
+    lines[2].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_main(sample, monkeypatch, capsys, *words, *files, "--candidates", 8, "--overwrite")
+    more = [json.loads(line) for line in lines[0].read_text().splitlines()]
+    assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
+    assert [r["text"] for r in more if r["prompt_index"] == 1] == [r["text"] for r in found[3:]]
     told = run_script("sample.py", *words, "--infill", "She[MASK:2-4] home.").stdout
     assert told.count("=== sample") == 1 and "log p a token" in told
     for text, word in (("a[MASK:1-2]", "needs text after"), ("a [MASK:3-1] b", "no length")):
         with pytest.raises(ValueError, match=f"--infill: .*{word}"):
             run_main(sample, monkeypatch, capsys, *words, "--infill", text)
+
+
+@pytest.mark.parametrize("cut", [("--stop", " home"), ("--stop", " h", "e"), ("--until-end",)])
+def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(tmp_path, monkeypatch, capsys, cut):
+    path, words = tmp_path / "a.jsonl", (BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2)
+    eot = aogpt.load(BOOKS).tokenizer.eot
+    penalty = ("--temperature", 3) if cut == ("--until-end",) else ()  # the end is often drawn
+    options = ("--jsonl", path, "--overwrite", "--candidates", 40, *penalty)
+
+    def found(*more):
+        text = ("--infill", "She[MASK:2] went[MASK:2] home.")
+        run_main(sample, monkeypatch, capsys, *words, *text, *options, *more)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    whole, shorter = found(), found(*cut)
+    assert [row["scores"] for row in shorter] == [row["scores"] for row in whole]
+    for row, full in zip(shorter, whole, strict=True):
+        assert row["tokens"] == full["tokens"][: row["length"]]
+        if cut == ("--until-end",):
+            assert (row["length"] < full["length"]) == (eot in full["tokens"])
+        else:
+            assert row["text"] in full["text"] and row["length"] < full["length"]
+    assert len({tuple(row["tokens"]) for row in whole}) == len(whole) > 4
+
+
+def test_equal_fillings_are_one_and_candidates_need_masks(monkeypatch, capsys, books):
+    assert len(books.fill("She[MASK:2] home.", 3, mode="l2r", temperature=0)) == 1
+    words = (BOOKS, "--candidates", 3, "--temperature", 0, "--mode", "l2r")
+    told = run_main(sample, monkeypatch, capsys, *words, "--infill", "She[MASK:2] home.")
+    assert told.count("=== sample") == 1
+    with pytest.raises(ValueError, match="--candidates chooses among fillings"):
+        run_main(sample, monkeypatch, capsys, *words, "--prompt", "She")
 
 
 def test_rankings_of_lengths_are_counted(monkeypatch):
@@ -203,6 +302,19 @@ def test_rankings_of_lengths_are_counted(monkeypatch):
     }  # fmt: skip
 
 
+def test_lengths_of_last_words_are_not_ranked(monkeypatch, capsys):
+    words = (BOOKS, "--data", "x", "--unknown-length", "--last-word")
+    with pytest.raises(ValueError, match="leave out --last-word"):
+        run_main(eval_infill, monkeypatch, capsys, *words)
+
+
+def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):
+    """Windows has no termios."""
+    for name in ("termios", "tty"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "play" in runpy.run_path("sampling/live.py")
+
+
 def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, books):
     path = tmp_path / "scores.json"
     texts = ("The old horse.", "The [cat|tax] barked.", "The dog[MASK:2] home.")
@@ -215,5 +327,15 @@ def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, bo
     told = run_main(score, monkeypatch, capsys, BOOKS, texts[0], "--each")
     assert "no probability of the text" in told
     assert math.isclose(sum(plain["log_probs"]), plain["log_prob"], abs_tol=1e-6)
-    with pytest.raises(ValueError, match="give a text"):
-        run_main(score, monkeypatch, capsys, BOOKS)
+    told = run_main(score, monkeypatch, capsys, BOOKS, "[MASKED] men")
+    assert "bits a byte" in told
+    for words, said in (
+        ([], "give a text"),
+        (["The [cat|dog][MASK] home."], "in separate texts"),
+        (["a", "--each", "--order", "random"], "leave out --order"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run_main(score, monkeypatch, capsys, BOOKS, *words)
+    monkeypatch.setattr(aogpt, "load", lambda *a, **k: small("GPT-2"))
+    told = run_main(score, monkeypatch, capsys, BOOKS, "The [cat|tax] barked.")
+    assert "share" in told and "both sides" not in told
