@@ -26,7 +26,7 @@ from data.loader import spread
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
-from evaluation.unknown_length import rank_lengths
+from evaluation.unknown_length import LEAST_RIGHT, rank_lengths
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
@@ -138,6 +138,10 @@ def evaluate_lengths(run: str, loaded: Loaded, passages: Passages, a: Arguments)
     modes.check_mode(options, loaded.model.config)
     fill, decode = partial(generate, loaded, options, a.seed), loaded.get_tokenizer().decode
     lengths = range(a.shortest, a.longest + 1)
+    room = passages.tokens.shape[1] - a.longest - LEAST_RIGHT
+    passages = passages[passages.start <= room]
+    if not len(passages):
+        raise UserError("no block has room for --longest tokens: give a smaller one")
     rows = rank_lengths(loaded.model, passages, lengths, fill, decode)
     return [{"run": run, "passages": len(passages), "mode": options.mode} | row for row in rows]
 

@@ -12,13 +12,14 @@ from sampling import gaps
 from sampling.modes import Context
 
 KNOWN = "known length"
+LEAST_RIGHT = 8  # tokens after the longest middle, by which it is judged
 
 
 def contexts_of_lengths(passages: Passages, number: int, lengths: range) -> list[Context]:
     """The context of a passage with a middle of each length, all with the same text after it: as
     much as leaves room for the longest."""
     row, start, end = (v[number].tolist() for v in (passages.tokens, passages.start, passages.end))
-    left, right = row[:start], row[end : end + max(1, len(row) - start - lengths[-1])]
+    left, right = row[:start], row[end : end + len(row) - start - lengths[-1]]
     return [[*left, *[None] * n, *right] for n in lengths]
 
 
