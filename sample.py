@@ -208,8 +208,7 @@ def caption(record: dict) -> str:
     if "scores" not in record:
         return ""
     names = {"text to the right": "right", "filling": "filling"}
-    values = {name: record["scores"][key] for name, key in names.items()}
-    told = [f"{name} {value:.3f}" for name, value in values.items() if value == value]  # no NaN
+    told = [f"{n} {p:.3f}" for n, key in names.items() if (p := record["scores"][key]) == p]  # no NaN
     blanks = sum(step >= 0 for step in record["step"])
     return f"{blanks} tokens; log p a token: {', '.join(told)}"
 

@@ -78,10 +78,8 @@ def answer(model: aogpt.TextModel, text: str, a: Arguments) -> tuple[dict, list[
         found = model.rank(text)
         head = ["text", "log p", "share", "log p given both sides"]
         cells = [[repr(r.text)[1:-1], f"{r.log_prob:.3f}", f"{r.share:.1%}"] for r in found]
-        if not model.model.config.l2r_only:
-            cells = [
-                [*row, f"{r.given_both_sides:.3f}"] for row, r in zip(cells, found, strict=True)
-            ]
+        for row, r in zip(cells, found, strict=True):
+            row += [] if r.given_both_sides is None else [f"{r.given_both_sides:.3f}"]
         head = head[: len(cells[0])]
         return {"alternatives": [asdict(r) for r in found]}, markdown_table(head, cells)
     scored = model.score_each(text) if a.each else model.score(text, a.order, a.seed)
