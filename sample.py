@@ -208,7 +208,7 @@ def caption(record: dict) -> str:
     if "scores" not in record:
         return ""
     names = {"text to the right": "right", "filling": "filling"}
-    told = [f"{n} {p:.3f}" for n, key in names.items() if (p := record["scores"][key]) == p]  # no NaN
+    told = [f"{n} {p:.3f}" for n, k in names.items() if (p := record["scores"][k]) == p]  # no NaN
     blanks = sum(step >= 0 for step in record["step"])
     return f"{blanks} tokens; log p a token: {', '.join(told)}"
 
