@@ -23,8 +23,8 @@ from torch import Tensor
 
 import checkpoints
 from evaluation.estimates import Estimate
-from evaluation.eval_sets import open_text
-from evaluation.likelihood import AlongOrders, BatchRunner, Task, comparable, difference, losses_of
+from evaluation.eval_sets import comparable, open_text
+from evaluation.likelihood import AlongOrders, BatchRunner, Task, difference, losses_of
 from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -89,42 +89,40 @@ class TextModel:
         """log p of every token, given those before it in an order: "l2r", "random" or another kind
         of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself; a
         model without a start token scores no first token of an order: 0."""
-        ids, found = self.tokenizer.encode(text), []
+        ids, found, skipped = self.tokenizer.encode(text), [], []
         if len(ids) <= self.loaded.scored_from:
             raise UserError("there is no text to score")
-        size = len(text.encode(errors="replace"))
         for number, start in enumerate(range(0, len(ids), self.block_size)):
             tokens = torch.tensor([ids[start : start + self.block_size]])
             along = self._order(order, tokens.shape[1], seed, number)
             found += self._along(tokens, along)
-            if self.loaded.scored_from:
-                found[first := start + int(along[0, 0])] = 0.0
-                size -= len(self.tokenizer.to_bytes([ids[first]]))
+            skipped += [ids[start + int(along[0, 0])]] * self.loaded.scored_from
+        size = len(text.encode(errors="replace")) - len(self.tokenizer.to_bytes(skipped))
         return Scored(self.tokenizer.pieces(ids), found, size)
 
     def _order(self, order: str | Tensor, length: int, seed: int, number: int) -> Tensor:
         if isinstance(order, Tensor):
-            along, is_l2r = order[None], torch.equal(order.cpu(), torch.arange(length))
-        else:
-            kind = parse_order(order, "order")
-            along = orders_at(kind, seed, number, range(1), length, SCORED_ORDERS)
-            is_l2r = kind.kind == "l2r"
+            self._check_plain(order.tolist() == [*range(length)])
+            return order[None]
+        orders = parse_order(order, "order")
+        self._check_plain(orders.kind == "l2r")
+        return orders_at(orders, seed, number, range(1), length, SCORED_ORDERS)
+
+    def _check_plain(self, is_l2r: bool = False) -> None:
         if self.model.config.l2r_only and not is_l2r:
-            raise UserError('this model is a plain GPT and has no such order; give order="l2r"')
-        return along
+            raise UserError("this model is a plain GPT: it only predicts from left to right")
 
     def _along(self, tokens: Tensor, order: Tensor) -> list[float]:
-        """log p of each token along an order, by position."""
+        """log p of each token along an order, by position; 0 where none is scored."""
         found = self.model.token_log_probs(tokens.to(self.device), order.to(self.device))
+        found[:, : self.loaded.scored_from] = 0
         return torch.zeros_like(found).scatter_(1, order.to(self.device), found)[0].tolist()
 
     def score_each(self, text: str) -> Scored:
         """log p of every token given all others of the text, which must fit into a block."""
         ids = self._encode(text)
         T, found = len(ids), []
-        self._check_both_sides()
-        if T <= self.loaded.scored_from:
-            raise UserError("this model has no start token (GPT-2): give a longer text")
+        self._check_plain()
         tokens = torch.tensor([ids], device=self.device)
         for start in range(0, T, 16):
             rows = torch.arange(start, min(T, start + 16), device=self.device)
@@ -134,9 +132,9 @@ class TextModel:
         return Scored(self.tokenizer.pieces(ids), found, len(text.encode(errors="replace")))
 
     def _encode(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode(text)
-        if not 0 < len(ids) <= self.block_size:
-            raise UserError(f"the text has {len(ids)} tokens; give 1 to {self.block_size}")
+        ids, shortest = self.tokenizer.encode(text), 1 + self.loaded.scored_from
+        if not shortest <= len(ids) <= self.block_size:
+            raise UserError(f"the text has {len(ids)} tokens; give {shortest} to {self.block_size}")
         return ids
 
     def generate(self, prompt: str = "", new_tokens: int | None = None, **options: Any) -> str:
@@ -151,9 +149,7 @@ class TextModel:
         (tokens,) = self._sample([ids + blanks], 1, options)
         return self.tokenizer.decode(tokens)
 
-    def fill(
-        self, text: str, candidates: int = 1, num_samples: int = 4, **options: Any
-    ) -> list[Filling]:
+    def fill(self, text: str, candidates=1, num_samples=4, **options: Any) -> list[Filling]:
         """The best of the different fillings of a text's gaps, "She[MASK:2-6] home.", the best
         first: those after which the known text to the right is most probable, per token.
         num_samples: of each length. options: as of `generate`."""
@@ -168,7 +164,6 @@ class TextModel:
         return [Filling(decode(rows[i]), rows[i], scores, contexts[i]) for i, scores in best]
 
     def _sample(self, given: list[Context], count: int, options: dict) -> list[list[int]]:
-        options = dict(options)
         seed, config = options.pop("seed", 0), self.model.config
         decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
         modes.check_mode(decoding, config)
@@ -183,32 +178,24 @@ class TextModel:
         """For every masked token of a text, the likeliest tokens and their probabilities given the
         known text, all in one pass."""
         check_value(top, Count, "top")
-        (context,) = self._one_length(text)
+        self._check_plain()
+        context, *others = gaps.contexts(text, self.tokenizer, self.block_size)
+        if others:
+            raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
         tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
         blank = torch.tensor([[token is None for token in context]], device=self.device)
         logits = self.model.masked_logits(tokens, blank)[:, : self.loaded.vocab_size]
         best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        decode = self.tokenizer.decode
-        return [[(decode([i]), p) for i, p in zip(*row, strict=True)] for row in rows]
-
-    def _one_length(self, text: str) -> list[Context]:
-        given = gaps.contexts(text, self.tokenizer, self.block_size)
-        if len(given) > 1:
-            raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
-        self._check_both_sides()
-        return given
-
-    def _check_both_sides(self) -> None:
-        if self.model.config.l2r_only:
-            raise UserError("this model has no target positions and sees no text to the right")
+        return [[(self.tokenizer.decode([i]), p) for i, p in zip(*r, strict=True)] for r in rows]
 
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
         parts = read_alternatives(text)
-        if (count := math.prod(map(len, parts[1::2]))) > gaps.MOST_LENGTHS:
-            what = f"the alternatives have {count:,} combinations, more than {gaps.MOST_LENGTHS}"
-            raise UserError(f"{what}; give fewer")
+        if math.prod(map(len, parts[1::2])) > gaps.MOST_LENGTHS:
+            raise UserError(
+                f"alternatives have at most {gaps.MOST_LENGTHS} combinations: give fewer"
+            )
         whole, given, rows = [], [], []
         for words in itertools.product(*parts[1::2]):
             pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]
@@ -220,12 +207,9 @@ class TextModel:
         scores = gaps.score_fillings(self.model, given, rows)
         totals = [self.log_prob(row) for row in rows]
         weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        sizes = [row.count(None) for row in given]
-        both = [s.filling * size if size else 0.0 for s, size in zip(scores, sizes, strict=True)]
-        if self.model.config.l2r_only:
-            both = [None] * len(both)
-        found = map(Alternative, whole, totals, weights, both)
-        return sorted(found, key=lambda row: -row.log_prob)
+        sizes = [None if self.model.config.l2r_only else row.count(None) for row in given]
+        both = [size and s.filling * size for s, size in zip(scores, sizes, strict=True)]
+        return sorted(map(Alternative, whole, totals, weights, both), key=lambda r: -r.log_prob)
 
     def compare(
         self, other: TextModel, text: str, order: str = "l2r", seed: int = 0, draws: int = 2
@@ -239,11 +223,9 @@ class TextModel:
         eval_set = open_text("text", text, models[0], None, size)
         runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
         orders, tasks = parse_order(order, "order"), []
-        for loaded in models:
-            config = loaded.model.config
-            if config.l2r_only and orders.kind != "l2r":
-                raise UserError(f'{loaded.path} is a plain GPT: give order="l2r"')
-            elbo = config.is_encoder and orders.kind == "random"
+        for model, loaded in zip((self, other), models, strict=True):
+            model._check_plain(orders.kind == "l2r")
+            elbo = loaded.model.config.is_encoder and orders.kind == "random"
             tasks.append(Task(loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
         return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
 
@@ -258,8 +240,7 @@ class TextModel:
 
     def log_prob(self, ids: list[int]) -> float:
         """log p of the tokens of a whole text, left to right, nats."""
-        found = self._along(torch.tensor([ids]), torch.arange(len(ids))[None])
-        return math.fsum(found[self.loaded.scored_from :])
+        return math.fsum(self._along(torch.tensor([ids]), torch.arange(len(ids))[None]))
 
 
 def read_alternatives(text: str) -> list[str | list[str]]:

@@ -22,7 +22,7 @@ from annotated_types import Interval
 from checkpoints import Loaded, load
 from evaluation import likelihood
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
-from evaluation.eval_sets import EvalSet, open_eval_set, open_text, read_text
+from evaluation.eval_sets import EvalSet, comparable, open_eval_set, open_text, read_text
 from evaluation.likelihood import Scorer, Task
 from evaluation.perplexity_table import comparison, difference_row, markdown, result_rows
 from model import ModelConfig
@@ -174,13 +174,6 @@ def parse_rule(text: str, group: int) -> Rule:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-def load_models(a: Arguments, device) -> list[Loaded]:
-    """One model, or two that score the same tokens. Raises UserError for other tokenizers."""
-    names = [name for name in (a.run, a.other) if name is not None]
-    models = [load(name, a.weights, device, a.block_size, a.checkpoint) for name in names]
-    return likelihood.comparable(models)
-
-
 def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:
     """The data sets and texts, in blocks of this size."""
     eval_sets, limits = [], {"max_sequences": a.max_sequences, "block_size": block_size}
@@ -197,7 +190,9 @@ def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) ->
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = check_arguments(a)
-    models, dtype = load_models(a, procs.device), pick_dtype(a.dtype, procs.device)
+    names, how = [a.run, a.other][: 1 + (a.other is not None)], (a.block_size, a.checkpoint)
+    models = comparable([load(name, a.weights, procs.device, *how) for name in names])
+    dtype = pick_dtype(a.dtype, procs.device)
     block_size = min(loaded.model.config.block_size for loaded in models)
     scorers = scorers_of(a, [loaded.model.config for loaded in models], block_size)
     eval_sets = open_all(a, models[0], block_size, procs)

@@ -10,6 +10,7 @@ Examples:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -30,7 +31,6 @@ from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling import gaps, live, modes
-from sampling.gaps import TooLong
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
@@ -53,9 +53,8 @@ class Arguments(ModelOptions, OutputOptions):
     [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
     candidates: Count | None = None
-    """Show only so many different fillings of each --infill, the best first: those after which the
-    known text to the right is most probable, per token. By default 1 where a length is unknown,
-    else all. At least so many samples are made of a text whose lengths are known."""
+    """Show only so many distinct fillings of an --infill, the best first: those after which known
+    text to the right is most probable, per token. By default 1 if a length is unknown, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
     Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
@@ -133,9 +132,8 @@ def sample(a: Arguments, procs: Processes) -> None:
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
         changed = dataclasses.replace(a, seed=seed, length=length, new_tokens=new)
-        fill(
-            changed, [Request("this line", kind, line)], options, loaded, tokenizer, outputs, procs
-        )
+        request = Request("this line", kind, line)
+        fill(changed, [request], options, loaded, tokenizer, outputs, procs)
 
     live.interact(fill_line, a.seed)
 
@@ -147,11 +145,10 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     lengths = Counter(numbers)  # how many each request has
     known = any(requests[n].kind == "infill" and count == 1 for n, count in lengths.items())
     count = max(a.num_samples, a.candidates if known and a.candidates else 1)
-    ranks = a.candidates or len(lengths) < len(numbers)
+    ranks = a.candidates or len(lengths) < len(numbers)  # by whole texts, also after their end
     options = modes.with_default_steps(options, contexts)
     started = time.perf_counter()
     planned = modes.plan_samples(options, contexts, a.seed, count, numbers)
-    # A filling is ranked whole, also what follows its end-of-text.
     end = {"end_token": tokenizer.eot if a.until_end and not ranks else None}
     samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
     if not procs.main:
@@ -173,12 +170,9 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
         if a.html:
-            pages = [
-                PageSample(
-                    tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"], caption=caption(r)
-                )
-                for r in records
-            ]
+            parts = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
+            told = map(caption, records)
+            pages = [PageSample(*p, caption=c) for p, c in zip(parts, told, strict=True)]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
         if not a.jsonl or (a.live and live.can_style()):
@@ -194,20 +188,17 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
 def best_fillings(model, contexts, rows, records, numbers: list[int], a: Arguments) -> list[dict]:
     """The records, but only the best of each text with masks, the best first, with scores.
     rows: the whole texts, which --stop does not cut; numbers: of the request of each context."""
-    groups, lengths, count = {}, Counter(numbers), len(rows) // len(contexts)
-    for i, record in enumerate(records):
-        number = numbers[record["prompt_index"]]
-        known = "infill" in record and lengths[number] == 1  # of these, --candidates if more
-        if known or i % count < a.num_samples:
-            groups.setdefault(number, []).append(i)
-    kept = []
-    for number, group in groups.items():
-        limit = a.candidates or (1 if lengths[number] > 1 else None)
-        if not limit or "prompt" in records[group[0]]:
+    kept, lengths, count = [], Counter(numbers), len(rows) // len(contexts)
+    for number, places in itertools.groupby(range(len(rows)), lambda i: numbers[i // count]):
+        several, group = lengths[number] > 1, list(places)
+        is_infill = "infill" in records[group[0]]
+        if several or not is_infill:  # `count` is larger where --candidates asks for more
+            group = [i for i in group if i % count < a.num_samples]
+        if not (is_infill and (several or a.candidates)):
             kept += [records[i] for i in group]
             continue
-        given = [contexts[records[i]["prompt_index"]] for i in group]
-        found = gaps.best_fillings(model, given, [rows[i] for i in group], limit)
+        given, texts = [contexts[i // count] for i in group], [rows[i] for i in group]
+        found = gaps.best_fillings(model, given, texts, a.candidates or 1)
         kept += [records[group[i]] | {"scores": dataclasses.asdict(scores)} for i, scores in found]
     return kept
 
@@ -217,8 +208,7 @@ def caption(record: dict) -> str:
     if "scores" not in record:
         return ""
     names = {"text to the right": "right", "filling": "filling"}
-    values = {name: record["scores"][key] for name, key in names.items()}
-    told = [f"{name} {value:.3f}" for name, value in values.items() if value == value]  # no NaN
+    told = [f"{n} {p:.3f}" for n, k in names.items() if (p := record["scores"][k]) == p]  # no NaN
     blanks = sum(step >= 0 for step in record["step"])
     return f"{blanks} tokens; log p a token: {', '.join(told)}"
 
@@ -263,12 +253,12 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
     for number, request in enumerate(requests):
         try:
             found[number] = encode(request, tokenizer, a, loaded)  # one a length
-        except TooLong as error:
+        except gaps.TooLong as error:
             too_long.append(f"{request.place}: {error}")
         except UserError as error:
             raise UserError(f"{request.place}: {error}") from None
     if not found:
-        raise TooLong(too_long[0])
+        raise gaps.TooLong(too_long[0])
     if too_long and procs.main:
         told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
         show(f"{told} (--truncate left cuts prompts); the first is {too_long[0]}", file=sys.stderr)
@@ -281,7 +271,10 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     have; UserError for what the model cannot do."""
     c = loaded.model.config
     if request.kind == "infill":
-        found = encode_infill(request, tokenizer, a, c.block_size)
+        lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
+        if option := next((name for name, value in lengths.items() if value is not None), None):
+            raise UserError(f"text and masks say the length; leave out {option}")
+        found = gaps.contexts(request.text, tokenizer, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:
@@ -295,17 +288,10 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
         if not len(prompt) < total <= c.block_size:
             sizes = f"the prompt has {len(prompt)} tokens and {option} is {total}"
             limits = f"it must exceed the prompt and be at most the block size, {c.block_size}"
-            raise TooLong(f"{sizes}: {limits}")
+            raise gaps.TooLong(f"{sizes}: {limits}")
         found = [prompt + [None] * (total - len(prompt))]
     modes.check_context(found[0], c, loaded.scored_from)
     return found
-
-
-def encode_infill(request: Request, tokenizer, a: Arguments, block_size: int) -> list[Context]:
-    lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
-    if option := next((option for option, value in lengths.items() if value is not None), None):
-        raise UserError(f"text and masks say the length; leave out {option}")
-    return gaps.contexts(request.text, tokenizer, block_size)
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = False) -> None:

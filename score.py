@@ -71,16 +71,15 @@ def answer(model: aogpt.TextModel, text: str, a: Arguments) -> tuple[dict, list[
         if aogpt.ALTERNATIVES.search(text):
             raise UserError("give masks and alternatives in separate texts")
         blanks = model.blanks(text, a.top)
-        cells = [[str(i), *map(shown, column)] for i, column in enumerate(blanks, 1)]
+        cells = [[str(i), *(f"{t!r} {p:.1%}" for t, p in row)] for i, row in enumerate(blanks, 1)]
         head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
         return {"blanks": blanks}, [text, "", *markdown_table(head, cells, left=len(head))]
     if aogpt.ALTERNATIVES.search(text):
         found = model.rank(text)
-        head, cells = ["text", "log p", "share", "log p given both sides"], []
-        for r in found:
-            cells.append([repr(r.text)[1:-1], f"{r.log_prob:.3f}", f"{r.share:.1%}"])
-            if r.given_both_sides is not None:
-                cells[-1].append(f"{r.given_both_sides:.3f}")
+        head = ["text", "log p", "share", "log p given both sides"]
+        cells = [[repr(r.text)[1:-1], f"{r.log_prob:.3f}", f"{r.share:.1%}"] for r in found]
+        for row, r in zip(cells, found, strict=True):
+            row += [] if r.given_both_sides is None else [f"{r.given_both_sides:.3f}"]
         head = head[: len(cells[0])]
         return {"alternatives": [asdict(r) for r in found]}, markdown_table(head, cells)
     scored = model.score_each(text) if a.each else model.score(text, a.order, a.seed)
@@ -93,10 +92,6 @@ def answer(model: aogpt.TextModel, text: str, a: Arguments) -> tuple[dict, list[
         values, total = {"sum": -scored.nats}, f"sum {-scored.nats:.3f}, no probability of the text"
     lines = [*markdown_table(["token", "log p", "p"], cells), "", f"{how}: {total}"]
     return values | asdict(scored), lines
-
-
-def shown(candidate: tuple[str, float]) -> str:
-    return f"{candidate[0]!r} {candidate[1]:.1%}"
 
 
 if __name__ == "__main__":

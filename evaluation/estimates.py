@@ -53,9 +53,7 @@ class Estimate:
         error, count = self.standard_error, self.sequences
         if self.documents > 1:
             error, count = self.document_error, self.documents
-        if count < 2:
-            return math.nan
-        if self.nll == 0 or error == 0:  # all are the same
+        if count > 1 and (self.nll == 0 or error == 0):  # all are the same
             return float(self.nll == 0)
         return float(2 * stats.t.sf(abs(self.nll) / error, count - 1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -107,6 +107,14 @@ class EvalSet:
         return known | place | entry | {"sha256": sha256}
 
 
+def comparable(models: list[Loaded]) -> list[Loaded]:
+    """The models, set to score the same tokens. Raises UserError for other tokenizers."""
+    if other_tokenizer(vars(models[0]), vars(models[-1])):
+        found = " and ".join(f"{model.path} has {model.tokenizer} tokens" for model in models)
+        raise UserError(f"{found}, of another vocabulary: compare models of one tokenizer")
+    return [replace(m, scored_from=max(m.scored_from for m in models)) for m in models]
+
+
 def open_eval_set(
     name: str,
     split: str | None,
@@ -156,7 +164,5 @@ def read_text(path: str) -> str:
     """A text file or standard input, with line ends of Unix."""
     try:
         return expand_home(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: this is not UTF-8; save the file as UTF-8") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints import Loaded
-from data.tokenizers import other_tokenizer
 from evaluation.ensembles import cheap_gains
 from evaluation.estimates import Estimate, estimate
 from evaluation.eval_sets import EvalSet
@@ -28,7 +27,6 @@ from objectives import token_nll, token_score_entropy
 from orders import OrderConfig, Roles
 from runtime.command_line import visible
 from runtime.devices import autocast, out_of_memory, release_memory, tf32
-from runtime.errors import UserError
 from runtime.processes import Processes
 from sampling.engine import generate
 from sampling.plans import Pace, Rule, l2r_plan
@@ -228,15 +226,6 @@ def scores_of(task: Task, losses: Losses) -> Scores:
         gain = losses.gains[..., i]
         found[size] = estimate(losses.nll, gain, **of), estimate(gain, **of)
     return {size: found[size] for size in scorer.ensembles}
-
-
-def comparable(models: Sequence[Loaded]) -> list[Loaded]:
-    """The models, which then score the same tokens. Raises UserError for other tokenizers."""
-    if other_tokenizer(vars(models[0]), vars(models[-1])):
-        found = " and ".join(f"{model.path} has {model.tokenizer} tokens" for model in models)
-        raise UserError(f"{found}, of another vocabulary: compare models of one tokenizer")
-    scored_from = max(model.scored_from for model in models)
-    return [dataclasses.replace(model, scored_from=scored_from) for model in models]
 
 
 def difference(tasks: tuple[Task, Task], losses: tuple[Losses, Losses]) -> Estimate:

