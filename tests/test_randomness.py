@@ -84,8 +84,9 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
             if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
                 generators.append(str(place))
     # ORDERS: the default of orders and of masks. A run trains on one or the other. aogpt.py scores
-    # along the orders of eval_ppl.py.
-    assert used == dict.fromkeys(streams, 1) | {"ORDERS": 2, "SCORED_ORDERS": 2}
+    # along the orders of eval_ppl.py, and app.py draws what sample.py draws.
+    again = dict.fromkeys(("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"), 2)
+    assert used == dict.fromkeys(streams, 1) | again
     # The seed of dropout has a stream, those of the initial weights are hashed from their names;
     # the last takes no numbers. hub_model.py is code for transformers, without our streams.
     project = ["train.py", "training/parallel.py", "training/state.py"]
