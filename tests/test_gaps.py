@@ -243,6 +243,7 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     more = [json.loads(line) for line in lines[0].read_text().splitlines()]
     assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
     assert [r["text"] for r in more if r["prompt_index"] == 1] == [r["text"] for r in found[3:]]
+    words = (*words, "--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1)
     told = run_script("sample.py", *words, "--infill", "She[MASK:2-4] home.").stdout
     assert told.count("=== sample") == 1 and "log p a token" in told
     for text, word in (("a[MASK:1-2]", "needs text after"), ("a [MASK:3-1] b", "no length")):
@@ -318,7 +319,7 @@ def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):
 def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, books):
     path = tmp_path / "scores.json"
     texts = ("The old horse.", "The [cat|tax] barked.", "The dog[MASK:2] home.")
-    told = run_main(score, monkeypatch, capsys, BOOKS, *texts, "--top", 2, "--json", path)
+    told = run_script("score.py", BOOKS, *texts, "--top", 2, "--json", path).stdout
     plain, ranked, blanks = json.loads(path.read_text())["results"]
     assert abs(plain["log_prob"] + books.score("The old horse.").nats) < 1e-4
     assert [row["text"] for row in ranked["alternatives"]] == [r.text for r in books.rank(texts[1])]
