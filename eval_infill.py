@@ -133,6 +133,8 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
 
 def evaluate_lengths(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
     """A row for every ranking of the fillings of all lengths; by default from left to right."""
+    if loaded.model.config.l2r_only:
+        raise UserError(f"{run} only continues texts: leave out --unknown-length")
     decoding = a.decoding if a.decoding.mode else dataclasses.replace(a.decoding, mode="l2r")
     options = modes.with_mode_defaults(decoding)
     modes.check_mode(options, loaded.model.config)
