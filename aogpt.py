@@ -168,10 +168,7 @@ class TextModel:
         decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
         modes.check_mode(decoding, config)
         modes.check_context(given[0], config, self.loaded.scored_from)
-        planned = modes.plan_samples(decoding, given, seed, count)
-        alone, size = Processes(0, 1, self.device), self.loaded.vocab_size
-        made = modes.generate_distributed(self.model, planned, decoding, size, alone)
-        return [tokens for tokens, *_ in made.rows()]
+        return modes.generate_rows(self.model, given, decoding, self.loaded.vocab_size, seed, count)
 
     @torch.no_grad()
     def blanks(self, text: str, top: int = 10) -> list[list[tuple[str, float]]]:

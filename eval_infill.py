@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +30,6 @@ from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
-from runtime.processes import Processes
 from runtime.validation import Count, check_values
 from sampling import modes
 from sampling.modes import Context, DecodingOptions
@@ -138,7 +136,11 @@ def evaluate_lengths(run: str, loaded: Loaded, passages: Passages, a: Arguments)
     decoding = a.decoding if a.decoding.mode else dataclasses.replace(a.decoding, mode="l2r")
     options = modes.with_mode_defaults(decoding)
     modes.check_mode(options, loaded.model.config)
-    fill, decode = partial(generate, loaded, options, a.seed), loaded.get_tokenizer().decode
+    decode = loaded.get_tokenizer().decode
+
+    def fill(contexts: list[Context]) -> list[list[int]]:
+        return modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, a.seed)
+
     lengths = range(a.shortest, a.longest + 1)
     room = passages.tokens.shape[1] - a.longest - LEAST_RIGHT
     passages = passages[passages.start <= room]
@@ -148,15 +150,6 @@ def evaluate_lengths(run: str, loaded: Loaded, passages: Passages, a: Arguments)
     return [{"run": run, "passages": len(passages), "mode": options.mode} | row for row in rows]
 
 
-def generate(
-    loaded: Loaded, options: DecodingOptions, seed: int, contexts: list[Context]
-) -> list[list[int]]:
-    planned = modes.plan_samples(options, contexts, seed)
-    alone, size = Processes(0, 1, torch.device("cpu")), loaded.vocab_size
-    samples = modes.generate_distributed(loaded.model, planned, options, size, alone)
-    return [tokens for tokens, *_ in samples.rows()]
-
-
 def fill_in(
     loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[tuple[str, str]]:
@@ -164,7 +157,7 @@ def fill_in(
     N, T = passages.tokens.shape
     length = torch.full((N,), T) if both else passages.end
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    rows = generate(loaded, options, seed, contexts)
+    rows = modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
     decode = loaded.get_tokenizer().decode
     spans = zip(rows, passages.start.tolist(), passages.end.tolist(), strict=True)
     samples = [row[start:end] for row, start, end in spans]

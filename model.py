@@ -64,9 +64,7 @@ class ModelConfig:
     dropout: float = 0.0
     position_init: Literal["normal", "sinusoidal"] = "normal"  # initial values of position tables
     # What the Llama family has; the defaults leave it out.
-    n_kv_head: int | None = (
-        None  # heads of keys and values, fewer than queries' (GQA); None: n_head
-    )
+    n_kv_head: int | None = None  # heads of keys and values (grouped queries); None: n_head
     head_width: int | None = None  # of one head; None: n_embd / n_head
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: int | None = None  # None: 4 n_embd

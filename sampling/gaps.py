@@ -1,8 +1,8 @@
 """Texts with gaps, some of unknown length: read, filled at every length, and ranked.
 
-[MASK:3] is three tokens, [MASK] one, [MASK:2-12] two to twelve. Which length fits cannot be told by
-the filling's own probability, which falls with every token. It is told by what the filling makes of
-the known text after it: its log-probability per token, given all that is before it.
+[MASK:3] is three tokens, [MASK] one, [MASK:2-12] two to twelve. Fillings
+of different lengths are ranked by what they make of the known text after them: its log-probability
+per token, given all that is before it. The filling's own probability falls with every token.
 
 Shapes: N fillings, T positions of the longest.
 """
@@ -100,7 +100,7 @@ def score_fillings(
 
 
 def _score(model: AOGPT, given, tokens) -> list[Scores]:
-    device, lengths = model.wte.weight.device, torch.tensor([len(row) for row in tokens])
+    lengths = torch.tensor([len(row) for row in tokens])
     x = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
     known = [torch.tensor([token is not None for token in row]) for row in given]
     blank = ~pad_sequence(known, batch_first=True, padding_value=True)
@@ -108,22 +108,23 @@ def _score(model: AOGPT, given, tokens) -> list[Scores]:
     padding = position >= lengths[:, None]
     first = torch.where(blank, position, x.shape[1]).amin(dim=1, keepdim=True)
     after = (position >= first) & ~padding
-    along = log_probs_along(model, x, position, lengths, first.squeeze(1), device)
+    along = log_probs_along(model, x, position, lengths, first.squeeze(1))
     filling = torch.full((len(x),), math.nan, dtype=torch.float64)
     if not model.config.l2r_only:
         order = (blank + 2 * padding).argsort(dim=1, stable=True)
         before = (~blank & ~padding).sum(dim=1)
-        last = log_probs_along(model, x, order, lengths, before, device)
+        last = log_probs_along(model, x, order, lengths, before)
         filling = _mean(last, blank.gather(1, order))
     sums = (_mean(along, after & ~blank), _mean(along, after), filling)
     return [Scores(*row) for row in zip(*(v.tolist() for v in sums), strict=True)]
 
 
 def log_probs_along(
-    model: AOGPT, x: Tensor, order: Tensor, lengths: Tensor, start: Tensor, device
+    model: AOGPT, x: Tensor, order: Tensor, lengths: Tensor, start: Tensor
 ) -> Tensor:
     """log p of every token along an order, float64 (N, T) in its steps, from step `start` (N,) on:
     a pass for a decoder, one a step for an encoder. Orders end with the padding."""
+    device = model.wte.weight.device
     more = {"prompt_lengths": start, "lengths": lengths} if model.config.is_encoder else {}
     more = {name: value.to(device) for name, value in more.items()}
     return group_log_probs(model, x.to(device), order.to(device), 1, **more).cpu().double()

@@ -178,16 +178,15 @@ def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> Dec
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model of this shape cannot generate so. options: with the mode's
     defaults."""
+    needs = "needs a model that is conditioned on the target position"
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
         if options.mode == "adaptive":
             what += f" (by {options.unmask_by})"
         elif options.mode == "l2r":
             what = f"--group-size {options.group_size}"
-        needs = "needs a model that is conditioned on the target position"
         raise UserError(f"{what} {needs}; this one takes --mode l2r, group size 1")
     if config.l2r_only and options.refine:
-        needs = "needs a model that is conditioned on the target position"
         raise UserError(f"--refine {needs}; leave it out for this one")
     if options.mode == "speculative" and config.is_encoder:
         raise UserError("--mode speculative needs causal attention; take another mode")
@@ -297,6 +296,22 @@ def generate_distributed(
                 how = options.refine, options.refine_share, options.refine_by
                 part = refine(model, part, uniforms, *how, bar.update, **batch, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
+
+
+def generate_rows(
+    model: AOGPT,
+    contexts: list[Context],
+    options: DecodingOptions,
+    vocab_size: int,
+    seed: int,
+    num_samples: int = 1,
+) -> list[list[int]]:
+    """The tokens of `num_samples` samples in a row for each context, made by this process alone.
+    options: with the mode's defaults."""
+    planned = plan_samples(options, contexts, seed, num_samples)
+    alone = Processes(0, 1, model.wte.weight.device)
+    samples = generate_distributed(model, planned, options, vocab_size, alone)
+    return [tokens for tokens, *_ in samples.rows()]
 
 
 def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()) -> str:
