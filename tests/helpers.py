@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -146,6 +147,20 @@ def assert_user_error(done, *words):
     assert "Traceback" not in done.stderr
     message = " ".join(done.stderr.split())
     assert all(word in message for word in words), f"{words} are not in: {message}"
+
+
+@contextlib.contextmanager
+def chromium():
+    """A browser of playwright; skips the test where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = "chromium", "chromium-browser", "google-chrome"
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"needs Chromium: none of {names} is on PATH")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def wait_for(condition, process=None):

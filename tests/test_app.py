@@ -2,7 +2,6 @@
 (skipped where gradio or Chromium is missing)."""
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import urllib.request
 
 import pytest
 import torch
-from helpers import ROOT, assert_user_error, run_script, wait_for
+from helpers import ROOT, assert_user_error, chromium, run_script, wait_for
 from reference import make_system
 
 import aogpt
@@ -202,17 +201,11 @@ def test_mistakes_are_told(monkeypatch):
 @pytest.fixture(scope="module")
 def tab():
     pytest.importorskip("gradio")
-    playwright = pytest.importorskip("playwright.sync_api")
-    names = "chromium", "chromium-browser", "google-chrome"
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip(f"needs Chromium: none of {names} is on PATH")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address, complaints = f"http://127.0.0.1:{port}/", []
     command = [sys.executable, "app.py", "--port", str(port)]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
 
     def answers():
         try:
@@ -220,19 +213,18 @@ def tab():
         except urllib.error.URLError:
             return False
 
-    try:
-        wait_for(answers, server)
-        with playwright.sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as browser:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        try:
+            wait_for(answers, server)
             page = browser.new_page(viewport={"width": 1200, "height": 900})
             page.set_default_timeout(120_000)  # after an exception the page waits forever
             page.on("request", lambda r: r.url.startswith(address) or complaints.append(r.url))
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.goto(address)
             yield page
-            browser.close()
-    finally:
-        server.terminate()
+        finally:
+            server.terminate()
         server.wait()
     assert not complaints  # and nothing was asked of any other address
 

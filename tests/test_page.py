@@ -2,10 +2,9 @@
 
 import math
 import re
-import shutil
 
 import pytest
-from helpers import data_of, wait_for
+from helpers import chromium, data_of, wait_for
 
 from sampling.page import PageSample, render
 
@@ -49,15 +48,8 @@ def test_the_document_holds_its_data_whatever_the_text_and_names_no_other_resour
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    names = "chromium", "chromium-browser", "google-chrome"
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip(f"needs Chromium: none of {names} is on PATH")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
