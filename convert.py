@@ -20,7 +20,6 @@ from data.tokenizers import FILES
 from runtime.command_line import run_script, show
 from runtime.errors import UserError
 from runtime.files import staging, write_json
-from training.metrics import read_metrics
 from variants import parameter_counts
 
 
@@ -69,6 +68,8 @@ def convert(
             settings["files"] = sums
             settings["sha256"] = digest(settings)
             if hub:
+                from training.metrics import read_metrics  # and all of training with it
+
                 rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
                 write_hub_files(folder, loaded, settings, dtype, rows)
             else:

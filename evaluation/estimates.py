@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 
@@ -55,6 +54,8 @@ class Estimate:
             error, count = self.document_error, self.documents
         if count > 1 and (self.nll == 0 or error == 0):  # all are the same
             return float(self.nll == 0)
+        from scipy import stats  # takes two thirds of a second
+
         return float(2 * stats.t.sf(abs(self.nll) / error, count - 1))
 
 
@@ -98,4 +99,6 @@ def _monte_carlo(samples: Tensor, joint: bool) -> float:
 
 def t_quantile(degrees: float, probability: float = 0.975) -> float:
     """Quantile of Student's t, by default for a 95% interval; NaN for no degrees of freedom."""
+    from scipy import stats
+
     return float(stats.t.ppf(probability, degrees))
