@@ -26,7 +26,7 @@ from evaluation.eval_sets import EvalSet, comparable, open_eval_set, open_text, 
 from evaluation.likelihood import Scorer, Task
 from evaluation.perplexity_table import comparison, difference_row, markdown, result_rows
 from model import ModelConfig
-from orders import ORDER_SETTINGS, parse_order, parse_settings
+from orders import parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
@@ -150,9 +150,7 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> 
         raise UserError(f"this model is a plain GPT and has no {text!r} order; give --orders l2r")
     if rule:
         return likelihood.OwnOrder(rule, a.group)
-    if "block" in ORDER_SETTINGS[orders.kind] and orders.block > block_size:
-        limit = f"the model's block size is {block_size}"
-        raise UserError(f"--orders {text}: {limit}; give a smaller block")
+    orders.check_length(block_size)
     uniform = orders.kind == "random"
     sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
     elbo = uniform and config.is_encoder and a.group == 1

@@ -9,9 +9,9 @@ An order is a function of (seed, optimizer step, row of the global batch): see r
 import functools
 import io
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
     "l2r": (),
     "r2l": (),
     "random": (),
-    "mixture": ("l2r_prob",),
+    "mixture": ("l2r_prob", "mixed", "block", "seed"),
     "fixed_random": ("seed",),
     "fixed_blockwise": ("block", "seed"),
     "random_blockwise": ("block",),
@@ -44,18 +44,18 @@ FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
 class OrderConfig(Table):
     """A distribution over prediction orders."""
 
-    # l2r, r2l: left to right, right to left. random: uniform. mixture: l2r with probability
-    # l2r_prob, else random. fixed_random: one permutation for the whole run. fixed_blockwise:
-    # blocks left to right, one permutation inside all of them. random_blockwise: blocks left to
-    # right, each in a random order (block diffusion, arXiv 2503.09573). slots: blocks in random
-    # order, left to right inside (ReFusion, arXiv 2512.13586). context_l2r: a random set of
-    # positions first, in ascending order, then the others left to right (after AC-GPT,
-    # arXiv 2606.14943). random_l2r: the same with that set in random order (Eso-LM,
-    # arXiv 2506.01928).
-    # sliding: always one of the first "window" positions that are left (after Set Diffusion,
-    # arXiv 2607.01775). file: one of those in a file.
+    # l2r, r2l: left to right, right to left. random: uniform. mixture: with probability l2r_prob
+    # the kind `mixed`, else random. fixed_random: one permutation for the whole run.
+    # fixed_blockwise: blocks left to right, one permutation inside all of them. random_blockwise:
+    # blocks left to right, each in a random order (block diffusion, arXiv 2503.09573). slots:
+    # blocks in random order, left to right inside (ReFusion, arXiv 2512.13586). context_l2r: a
+    # random set of positions first, in ascending order, then the others left to right (after AC-
+    # GPT, arXiv 2606.14943). random_l2r: the same with that set in random order (Eso-LM, arXiv
+    # 2506.01928). sliding: always one of the first "window" positions that are left (after Set
+    # Diffusion, arXiv 2607.01775). file: one of those in a file.
     kind: OrderKind = "mixture"
-    l2r_prob: Probability = 0.1  # share of left-to-right sequences (mixture)
+    l2r_prob: Probability = 0.1  # share of left-to-right sequences, or of `mixed` ones (mixture)
+    mixed: Literal["l2r", "r2l", "fixed_random", "slots"] = "l2r"  # in place of l2r (mixture)
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
     share: Probability = 0.5  # probability to be in the first set (context_l2r, random_l2r)
@@ -77,7 +77,8 @@ class OrderConfig(Table):
 
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""
-        if "block" in ORDER_SETTINGS[self.kind] and self.block > length:
+        kind = self.mixed if self.kind == "mixture" else self.kind
+        if "block" in ORDER_SETTINGS[kind] and self.block > length:
             raise UserError(f"order.block {self.block} exceeds model.block_size {length}; lower it")
 
 
@@ -121,8 +122,11 @@ def orders_at(
         case _:
             assert config.kind in ("random", "mixture"), config.kind
     order = torch.from_numpy(keys.argsort(axis=1, kind="stable"))
+    if config.kind != "mixture":
+        return order
     coin = torch.from_numpy(to_uniform(bits[:, :1]))
-    return order.where(coin >= config.l2r_prob, identity) if config.kind == "mixture" else order
+    other = replace(config, kind=config.mixed)
+    return order.where(coin >= config.l2r_prob, orders_at(other, seed, step, rows, length, stream))
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:
@@ -174,9 +178,12 @@ def read_orders(file: str, length: int) -> np.ndarray:
 
 def parse_order(text: str, option: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means, such as slots:block=8."""
-    known, types = ORDER_SETTINGS.get(text.partition(":")[0], ()), get_type_hints(OrderConfig)
-    example = f"{known[0]}=1" if known else ""
-    kind, values = parse_settings(text, {key: types[key] for key in known}, example, option)
+    known = ORDER_SETTINGS.get(text.partition(":")[0], ())
+    example, types = (
+        f"{known[0]}=1" if known else "",
+        {k: type(getattr(OrderConfig, k)) for k in known},
+    )
+    kind, values = parse_settings(text, types, example, option)
     try:
         return OrderConfig(kind, **values)
     except UserError as error:

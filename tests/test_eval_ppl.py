@@ -348,7 +348,10 @@ def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data):
         ("--datasets lm1b", "python data/prepare.py lm1b"),
         ("--orders fixed_blockwise:blocks=3", "'blocks' is no setting"),
         ("--orders confidence:threshold=0.9 --group 2", "leave out --group, or write most=2"),
-        ("--orders fixed_blockwise:block=17", "block size is 16; give a smaller block"),
+        (
+            "--orders fixed_blockwise:block=17",
+            "order.block 17 exceeds model.block_size 16; lower it",
+        ),
         ("--ensemble 8 --group 2", "leave out --ensemble"),
         ("--json table.md", "name the same file"),
     ):

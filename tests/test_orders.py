@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from reference import LEVEL, chi_square_p
-from scipy.stats import chisquare
+from scipy.stats import binomtest, chisquare
 
 from orders import OrderConfig, inverse_permutation, orders_at, parse_order
 from runtime.randomness import ORDERS, SHUFFLE, philox_bits
@@ -53,6 +53,18 @@ def test_seed_step_and_row_all_matter(kind):
     tables = [(seed, step) for seed in range(4) for step in range(4)] + [(2**62 - 1, 0), (0, 10**6)]
     rows = torch.cat([orders_at(config, seed, step, range(6), 64) for seed, step in tables])
     assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
+
+
+@pytest.mark.parametrize("mixed", ["l2r", "r2l", "fixed_random", "slots"])
+def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
+    config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
+    found = orders_at(config, 1, 2, range(4000), 12)
+    other = orders_at(OrderConfig(mixed, block=4, seed=7), 1, 2, range(4000), 12)
+    random = orders_at(OrderConfig("random"), 1, 2, range(4000), 12)
+    taken = (found == other).all(1)
+    assert torch.equal(found, other.where(taken[:, None], random))
+    assert binomtest(int(taken.sum()), 4000, 0.3).pvalue > LEVEL
+    assert parse_order(f"mixture:l2r_prob=0.3,mixed={mixed},block=4,seed=7", "--order") == config
 
 
 @pytest.mark.parametrize("kind, block", [("fixed_random", 32), ("fixed_blockwise", 16)])

@@ -218,7 +218,7 @@ class Config(Table):
             orders = dataclasses.replace(self.order, kind=stage.kind)  # checks its settings
             orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
-            changes |= stage.kind == "mixture" and stage.l2r_prob < 1
+            changes |= stage.kind == "mixture" and (stage.l2r_prob < 1 or orders.mixed == "slots")
             needs = f"order.kind = {stage.kind!r} needs target positions: set model.target"
             refuse(m.l2r_only and changes, f"{needs} to 'adaln', or order.kind to 'l2r'")
             other = f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
