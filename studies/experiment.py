@@ -40,25 +40,20 @@ QUICK = {
 }
 
 Values = dict[str, float]
-"""A dotted key of the configuration and its value, or nothing where no key is tuned."""
+"""The tuned keys of the configuration and their values."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
     name: str
     changes: dict  # dotted keys of the configuration whose values differ from the base
-    tune: dict[str, list]  # a dotted key and the values to try; at most one key
+    tune: dict[str, list]  # dotted keys and the values to try, a grid
     description: str = ""
 
     @property
-    def choices(self) -> list[Values]:
-        """What can be tried, in the order of the values under `tune`."""
-        return [{key: v} for key, values in self.tune.items() for v in values] or [{}]
-
-    @property
     def untuned(self) -> Values:
-        """The middle choice."""
-        return self.choices[len(self.choices) // 2]
+        """The middle of the grid."""
+        return {key: values[len(values) // 2] for key, values in self.tune.items()}
 
 
 Keys = {"from": str, "description": str, "tune": dict[str, list]}
@@ -94,6 +89,7 @@ class Experiment:
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
     tuning_seeds: list[int] = field(default_factory=lambda: [0])  # whose mean loss is tuned
+    tune_on: list[str] = field(default_factory=list)  # run configs whose best value all others use
     goal: float | None = None  # a loss: how many tokens until a run reaches it?
 
     base: dict = field(default_factory=dict)
@@ -135,12 +131,15 @@ class Experiment:
         if (start := changes.get("train.init_from")) in helpers:
             changes["train.init_from"] = str(helpers[start].run_folder)
         values = copy.deepcopy(self.base)
-        for key, value in changes.items():
+        for key, value in copy.deepcopy(changes).items():
             table = values
             *path, last = key.split(".")
             for part in path:
                 table = table.setdefault(part, {})  # an unknown key is refused below, by its name
             table[last] = value
+        for stage in values.get("schedule", ()):  # a fraction is of all steps
+            if isinstance(stage["step"], float):
+                stage["step"] = round(stage["step"] * values["train"]["steps"])
         return configuration.from_dict(values, f"run config {run_config.name}")
 
     def helper_configs(self, recipe: str, quick: bool = False) -> dict[str, Config]:

@@ -7,6 +7,7 @@ at each evaluation, and figures {name: [value, standard error or None]}.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -81,19 +82,30 @@ def commits_of(results: Iterable[dict]) -> str:
     return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
 
 
-def search(choices: list, loss_of: Callable[[Values], float]) -> list[tuple[Values, float]]:
-    """Try the middle choice and both neighbours, then neighbours of the best one, until both of its
-    own have been tried: where the loss is flat, chance would lead away from better values. Returns
-    those tried, in their order, with their losses; nothing if there is only one choice."""
-    middle, tried = len(choices) // 2, {}
-    while len(choices) > 1:
+def search(tune: dict[str, list], loss_of: Callable[[Values], float]) -> list[tuple[Values, float]]:
+    """Try the middle of the grid and its neighbours along every key, then neighbours of the best
+    point, until all of its own have been tried: where the loss is flat, chance would lead away from
+    better values. Returns those tried, in their order, with their losses; nothing if there is only
+    one point."""
+    sizes, tried = [len(values) for values in tune.values()], {}
+    middle = tuple(size // 2 for size in sizes)
+
+    def around(place: tuple) -> list[tuple]:
+        steps = [(key, by) for key in range(len(sizes)) for by in (1, -1)]
+        moved = [(*place[:key], place[key] + by, *place[key + 1 :]) for key, by in steps]
+        inside = [p for p in moved if all(0 <= n < size for n, size in zip(p, sizes, strict=True))]
+        return [place, *inside]
+
+    def values_at(place: tuple) -> Values:
+        return {key: values[n] for n, (key, values) in zip(place, tune.items(), strict=True)}
+
+    while math.prod(sizes) > 1:
         best = min(tried, key=tried.get, default=middle)
-        wanted = (middle, middle + 1, middle - 1, best + 1, best - 1)
-        left = [n for n in wanted if 0 <= n < len(choices) and n not in tried]
+        left = [place for place in (*around(middle), *around(best)) if place not in tried]
         if not left:
             break
-        tried[left[0]] = loss_of(choices[left[0]])
-    return [(choices[place], tried[place]) for place in sorted(tried)]
+        tried[left[0]] = loss_of(values_at(left[0]))
+    return [(values_at(place), tried[place]) for place in sorted(tried)]
 
 
 def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
@@ -126,15 +138,23 @@ class Runner:
         chosen = [(recipe, one) for recipe in recipes for one in self.experiment.trained(recipe)]
         found: Found = {recipe: {} for recipe in recipes}
         try:
-            tuning = [pool.submit(self.tune, recipe, one) for recipe, one in chosen]
+            tuned_on = self.experiment.tune_on
+            shared = {
+                recipe: pool.submit(self.tune, recipe, [known[name] for name in tuned_on])
+                for recipe, known in (recipes.items() if tuned_on else ())
+            }
+            tuning = [shared.get(r) or pool.submit(self.tune, r, [one]) for r, one in chosen]
             for (recipe, one), pairs in zip(chosen, (f.result() for f in tuning), strict=True):
-                tuned, grid = best_of(one, pairs), one.choices
+                tuned = best_of(one, pairs)
                 model = meta_model(self.experiment.config(recipe, one, 0, tuned))
                 found[recipe][one.name] = {
                     "description": one.description,
                     "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
                     "tuned": tuned,
-                    "at_boundary": bool(pairs) and tuned in (grid[0], grid[-1]),
+                    "at_boundary": any(
+                        tuned[key] in (values[0], values[-1]) for key, values in one.tune.items()
+                    )
+                    and bool(pairs),
                     "parameters": sum(p.numel() for p in model.parameters()),
                     "runs": [pool.submit(self.run, recipe, one, s, tuned) for s in range(seeds)],
                 }
@@ -145,18 +165,18 @@ class Runner:
             pool.shutdown(cancel_futures=True)
         return found
 
-    def tune(self, recipe: str, run_config: RunConfig) -> list[tuple[Values, float]]:
-        """What `search` tries, by the mean over the tuning seeds."""
+    def tune(self, recipe: str, run_configs: list[RunConfig]) -> list[tuple[Values, float]]:
+        """What `search` tries, by the mean over these run configs and the tuning seeds."""
 
         def loss_of(tuned: Values) -> float:
             ends = []
-            for seed in self.experiment.tuning_seeds:
-                config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
+            for one, seed in itertools.product(run_configs, self.experiment.tuning_seeds):
+                config = self.experiment.config(recipe, one, seed, tuned, self.quick)
                 losses = self.result(recipe, config, [])["losses"]
                 ends.append(losses["training"][-1] if losses else math.inf)
             return statistics.mean(ends)
 
-        return [] if self.quick else search(run_config.choices, loss_of)
+        return [] if self.quick else search(run_configs[0].tune, loss_of)
 
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PLATEAU = "unresolved (plateau)"
 UNFINISHED = "unresolved (a run did not end)"
@@ -24,6 +24,7 @@ class Claim:
     lower: str
     higher: str
     margin: float = 0.0  # `lower` may be larger by less than this: two figures are alike
+    primary: list[str] = field(default_factory=list)  # recipes under which it gets a verdict
 
 
 @dataclass(frozen=True)
