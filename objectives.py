@@ -30,11 +30,12 @@ class ObjectiveConfig(Table):
 
     # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3: every group
     # of steps from the groups before it). Encoders (RADD): lambda_dce (random mask rate,
-    # stratified over the batch), k_dce (random number of masked tokens), t_dce (time on the
-    # log-linear noise schedule); score_entropy (SEDD).
-    kind: Literal["ar", "ao_ar", "groupwise", "lambda_dce", "k_dce", "t_dce", "score_entropy"] = (
-        "ao_ar"
-    )
+    # stratified over the batch), masked_ce (the same masks, unweighted: no bound, arXiv 2602.15014),
+    # k_dce (random number of masked tokens), t_dce (time on the log-linear noise schedule);
+    # score_entropy (SEDD).
+    kind: Literal[
+        "ar", "ao_ar", "groupwise", "lambda_dce", "masked_ce", "k_dce", "t_dce", "score_entropy"
+    ] = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
     # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
@@ -88,11 +89,11 @@ def masks_at(
     config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int, roles=None
 ) -> Masks:
     """Training masks of the sequences `rows` of a global batch of `total`, a pure function of the
-    arguments. The rates of lambda_dce are stratified. A prompt (in `roles`) is never masked."""
+    arguments. The rates of lambda_dce and masked_ce are stratified. A prompt (in `roles`) is never masked."""
     share, position = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         share, position = _with_prefixes(config.prefix_prob, share, position)
-    if config.kind == "lambda_dce":
+    if config.kind in ("lambda_dce", "masked_ce"):
         share = stratified(seed, step, rows, total, length + 1)
     return _masks(config.kind, share, position, config.noise_eps, roles)
 
@@ -111,10 +112,12 @@ def _masks(
     kind: str, share: Tensor, position: Tensor, eps: float, roles: Roles | None = None
 ) -> Masks:
     """Masks from uniform numbers of sequences (B,) and positions (B, T), such that the weighted
-    loss has the masked diffusion objective as its expectation (RADD, section 3; SEDD):
+    loss (of masked_ce alone not) has the masked diffusion objective as its expectation (RADD,
+    section 3; SEDD):
 
         kind            masked                              weight
         lambda_dce      at rate l ~ U(0, 1)                 1 / l
+        masked_ce       as lambda_dce                       2: no bound, the mean over masked ones
         k_dce           exactly k ~ U{1..n} positions       n / k
         t_dce           at rate (1 - eps) t, t ~ U(0, 1)    sigma'(t) / expm1(sigma(t)) = 1 / t
         score_entropy   as t_dce                            sigma'(t)
@@ -126,8 +129,9 @@ def _masks(
         rank = position.argsort(dim=1).argsort(dim=1)
         return Masks(rank < k[:, None], n / k, log_linear_noise(k / n, eps), lengths)
     t = share.clamp(min=SMALLEST_RATE)
-    if kind == "lambda_dce":
-        return Masks(position < t[:, None], 1 / t, log_linear_noise(t, eps), lengths)
+    if kind in ("lambda_dce", "masked_ce"):
+        weight = 1 / t if kind == "lambda_dce" else torch.full_like(t, 2.0)
+        return Masks(position < t[:, None], weight, log_linear_noise(t, eps), lengths)
     rate = (1 - eps) * t
     masked, sigma = position < rate[:, None], log_linear_noise(t, eps)
     if kind == "t_dce":

@@ -198,7 +198,7 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
         case "score_entropy":
             vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
             return score_entropy(model, batch.tokens, batch.masks, vocab_size).mean()
-        case "lambda_dce" | "k_dce" | "t_dce":  # which draw their masks differently
+        case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # which draw their masks differently
             return masked_nll(model, batch.tokens, batch.masks).mean()
 
 

@@ -302,6 +302,17 @@ def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
         assert ((1 - (-masks.sigma).exp()) / (1 - EPS) - rates).abs().max() < 1e-6
 
 
+def test_the_unweighted_loss_has_the_masks_of_lambda_dce_and_is_a_mean_over_masked_tokens():
+    for step in range(3):
+        weighted, plain = (
+            drawn_masks(k, 5, step, range(8), 8) for k in ("lambda_dce", "masked_ce")
+        )
+        assert torch.equal(weighted.masked, plain.masked) and set(plain.weight.tolist()) == {2.0}
+        assert torch.equal(weighted.sigma, plain.sigma)
+    masked = drawn_masks("masked_ce", 0, 0, range(4000), 4000).masked.double()
+    assert (2 * masked.mean() - 1).abs() < 0.02
+
+
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce", "score_entropy"])
 def test_masks_are_a_function_of_seed_step_and_row(kind):
     whole = drawn_masks(kind, 3, 7, range(12), 12, LENGTH)
