@@ -30,7 +30,7 @@ class ObjectiveConfig(Table):
 
     # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3: every group
     # of steps from the groups before it). Encoders (RADD): lambda_dce (random mask rate,
-    # stratified over the batch), masked_ce (the same masks, unweighted: no bound, arXiv 2602.15014),
+    # stratified over the batch), masked_ce (the same, unweighted: no bound, arXiv 2602.15014),
     # k_dce (random number of masked tokens), t_dce (time on the log-linear noise schedule);
     # score_entropy (SEDD).
     kind: Literal[
@@ -89,7 +89,8 @@ def masks_at(
     config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int, roles=None
 ) -> Masks:
     """Training masks of the sequences `rows` of a global batch of `total`, a pure function of the
-    arguments. The rates of lambda_dce and masked_ce are stratified. A prompt (in `roles`) is never masked."""
+    arguments. The rates of lambda_dce and masked_ce are stratified. A prompt (in `roles`) is never
+    masked."""
     share, position = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         share, position = _with_prefixes(config.prefix_prob, share, position)
