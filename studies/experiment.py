@@ -80,15 +80,18 @@ def read_run_configs(
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     name: str
-    title: str = ""
-    source: str = ""  # where the claims were made
+    title: str = ""  # the question
+    answer: str = ""  # what came out, in words, with its numbers as pages.py reads them
+    source: str = ""  # what the paper and others say
     setting: str = ""
-    meaning: str = ""  # what came out, in words; the verdicts are computed
+    caveats: str = ""
+    row: dict[str, str] = field(default_factory=dict)  # in the table of all: paper, fast, says
     kind: str = "training"  # the loss or figure that is compared; training: under training orders
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
-    tuning_seeds: list[int] = field(default_factory=lambda: [0])  # whose mean loss is tuned
+    # Rates are tuned by the mean loss of these seeds, which are not reported.
+    tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
     tune_on: list[str] = field(default_factory=list)  # run configs whose best value all others use
     goal: float | None = None  # a loss: how many tokens until a run reaches it?
 

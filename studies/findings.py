@@ -1,8 +1,8 @@
-"""Test claims about any-order models by experiments: run configs, seeds, verdicts.
+"""Questions about any-order models, answered by experiments: run configs, seeds, verdicts.
 
     python -m studies.findings E1 --seeds 1 --quick   # does it run? Three minutes
     python -m studies.findings E1 --jobs 2            # train what is missing: results/findings/E1.*
-    python -m studies.findings page                   # collect everything in results/findings.md
+    python -m studies.findings page                   # all pages of what has results
 
 An experiment is a file of studies/configs/findings. An interrupted one is resumed: finished runs in
 out/findings are not trained again, nor those with a row in results/findings/E1.runs.jsonl (remove
@@ -10,6 +10,7 @@ the file to repeat them).
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -21,13 +22,10 @@ from runtime.outputs import versions
 from runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
-from studies.experiment import Experiment, load_experiment
+from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure
-from studies.runner import Found, Results, Runner, RunOptions, benchmark, commits_of
+from studies.runner import Results, Runner, RunOptions, benchmark, commits_of
 from studies.runs import ROOT
-from studies.verdicts import judged, ratio_of
-
-PAGE = ROOT / "results" / "findings.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +38,19 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     if a.experiment == "page":
-        write_text(PAGE, pages.page())
-        show(f"wrote {PAGE.relative_to(ROOT)}")
+        for name in experiment_names():
+            if (file := pages.RESULTS / f"{name}.json").exists():
+                write_page(file, *pages.results_of(name))
+        write_text(pages.RESULTS / "README.md", pages.overview())
+        front = pages.filled((CONFIGS / "front.md").read_text(), None, None)
+        write_text(pages.RESULTS.parent / "README.md", front)
+        show("wrote results/README.md and results/findings")
     else:
         run(load_experiment(a.experiment), a)
 
 
 def run(experiment: Experiment, a: Arguments) -> None:
-    """Train what is missing; write the JSON, the tables and the figure, and print the tables."""
+    """Train what is missing; write the results, their page and figure, and print the tables."""
     seeds = a.seeds or experiment.seeds
     results = Results(None if a.quick else pages.RESULTS / f"{experiment.name}.runs.jsonl")
     if a.quick:
@@ -55,33 +58,25 @@ def run(experiment: Experiment, a: Arguments) -> None:
     runner = Runner(experiment, results, jobs=a.jobs, quick=a.quick)
     trained = benchmark(experiment, a.quick) if experiment.bench else runner.train(seeds)
     rows = (row for entries in trained.values() for e in entries.values() for row in e["runs"])
-    found = {
-        "experiment": experiment.name,
-        "recipes": trained,
-        **judgements(experiment, trained),
-        "commit": commits_of(rows),
-        "torch": versions()["torch"],
-    }
+    found = {"experiment": experiment.name, "recipes": trained}
+    found |= {"commit": commits_of(rows), "torch": versions()["torch"]}
     complete = seeds >= experiment.seeds and not a.quick
     partial = experiments.OUT / ("quick" if a.quick else "part")
     file = (pages.RESULTS if complete else partial) / f"{experiment.name}.json"
     write_text(file, to_json(found) + "\n")  # first, so that an error below loses nothing
-    lines = pages.tables(experiment, found)
-    write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
-    image = figure(experiment, found)
+    write_page(file, experiment, found, whole=complete)
+    show(*pages.details_of(experiment, found), f"wrote {file}, a page and a figure", sep="\n")
+
+
+def write_page(file: Path, experiment: Experiment, found: dict, whole: bool = True) -> None:
+    """The figure and the details beside a file of results, and unless a part of them is missing,
+    which the text may speak of, the page."""
+    details = pages.details_of(experiment, found)
+    write_text(file.with_suffix(".details.md"), "\n".join(details))
+    image = figure(experiment, {"recipes": pages.reported(experiment, found)})
     write_atomically(file.with_suffix(".png"), lambda f: f.write(image))
-    show(*lines, f"wrote {file}, its table (.md) and its figure (.png)", sep="\n")
-
-
-def judgements(experiment: Experiment, trained: Found) -> dict:
-    """The verdicts on the experiment's claims, and its ratios, for each recipe."""
-    claims, ratios = {}, {}
-    for recipe, entries in trained.items():
-        judgements = (judged(claim, experiment.kind, entries) for claim in experiment.claims)
-        claims[recipe] = [claim for claim in judgements if claim]
-        values = (ratio_of(ratio, experiment.kind, entries) for ratio in experiment.ratios)
-        ratios[recipe] = [ratio for ratio in values if ratio]
-    return {"claims": claims, "ratios": ratios}
+    if whole:
+        write_text(file.with_suffix(".md"), "\n".join(pages.page_of(experiment, found)))
 
 
 def prepare_quick_text(experiment: Experiment) -> None:

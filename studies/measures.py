@@ -158,9 +158,9 @@ def least_loss(folder: str, sequences: int, size: int) -> float | None:
 
 
 @functools.cache
-def unigram(folder: str) -> float:
-    """Entropy of single tokens of the validation text, nats."""
-    counts = np.bincount(read_tokens(Path(folder), "val"))
+def unigram(folder: str, split: str = "val") -> float:
+    """Entropy of single tokens of a split, nats."""
+    counts = np.bincount(read_tokens(Path(folder), split))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

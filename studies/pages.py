@@ -1,19 +1,25 @@
-"""The tables of an experiment and its part of results/findings.md, made from its JSON."""
+"""The pages of the experiments in results/findings, made from their JSON: no number or verdict on
+them is written by hand. Texts name the numbers in them:
+
+    {fast: random - fixed}         the difference of two run configs, with its 95% interval
+    {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
+    {E1 fast: random - fixed}      of another experiment
+"""
 
 import functools
 import re
 import statistics
-from collections import Counter
 
 from evaluation.text_measures import mean_and_reach
+from runtime.errors import UserError
 from runtime.outputs import markdown_table
 from runtime.validation import read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
-from studies.verdicts import figure_of
+from studies.verdicts import Claim, figure_of, judged, ratio_of, tokens_to, with_verdicts
 
 RESULTS = ROOT / "results" / "findings"
-AFTER = "(asked after the runs)"  # at the end of such a claim
+FEW = 4  # below so many seeds their values are shown, not a mean
 
 
 @functools.cache
@@ -37,50 +43,55 @@ def title_of(kind: str) -> str:
     return titles()["names"].get(kind, by_parts)
 
 
-def tables(experiment: Experiment, found: dict) -> list[str]:
-    """For each recipe the losses of the run configs, the verdicts, and the ratios."""
-    lines = []
-    for recipe, entries in found["recipes"].items():
-        description = experiment.descriptions.get(recipe)
-        lines += [f"**{recipe}**" + (f": {description}." if description else ""), ""]
-        lines += [*losses_table(experiment, entries), ""]
-        lines += [*claims_table(found["claims"][recipe]), ""]
-        for ratio in found["ratios"][recipe]:
-            lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""]
-    return lines
+# ---- numbers -------------------------------------------------------------------------------------
 
 
-def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
-    """A line for each run config: losses and measures, means over seeds with the half-width of
-    their 95% CI."""
-    main, goal = experiment.kind, experiment.goal
-    rows = [row for entry in entries.values() for row in entry["runs"]]
-    kinds = [main] * any(main in row["losses"] for row in rows) + experiment.shown
-    columns = {kind: title_of(kind) for kind in kinds}
-    if any("excess" in row["measured"] for row in rows):
-        columns["excess"] = "above the entropy"
-    head = ["run config", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
-    head += ["parameters", "tuned"] * (not experiment.bench)
-    lines = []
-    for name, entry in entries.items():
-        cells = [mean_cell([value_of(row, kind) for row in entry["runs"]]) for kind in columns]
-        if goal is not None:
-            cells.append(reached_cell(entry["runs"], main, goal))
-        if not experiment.bench:
-            cells += [f"{entry['parameters']:,}", tuned_cell(entry)]
-        lines.append([name, *cells, entry["description"]])
-    return markdown_table([*head, "description"], lines)
+def reported(experiment: Experiment, found: dict) -> dict[str, dict[str, dict]]:
+    """The run configs of each recipe without the runs of seeds that the rates were tuned on."""
+    tuned_on = experiment.tuning_seeds
+
+    def kept(entry: dict) -> dict:
+        runs = [row for row in entry["runs"] if row.get("seed") not in tuned_on]
+        return entry | {"runs": runs}
+
+    return {
+        recipe: {name: kept(entry) for name, entry in entries.items()}
+        for recipe, entries in found["recipes"].items()
+    }
 
 
-def reached_cell(rows: list[dict], kind: str, goal: float) -> str:
-    """After how many tokens a loss reaches the goal, mean over the runs; a dash if one never
-    does."""
-    reached = mean_tokens_to(goal, rows, kind)
-    if reached is None:
+def judgements(experiment: Experiment, found: dict) -> dict[str, list[dict]]:
+    """The experiment's claims under each recipe, with the verdicts of the primary ones."""
+    claims: dict[str, list[dict]] = {}
+    for recipe, entries in reported(experiment, found).items():
+        pairs = [(claim, judged(claim, experiment.kind, entries)) for claim in experiment.claims]
+        claims[recipe] = [c | {"primary": recipe in claim.primary} for claim, c in pairs if c]
+    with_verdicts([c for of_recipe in claims.values() for c in of_recipe if c["primary"]])
+    return claims
+
+
+def value_of(row: dict, kind: str) -> float | None:
+    found = figure_of(row, kind)
+    return found.value if found else None
+
+
+def mean_cell(values: list[float | None], form: str = ".3f") -> str:
+    """A mean over seeds with the half-width of its 95% CI; of few seeds their values; a dash if a
+    value is missing."""
+    if not values or None in values:
         return "-"
-    # Below it at the first evaluation already: nobody knows since when.
-    early = any(row["losses"][kind][0] <= goal for row in rows)
-    return "at most " * early + f"{reached / 1e6:.2f}M"
+    if len(values) < FEW:
+        return ", ".join(f"{value:{form}}" for value in values)
+    mean, half_width = mean_and_reach(values)
+    return f"{mean:{form}} ± {half_width:{form}}"
+
+
+def difference_cell(claim: dict, form: str = "+.3f") -> str:
+    if claim["mean"] is None:
+        return "-"
+    if claim["half_width"] is None or claim["seeds"] < FEW:
+        return f"{claim['mean']:{form}} ({claim['seeds']} seed{'s' * (claim['seeds'] != 1)})"
+    return f"{claim['mean']:{form}} ± {claim['half_width']:.3f}"
 
 
 def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
@@ -89,84 +100,167 @@ def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
     return None if None in reached else statistics.mean(reached)
 
 
-def tokens_to(goal: float, row: dict, kind: str) -> float | None:
-    """Tokens at which a loss first reaches the goal, interpolated between two evaluations; None if
-    it never does."""
-    points = list(zip(row["tokens"], row["losses"].get(kind, ()), strict=False))
-    for (tokens, loss), (before, higher) in zip(points, points[:1] + points, strict=False):
-        if loss <= goal:
-            share = (higher - goal) / (higher - loss) if higher > goal else 0
-            return before + share * (tokens - before)
-    return None
-
-
-def value_of(row: dict, kind: str) -> float | None:
-    found = figure_of(row, kind)
-    return found.value if found else None
-
-
-def mean_cell(values: list[float | None], form: str = ".4f") -> str:
-    """A mean over seeds with the half-width of its 95% CI; a dash if a value is missing."""
-    if not values or None in values:
-        return "-"
-    mean, half_width = mean_and_reach(values)
-    return f"{mean:{form}}" + f" ± {half_width:{form}}" * (len(values) > 1)
-
-
 def tuned_cell(entry: dict) -> str:
     """{"optim.lr": 0.001} -> "lr 0.001", and whether that is at the boundary of the grid."""
     words = ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in entry["tuned"].items())
     return words + " (boundary)" * entry["at_boundary"]
 
 
+def filled(text: str, experiment: Experiment | None, found: dict | None) -> str:
+    """A text with its numbers. Raises UserError for one that names what is not there."""
+
+    def number(match: re.Match) -> str:
+        name, recipe, sides = match.groups()
+        of, results = (experiment, found) if not name else results_of(name.strip())
+        entries = reported(of, results).get(recipe)
+        higher, _, lower = sides.partition(" - ")
+        claim = Claim("", lower or "0", higher)
+        kind = of.kind
+        judgement = entries and judged(claim, kind, entries)
+        if not judgement or judgement["mean"] is None:
+            raise UserError(f"{of.name} has no {match[0]}; see its run configs and measures")
+        if lower:
+            return difference_cell(judgement, ".3f")
+        name, _, of_side = higher.partition(":")
+        return mean_cell([value_of(row, of_side or kind) for row in entries[name]["runs"]])
+
+    return re.sub(r"\{(E\d+ )?([^{}:]+): ([^{}]+)\}", number, text)
+
+
+@functools.cache
+def results_of(name: str) -> tuple[Experiment, dict]:
+    return load_experiment(name), read_results(RESULTS / f"{name}.json", "make it again")
+
+
+# ---- the page of an experiment -------------------------------------------------------------------
+
+
+def page_of(experiment: Experiment, found: dict) -> list[str]:
+    """Question, answer, figure, a table of at most five columns, primary claims, caveats."""
+    e, claims = experiment, judgements(experiment, found)
+    lines = [f"# {e.name}. {e.title}", ""]
+    lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
+    lines += [*main_table(e, found), ""]
+    for recipe, of_recipe in claims.items():
+        for c in (c for c in of_recipe if c["primary"]):
+            p = "" if c["p"] is None else f", p {c['p']:.2g}"
+            lines.append(f"- *{recipe}*: {c['says']}: {difference_cell(c)}{p}: **{c['verdict']}**")
+    lines += [""] * any(c["primary"] for of_recipe in claims.values() for c in of_recipe)
+    lines += [f"**Setting.** {e.setting}", ""]
+    lines += [f"**Elsewhere.** {e.source}", ""] * bool(e.source)
+    lines += [f"**Caveats.** {filled(e.caveats, e, found).strip()}", ""] * bool(e.caveats)
+    again = f"`python -m studies.findings {e.name} --jobs 2`"
+    return [*lines, f"Repeat it: {again}. [Details]({e.name}.details.md).", ""]
+
+
+def main_table(experiment: Experiment, found: dict) -> list[str]:
+    """The compared figure of each run config under each recipe; with one recipe, other figures
+    beside it."""
+    recipes, kind = reported(experiment, found), experiment.kind
+    kinds = list(dict.fromkeys([kind, *experiment.shown]))
+    columns = [(recipe, kind) for recipe in recipes]
+    if len(recipes) == 1:
+        columns = [(recipe, one) for recipe in recipes for one in kinds][:4]
+    names = list(dict.fromkeys(name for entries in recipes.values() for name in entries))
+    lines = []
+    for name in names:
+        cells = [
+            mean_cell([value_of(row, one) for row in recipes[recipe][name]["runs"]])
+            if name in recipes[recipe]
+            else ""
+            for recipe, one in columns
+        ]
+        described = next(e[name]["description"] for e in recipes.values() if name in e)
+        lines.append([described or name, *cells])
+    head = [title_of(one) if len(recipes) == 1 else recipe for recipe, one in columns]
+    first = "" if len(recipes) == 1 else f"{title_of(kind)}, {experiment.y_label}"
+    return markdown_table([first, *head], lines)
+
+
+def details_of(experiment: Experiment, found: dict) -> list[str]:
+    """All figures, claims, rates tried and commits."""
+    claims = judgements(experiment, found)
+    lines = [f"# {experiment.name}: details", ""]
+    for recipe, entries in reported(experiment, found).items():
+        description = experiment.descriptions.get(recipe)
+        lines += [f"## {recipe}" + (f": {description}" if description else ""), ""]
+        lines += [*losses_table(experiment, entries), ""]
+        lines += [*claims_table(claims[recipe]), ""] if claims[recipe] else []
+        for ratio in (ratio_of(one, experiment.kind, entries) for one in experiment.ratios):
+            lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""] if ratio else []
+    seeds = ", ".join(map(str, experiment.tuning_seeds))
+    tuned = "" if experiment.bench else f"Rates are tuned on seeds {seeds}, which no table holds. "
+    return [*lines, f"{tuned}Commit {found['commit']}, torch {found['torch']}.", ""]
+
+
+def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
+    """A line for each run config: losses and measures, tokens to the goal, what was tuned."""
+    main, goal = experiment.kind, experiment.goal
+    rows = [row for entry in entries.values() for row in entry["runs"]]
+    kinds = list(dict.fromkeys([main, *experiment.shown]))
+    columns = {kind: title_of(kind) for kind in kinds}
+    if any("excess" in row["measured"] for row in rows):
+        columns["excess"] = "above the entropy"
+    head = ["run config", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
+    head += ["parameters", "tuned", "losses of the values tried"] * (not experiment.bench)
+    lines = []
+    for name, entry in entries.items():
+        cells = [mean_cell([value_of(row, kind) for row in entry["runs"]]) for kind in columns]
+        if goal is not None:
+            reached = mean_tokens_to(goal, entry["runs"], "training")
+            cells.append("-" if reached is None else f"{reached / 1e6:.2f}M")
+        if not experiment.bench:
+            tried = [
+                ", ".join(f"{v:g}" for v in one["tuned"].values()) + f": {one['loss']:.3f}"
+                for one in entry["tuning"]
+            ]
+            cells += [f"{entry['parameters']:,}", tuned_cell(entry), "; ".join(tried)]
+        lines.append([name, *cells])
+    return markdown_table(head, lines)
+
+
 def claims_table(claims: list[dict]) -> list[str]:
-    """A line for each claim. The difference is shown without the margin that its verdict allows."""
+    """A line for each claim: the difference without the margin that its p value allows for."""
     lines = []
     for c in claims:
-        mean = "-" if c["mean"] is None else f"{round(c['mean'] - c['margin'], 4) + 0.0:+.4f}"
-        error = f"{c['error']:.4f}" if "error" in c else "-"
-        monte_carlo, seeds = f"{c['monte_carlo_error']:.4f}", str(len(c["differences"]))
-        lines.append([c["says"], c["verdict"], mean, error, monte_carlo, seeds])
-    head = ["claim", "verdict", "mean difference", "standard error", "Monte Carlo error", "seeds"]
-    return markdown_table(head, lines, left=2)
+        p = "" if c["p"] is None else f"{c['p']:.2g}"
+        holm = f"{c['p_holm']:.2g}" if "p_holm" in c else ""
+        lines.append([c["says"], difference_cell(c), p, holm, c["verdict"] or "also looked at"])
+    return markdown_table(["claim", "difference", "p", "Holm's p", "verdict"], lines)
 
 
-def page() -> str:
-    """All experiments that have been run."""
-    rows, sections, missing = [], [], []
+# ---- the page of all -----------------------------------------------------------------------------
+
+
+def overview() -> str:
+    """results/findings/README.md: studies/configs/findings/page.md with a row an experiment."""
+    rows, missing = [], []
     for name in experiment_names():
-        file = RESULTS / f"{name}.json"
-        if file.exists():
-            experiment, found = load_experiment(name), read_results(file, "make it again")
-            rows.append(overview(experiment, found))
-            sections += section(experiment, found)
-        else:
+        if not (RESULTS / f"{name}.json").exists():
             missing.append(name)
+            continue
+        experiment, found = results_of(name)
+        paper, fast, says = (
+            filled(experiment.row.get(key, ""), experiment, found)
+            for key in ("paper", "fast", "says")
+        )
+        link = f"[{experiment.title}]({name}.md)"
+        rows.append([link, paper, fast, says, how_sure(experiment, found)])
+    head = ["question", "paper recipe", "fast recipe", "elsewhere", "how sure"]
+    table = markdown_table(head, rows, left=5)
+    text = filled((CONFIGS / "page.md").read_text(), None, None)
     if missing:
-        sections.append(f"Not run yet: {', '.join(missing)}.")
-    table = markdown_table(["", "what is tested", "claims made before the runs"], rows, left=3)
-    return "\n".join([(CONFIGS / "page.md").read_text(), *table, "", *sections]).rstrip() + "\n"
+        table += ["", f"Not run yet: {', '.join(missing)}."]
+    return text.replace("TABLE", "\n".join(table))
 
 
-def overview(experiment: Experiment, found: dict) -> list[str]:
-    """The cells of an experiment: the verdicts on the claims made before its runs, by recipe."""
-    cells = []
-    for recipe, claims in found["claims"].items():
-        verdicts = Counter(c["verdict"] for c in claims if AFTER not in c["says"])
-        counts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))
-        cells += [f"{recipe}: {counts}"] * bool(counts)
-    # The anchor is as GitHub makes it from a heading.
-    anchor = re.sub(r"[^\w -]", "", heading_of(experiment).lower()).replace(" ", "-")
-    return [f"[{experiment.name}](#{anchor})", experiment.title, "; ".join(cells)]
-
-
-def heading_of(experiment: Experiment) -> str:
-    return f"{experiment.name}: {experiment.title}"
-
-
-def section(experiment: Experiment, found: dict) -> list[str]:
-    origin = f"Commit {found['commit']}, torch {found['torch']}."
-    figure = f"![{experiment.name}](findings/{experiment.name}.png)"
-    lines = [f"## {heading_of(experiment)}", "", f"*Claim*: {experiment.source}", ""]
-    lines += [f"*Setting*: {experiment.setting} {origin}", "", figure, ""]
-    return [*lines, *tables(experiment, found), experiment.meaning.strip(), ""]
+def how_sure(experiment: Experiment, found: dict) -> str:
+    """The verdicts on the primary claims, or the number of seeds that a look is of."""
+    claims = [c for of in judgements(experiment, found).values() for c in of if c["primary"]]
+    if not claims:
+        runs = [e["runs"] for es in reported(experiment, found).values() for e in es.values()]
+        what = "repetitions" if experiment.bench else "seeds"
+        return f"looked at, {min(map(len, runs))} {what}"
+    words = [claim["verdict"] for claim in claims]
+    counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
+    return f"{', '.join(counts)}; {claims[0]['seeds']} seeds"

@@ -206,6 +206,8 @@ class Runner:
             show(f"{config.name}: {loss}", flush=True)
             for command in commands if result["tokens"] else ():
                 result["measured"] |= measured_by(command)
+                if "test" in command:  # the text of the eval_ figures
+                    result["measured"]["unigram_test"] = [unigram(config.data.folder, "test"), None]
             if any(name.startswith("judge_") for name in result["measured"]):
                 entropy = entropy_of_blocks(config.data.folder, config.model.block_size)
                 result["measured"] |= at_entropy(result["measured"], entropy)

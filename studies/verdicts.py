@@ -1,12 +1,21 @@
-"""Verdicts on claims, computed from differences between run configs, paired by seed."""
+"""Differences between run configs with 95% intervals, and verdicts on primary claims.
+
+Welch's t test, since run configs differ in their spread over seeds and pairing them by seed removes
+none of it; Holm's correction over all primary claims of an experiment, whose family-wise error is
+then at most LEVEL. Other claims get an interval and no verdict.
+"""
 
 import math
 import re
 import statistics
 from dataclasses import dataclass, field
 
-PLATEAU = "unresolved (plateau)"
-UNFINISHED = "unresolved (a run did not end)"
+from evaluation.estimates import t_quantile
+
+LEVEL = 0.05
+SUPPORTED, OPPOSITE, UNDECIDED = "supported", "the opposite", "undecided"
+PLATEAU = "undecided (unigram plateau)"
+UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
 NOTHING = 0.1  # nats per token: a loss this close to the unigram entropy is on its plateau
 
@@ -18,18 +27,20 @@ Entries = dict[str, dict]
 class Claim:
     """One figure is lower than another. A side is RUN_CONFIG, RUN_CONFIG:KIND,
     RUN_CONFIG:KIND@SHARE or a number. KIND is a loss or a measured figure, by default that of the
-    experiment; SHARE is the share of the tokens after which a loss is read, by default 1."""
+    experiment, KIND-2*OTHER a combination of two figures of one run, or tokens_to_GOAL: millions of
+    tokens until the training-order loss is at most GOAL. SHARE is the share of the tokens after
+    which a loss is read, by default 1."""
 
     says: str
     lower: str
     higher: str
-    margin: float = 0.0  # `lower` may be larger by less than this: two figures are alike
+    margin: float = 0.0  # `lower` may be larger by less than this: it is as good, within the margin
     primary: list[str] = field(default_factory=list)  # recipes under which it gets a verdict
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """(a - b) / (c - d) of four sides, as those of a claim; none unless c > d with every seed."""
+    """(a - b) / (c - d) of four sides, as those of a claim, seed by seed; none unless c > d."""
 
     says: str
     of: tuple[str, str]
@@ -41,70 +52,122 @@ class Figure:
     """Of one run."""
 
     value: float
-    error: float | None = None  # standard error of the Monte Carlo estimate, if known
-    shared_samples: bool = False  # runs of all seeds were measured with the same samples
+    shared_error: float = 0.0  # standard error from samples that the runs of all seeds share
+    censored: bool = False  # the run ended before it reached a goal: the value is a lower bound
 
 
 def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
     """A measured figure of a run, or else its loss at the first evaluation after a share of its
     tokens. None if the run did not end or has no such figure."""
+    if match := re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind):
+        one, other = (figure_of(row, name, share) for name in (match[1], match[3]))
+        factor = float(match[2])
+        error = math.hypot(one.shared_error, factor * other.shared_error) if one and other else 0
+        return Figure(one.value - factor * other.value, error) if one and other else None
     if share == 1 and kind in row.get("measured", {}):
-        return Figure(*row["measured"][kind], shared_samples=True)
-    if not row["tokens"] or kind not in row["losses"]:
+        value, error = row["measured"][kind]
+        return Figure(value, error or 0.0)
+    if not row["tokens"]:
         return None
-    wanted = share * row["tokens"][-1]
-    place = next(i for i, tokens in enumerate(row["tokens"]) if tokens >= wanted)
-    errors = row["losses"].get(f"{kind}_error")
-    return Figure(row["losses"][kind][place], errors[place] if errors else None)
+    if kind.startswith("tokens_to_"):
+        reached = tokens_to(float(kind.removeprefix("tokens_to_")), row, "training")
+        return Figure((reached or row["tokens"][-1]) / 1e6, censored=reached is None)
+    if kind not in row["losses"]:
+        return None
+    place = next(i for i, n in enumerate(row["tokens"]) if n >= share * row["tokens"][-1])
+    # Its Monte Carlo error differs from seed to seed, so that the spread over seeds contains it.
+    return Figure(row["losses"][kind][place])
+
+
+def tokens_to(goal: float, row: dict, kind: str) -> float | None:
+    """Tokens at which a loss first reaches the goal, interpolated between two evaluations; None if
+    it never does."""
+    points = list(zip(row["tokens"], row["losses"].get(kind, ()), strict=False))
+    for (tokens, loss), (before, higher) in zip(points, points[:1] + points, strict=False):
+        if loss <= goal:
+            share = (higher - goal) / (higher - loss) if higher > goal else 0
+            return before + share * (tokens - before)
+    return None
 
 
 def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
-    """A claim and its verdict; None if a run config is missing. The error of a mean difference has
-    two sources: seeds, and the Monte Carlo estimates."""
+    """A claim with its difference, higher - lower: {"says", "margin", "mean", "half_width", "p",
+    "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only what
+    stands in the way of one, or nothing. None if a run config is missing."""
     sides = sides_of((claim.lower, claim.higher), kind, entries)
     if sides is None:
         return None
-    seeds = [(low, high) for low, high in zip(*sides, strict=True) if low and high]
-    differences = [high.value - low.value + claim.margin for low, high in seeds]
-    monte_carlo = math.hypot(*map(monte_carlo_error, zip(*seeds, strict=True)))
-    found = verdict(differences, monte_carlo)
-    if not seeds:
-        found["verdict"] = UNMEASURED
-    elif len(seeds) < len(sides[0]):
+    found = {"says": claim.says, "margin": claim.margin, "seeds": min(map(len, sides))}
+    low, high = ([figure for figure in side if figure] for side in sides)
+    if not low or not high:
+        return found | {"mean": None, "half_width": None, "p": None, "verdict": UNMEASURED}
+    names = {parts_of(side, kind)[0] for side in (claim.lower, claim.higher)}
+    if len(names) == 1:  # two figures of the same runs: a paired test
+        pairs = [(a, b) for a, b in zip(*sides, strict=True) if a and b]
+        high = [
+            Figure(b.value - a.value, math.hypot(a.shared_error, b.shared_error)) for a, b in pairs
+        ]
+        low = [Figure(0.0)] * len(high)
+    mean, half_width, p = compared(low, high, claim.margin)
+    found |= {"mean": mean, "half_width": half_width, "p": p, "verdict": ""}
+    ended = all(figure for side in sides for figure in side)
+    if not ended or any(figure.censored for figure in low):
         found["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
     elif on_the_plateau(claim, kind, entries):
         found["verdict"] = PLATEAU
-    found |= {"differences": differences, "monte_carlo_error": monte_carlo}
-    return {"says": claim.says, "margin": claim.margin} | found
+    return found
 
 
-def verdict(differences: list[float], monte_carlo: float) -> dict:
-    """reproduced: all paired differences are above 0, and their mean by more than two standard
-    errors (seeds and Monte Carlo together). reversed: the mirror image. Otherwise unresolved."""
-    if len(differences) < 2:
-        return {"mean": differences[0] if differences else None, "verdict": "unresolved"}
-    mean = statistics.mean(differences)
-    over_seeds = statistics.stdev(differences) / math.sqrt(len(differences))
-    error = math.sqrt(over_seeds**2 + monte_carlo**2)
-    clear = abs(mean) > 2 * error and all(d * mean > 0 for d in differences)
-    word = "unresolved" if not clear else "reproduced" if mean > 0 else "reversed"
-    return {"mean": mean, "error": error, "verdict": word}
+def compared(
+    low: list[Figure], high: list[Figure], margin: float = 0.0
+) -> tuple[float, float | None, float | None]:
+    """Mean of high - low, half the width of its 95% interval, and the two-sided p value of high -
+    low + margin, by Welch's t test; a mean alone if a side is a single run. The error of samples
+    that all seeds share is not in the spread over seeds, and is added to it."""
+    values = [[figure.value for figure in side] for side in (low, high)]
+    mean = statistics.mean(values[1]) - statistics.mean(values[0])
+    if min(map(len, values)) < 2:
+        return mean, None, None
+    parts = [statistics.variance(side) / len(side) for side in values]
+    shared = [statistics.mean(figure.shared_error for figure in side) for side in (low, high)]
+    error = math.sqrt(sum(parts) + math.hypot(*shared) ** 2)
+    if error == 0:
+        return mean, 0.0, float(mean + margin == 0)
+    squares = [part**2 / (len(side) - 1) for part, side in zip(parts, values, strict=True)]
+    degrees = sum(parts) ** 2 / sum(squares) if sum(squares) else min(map(len, values)) - 1
+    from scipy import stats
+
+    p = 2 * float(stats.t.sf(abs(mean + margin) / error, degrees))
+    return mean, t_quantile(degrees) * error, p
+
+
+def with_verdicts(claims: list[dict]) -> None:
+    """Give all primary claims of an experiment their verdicts, by Holm's step-down procedure. One
+    that something stands in the way of counts as a test that failed."""
+    p_of = {n: 1.0 if c["verdict"] or c["p"] is None else c["p"] for n, c in enumerate(claims)}
+    adjusted = 0.0
+    for rank, n in enumerate(sorted(p_of, key=p_of.get)):
+        adjusted = max(adjusted, min(1.0, (len(claims) - rank) * p_of[n]))
+        claim = claims[n]
+        claim["p_holm"] = adjusted
+        if not claim["verdict"]:
+            holds = claim["mean"] + claim["margin"] > 0
+            claim["verdict"] = (SUPPORTED if holds else OPPOSITE) if adjusted < LEVEL else UNDECIDED
 
 
 def on_the_plateau(claim: Claim, kind: str, entries: Entries) -> bool:
-    """Whether both sides are losses near the unigram entropy: such runs have learned frequencies
-    only, and say nothing about the claim."""
-    sides = [parts_of(side, kind) for side in (claim.lower, claim.higher)]
-    if claim.margin or any(is_number(name) for name, *_ in sides):
-        return False
-    losses = [
-        (figure_of(row, of, share), row["measured"]["unigram"][0])
-        for name, of, share in sides
-        for row in entries[name]["runs"]
-        if (of in row["losses"] or of.startswith("eval_")) and "unigram" in row.get("measured", {})
-    ]
-    near = [loss is not None and loss.value > unigram - NOTHING for loss, unigram in losses]
-    return bool(near) and all(near)
+    """Whether a side is a loss that in some run is near the unigram entropy of the text that it is
+    of: such a run has learned frequencies only, and says nothing about the claim."""
+    for side in (claim.lower, claim.higher):
+        name, of, share = parts_of(side, kind)
+        for row in () if is_number(name) else entries[name]["runs"]:
+            tested = of.startswith("eval_")
+            measured, figure = row.get("measured", {}), figure_of(row, of, share)
+            unigram = measured.get("unigram_test" if tested else "unigram", measured.get("unigram"))
+            is_loss = tested or of in row["losses"]
+            if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
+                return True
+    return False
 
 
 def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
@@ -116,14 +179,6 @@ def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
     parts = [(a.value - b.value, c.value - d.value) for a, b, c, d in seeds]
     values = [part / of for part, of in parts if of > 0]
     return {"says": ratio.says, "values": values if len(values) == len(parts) else []}
-
-
-def monte_carlo_error(figures: tuple[Figure, ...]) -> float:
-    """Of the mean over seeds. Samples that all seeds share do not average out."""
-    errors = [figure.error or 0.0 for figure in figures]
-    if any(figure.shared_samples for figure in figures):
-        return statistics.mean(errors)
-    return math.hypot(*errors) / len(errors)
 
 
 def sides_of(sides: tuple[str, ...], kind: str, entries: Entries) -> list | None:
