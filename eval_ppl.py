@@ -194,9 +194,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     block_size = min(loaded.model.config.block_size for loaded in models)
     scorers = scorers_of(a, [loaded.model.config for loaded in models], block_size)
     eval_sets = open_all(a, models[0], block_size, procs)
-    needs_text = [n for n, s in scorers.items() if s[0].ensembles != (1,) or n == "score_entropy"]
-    if needs_text and any(eval_set.dataset.of_records for eval_set in eval_sets):
-        raise UserError(f"ensembles and score_entropy take no prompts; leave out {needs_text[0]}")
+    if "score_entropy" in scorers and any(each.dataset.of_records for each in eval_sets):
+        raise UserError("score_entropy takes no prompts; leave it out")
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
     sources = [{k: getattr(m, k) for k in ("path", "step", "weights", "system")} for m in models]
     source = dict(zip("AB", sources, strict=True)) if a.other else sources[0]

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from orders import OrderConfig, orders_at
+from orders import OrderConfig, Roles, orders_at
 from runtime.randomness import ENSEMBLES, philox_bits, to_uniform
 
 MAX_DRAWS, MAX_MEMBERS = 2**24, 2**16  # what the fields of a RandomStream hold
@@ -51,12 +51,19 @@ class RandomStream(NamedTuple):
 
 
 def permute_context(
-    order: Tensor, known: Tensor | int, seed: int, stream: RandomStream, rows: range
+    order: Tensor,
+    known: Tensor | int,
+    seed: int,
+    stream: RandomStream,
+    rows: range,
+    prompt: Tensor | int = 0,
 ) -> Tensor:
-    """The orders (B, T) with their first `known` (B, 1) positions in a uniformly random order."""
-    steps = torch.arange(order.shape[1])
-    keys = stream.uniform(seed, rows, order.shape[1])
+    """The orders (B, T) with their first `known` (B, 1) positions in a uniformly random order, but
+    those of the prompt (B, 1), which stays first and as it is."""
+    T = order.shape[1]
+    steps, keys = torch.arange(T), stream.uniform(seed, rows, T)
     keys = torch.where(steps < known, keys, 1.0 + steps)  # above every random key, and in order
+    keys = torch.where(steps < prompt, steps - float(T), keys)
     return order.gather(1, keys.argsort(dim=1, stable=True))
 
 
@@ -68,22 +75,35 @@ def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def cheap_gains(
-    model, tokens: Tensor, sizes: tuple, seed: int, draw: int, rows: range, batch_size: int
+    model,
+    tokens: Tensor,
+    sizes: tuple,
+    seed: int,
+    draw: int,
+    rows: range,
+    batch_size: int,
+    roles: Roles | None = None,
 ) -> Tensor:
     """Unbiased estimates of L_M - L_1 under uniform orders, from one context of each sequence, in
     max(sizes) passes, whose members all sizes share.
 
     tokens: (B, T), the sequences `rows`; batch_size: contexts in a pass, without effect on the
-    result. Returns (B, S) float64, nats per token, on the CPU; at most 0, up to rounding."""
+    result; roles (on the CPU): which tokens are the prompt, a part of every context. Returns (B, S)
+    float64, nats per token, on the CPU; at most 0, up to rounding."""
     T, members = tokens.shape[1], max(sizes)
     stream = RandomStream(draw, CONTEXTS)
     order = orders_at(OrderConfig("random"), seed, stream.index, rows, T, ENSEMBLES)
+    prompt = torch.zeros(len(rows), 1, dtype=torch.long)
+    end = prompt + T
+    if roles is not None:
+        order = roles.first_given(order)
+        prompt, end = roles.given.sum(dim=1, keepdim=True), roles.lengths[:, None]
     # A uniform order leaves the first of its T + 1 columns of random numbers unused.
-    known = (stream.uniform(seed, rows, T + 1)[:, :1] * T).long()
+    known = prompt + (stream.uniform(seed, rows, T + 1)[:, :1] * (end - prompt)).long()
     orders = [order]
     for member in range(1, members):
         stream = RandomStream(draw, CONTEXTS, member)
-        orders.append(permute_context(order, known, seed, stream, rows))
+        orders.append(permute_context(order, known, seed, stream, rows, prompt))
 
     # All members of all sequences are M B independent contexts.
     contexts = torch.cat(orders).split(batch_size)
@@ -98,4 +118,5 @@ def cheap_gains(
 
     means = torch.stack([log_probs[:size].mean(dim=0) for size in sizes])
     gaps = means - ensemble_log_probs(log_probs, sizes)  # 0 at the steps that are known
-    return gaps.sum(dim=2).T / (T - known)
+    gaps = gaps * (torch.arange(T) < end)  # steps of padding come last
+    return gaps.sum(dim=2).T / (end - known)

@@ -203,8 +203,8 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
         return scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows)).nanmean(dim=1)
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
-        numbers = seed, len(gains), rows, runner.batch_size
-        return cheap_gains(task.loaded.model, tokens, larger, *numbers)
+        how = seed, len(gains), rows, runner.batch_size, eval_set.roles(rows)
+        return cheap_gains(task.loaded.model, tokens, larger, *how)
 
     for _ in range(1 if scorer.exact else draws):
         losses.append(runner.run(task, loss))

@@ -7,25 +7,27 @@ import torch
 from reference import all_sequences, direct_nll, enumerable_system
 
 from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS, RandomStream, cheap_gains
-from orders import OrderConfig
+from orders import OrderConfig, Roles
 
 N, V = 4, 3
 SIZES = (2, 3)
 
 
-def exact_loss(conditional, size, orders):
-    """Nats per token of every sequence, (V ** N,), over all contexts, orders and other members."""
+def exact_loss(conditional, size, orders, given=0):
+    """Nats per token of every sequence, (V ** N,), over all contexts, orders and other members; the
+    first `given` steps of every order are the prompt."""
     total = 0
     for order in orders:
-        for step, target in enumerate(order):
+        for step, target in enumerate(order[given:], given):
             listed = [
-                conditional[context, target] for context in itertools.permutations(order[:step])
+                conditional[(*order[:given], *context), target]
+                for context in itertools.permutations(order[given:step])
             ]
             own = conditional[tuple(order[:step]), target]
             others = itertools.product(listed, repeat=size - 1)
             members = [torch.stack([own, *rest]).mean(dim=0) for rest in others]
             total = total - torch.stack(members).log().mean(dim=0)
-    return total / (len(orders) * N)
+    return total / (len(orders) * (N - given))
 
 
 @pytest.fixture(scope="module", params=["AO-GPT", "two_stream"])
@@ -54,6 +56,22 @@ def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, s
             assert gain < -1e-3, "an ensemble must gain something here, or nothing is tested"
             assert abs(z_score(gains[:, s], gain)) < 4
         assert gains.max() < 1e-12  # float64 rounding: no gain is a loss
+
+
+def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
+    """Of the order 2, then 0 1 3 in any order; and what comes after the text does not count."""
+    model, conditional, _ = system
+    orders = [(2, *rest) for rest in itertools.permutations((0, 1, 3))]
+    exact = {size: exact_loss(conditional, size, orders, given=1) for size in (1, 3)}
+    tokens = all_sequences(V, N)[40].expand(8_000, N)
+    for roles in ([0, 0, 1, 0], [0, 0, 0, 2]):
+        of = Roles.of(torch.tensor(roles).expand(8_000, N))
+        gains = cheap_gains(model, tokens, (3,), 0, 0, range(8_000), 4_000, of)[:, 0]
+        if roles[3] == 0:
+            assert abs(z_score(gains, exact[3][40] - exact[1][40])) < 4
+    other = torch.cat([tokens[:, :3], (tokens[:, 3:] + 1) % V], dim=1)
+    same = cheap_gains(model, other, (3,), 0, 0, range(8_000), 4_000, of)[:, 0]
+    assert torch.equal(gains, same) and gains.min() < -1e-3
 
 
 def test_the_direct_way_that_checks_others_has_the_loss_of_the_exact_ensemble_as_its_mean(system):
