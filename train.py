@@ -62,7 +62,8 @@ def main() -> int:
 def train(config: Config, procs: Processes) -> int:
     """Start or resume the run, train until its last step or a signal, save it and say so."""
     source = find_dataset(config.data.folder)
-    data = TokenDataset(source, "train", config.model.block_size, config.data.verify)
+    how = config.data.verify, config.data.max_tokens
+    data = TokenDataset(source, "train", config.model.block_size, *how)
     config = config.with_steps(data.num_blocks)
     folder, t = config.run_folder, config.train
     val_data = None

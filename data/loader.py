@@ -141,9 +141,12 @@ def spread(count: int, total: int) -> np.ndarray:
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
     examples with prompts are shorter. Attributes: meta, tokens (all ids, memory-mapped),
-    num_blocks, of_records. verify: see `read_tokens`. Raises FileNotFoundError or UserError."""
+    num_blocks, of_records. verify: see `read_tokens`. max_tokens: blocks of so many tokens, spread
+    over the split, are its blocks; 0: all are. Raises FileNotFoundError or UserError."""
 
-    def __init__(self, folder, split: str, block_size: int, verify: bool = False):
+    def __init__(
+        self, folder, split: str, block_size: int, verify: bool = False, max_tokens: int = 0
+    ):
         self.meta, self.tokens = load_meta(folder), read_tokens(folder, split, verify)
         protocol, packed = self.meta.get("protocol"), self.meta.get("block_size") or block_size
         if protocol == "records" and packed < block_size:
@@ -165,6 +168,11 @@ class TokenDataset:
         if self.of_records:  # a block is an example with a prompt
             paths.append(Path(folder) / entry["roles"]["file"])
             self._roles = np.memmap(paths[1], np.uint8, mode="r").reshape(-1, block_size)
+        if max_tokens:  # a copy in memory
+            chosen = spread(max(1, max_tokens // block_size), self.num_blocks)
+            self._blocks, self.num_blocks = self._blocks[chosen], len(chosen)
+            if self.of_records:
+                self._roles = self._roles[chosen]
         self._opened = {path: _stamp(path) for path in paths}
 
     def check_unchanged(self) -> None:

@@ -53,6 +53,7 @@ class DataConfig(Table):
     # share of the steps whose whole batch has a random length, uniform in 1 to block_size and
     # rounded up to an eighth of it, so that the model learns short sequences, too (LLaDA: 0.01)
     random_length_prob: Probability = 0.0
+    max_tokens: NonNegative = 0  # train on blocks of so many tokens, spread over the data; 0: all
 
 
 @dataclass(frozen=True)

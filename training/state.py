@@ -39,7 +39,9 @@ NOW, OTHER_LOSS = "from this step on", "losses before and after this step do not
 SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
 TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
 COMPARED = ("order", "objective", "schedule", "eval.sequences", "eval.draws", "data.val")
-TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(("seed", "data.train"), SHUFFLED)
+TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(
+    ("seed", "data.train", "data.max_tokens"), SHUFFLED
+)
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
 TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
 
