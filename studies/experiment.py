@@ -49,6 +49,7 @@ class RunConfig:
     changes: dict  # dotted keys of the configuration whose values differ from the base
     tune: dict[str, list]  # dotted keys and the values to try, a grid
     description: str = ""
+    tuned_as: str = ""  # another run config, whose best value this one uses
 
     @property
     def untuned(self) -> Values:
@@ -56,7 +57,7 @@ class RunConfig:
         return {key: values[len(values) // 2] for key, values in self.tune.items()}
 
 
-Keys = {"from": str, "description": str, "tune": dict[str, list]}
+Keys = {"from": str, "description": str, "tune": dict[str, list], "tuned_as": str}
 TABLES = dict[str, schema(TypedDict("RunConfigTable", Keys, total=False))]  # and dotted keys
 
 
@@ -70,9 +71,10 @@ def read_run_configs(
         parent = table.pop("from", "" if name else None)
         inherited = RunConfig("", {}, {}) if parent is None else found[parent]
         description, tune = table.pop("description", ""), table.pop("tune", inherited.tune)
+        tuned_as = table.pop("tuned_as", "")
         tune = {key: values for key, values in tune.items() if key not in table}
         changes = {k: v for k, v in (inherited.changes | table).items() if k not in tune}
-        found[name] = RunConfig(name, changes, tune, description)
+        found[name] = RunConfig(name, changes, tune, description, tuned_as)
     del found[""]
     return found
 
@@ -92,6 +94,7 @@ class Experiment:
     seeds: int = 3
     # Rates are tuned by the mean loss of these seeds, which are not reported.
     tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
+    tune_by: str = "training"  # the figure, a loss under the run's own training orders
     tune_on: list[str] = field(default_factory=list)  # run configs whose best value all others use
     goal: float | None = None  # a loss: how many tokens until a run reaches it?
 

@@ -3,15 +3,46 @@ points. `entries` are run configs by name, with the results of their seeds.
 """
 
 import functools
-import statistics
-from collections.abc import Callable
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from evaluation.text_measures import mean_and_reach
 from runtime.outputs import new_figure, png
 from studies.experiment import Experiment
-from studies.pages import title_of, value_of
+from studies.pages import FEW, title_of, value_of
 
 Entries = dict[str, dict]
+# Okabe and Ito's colors, which the color-blind can tell apart: the same for a system everywhere.
+COLORS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000 #8C8C00".split()
+KNOWN = {"aogpt": 0, "ours": 0, "random": 0, "uniform": 0, "l2r0": 0, "encoder": 1, "two_stream": 2}
+KNOWN |= {"gpt": 6, "l2r": 6, "fixed": 3, "l2r10": 5, "adaln": 0, "input": 1, "rotary": 5}
+LINES, MARKERS = ("-", "--", ":", "-."), "osD^v<>Ph*"
+
+
+def styles(experiment: Experiment, entries: Entries) -> dict[str, dict]:
+    """By run config, the same in every panel of an experiment."""
+    known = [name for recipe in experiment.recipes.values() for name in recipe]
+    return styles_of(dict.fromkeys([*known, *entries]))
+
+
+def styles_of(names: Iterable[str]) -> dict[str, dict]:
+    """Color, line and marker of each run config: of a system its color, of its variants other lines
+    and markers; of others colors that are left."""
+    first = {name: re.sub(r"\d*(_.*)?$", "", name) for name in names}
+    systems = {name: name if name in KNOWN else first[name] for name in first}
+    taken = {KNOWN[system] for system in systems.values() if system in KNOWN}
+    left = itertools.cycle([n for n in range(len(COLORS)) if n not in taken] or range(8))
+    numbers, uses, styles = dict(KNOWN), Counter(), {}
+    for name, system in systems.items():
+        if system not in numbers:
+            numbers[system] = next(left)
+        color, use = numbers[system], uses[numbers[system]]
+        uses[color] += 1
+        marker = MARKERS[(color + use) % len(MARKERS)]
+        styles[name] = {"color": COLORS[color], "linestyle": LINES[use % 4], "marker": marker}
+    return styles
 
 
 def draw_panels(panels: dict[str, dict], draw: Callable, columns: int, **options) -> bytes:
@@ -45,34 +76,46 @@ def figure(experiment: Experiment, found: dict) -> bytes:
 
 
 def draw_means(axes, points: list[tuple[float, dict, str]], **style) -> None:
-    """Means and 95% CIs over seeds of (x, entry, kind), where there are any."""
-    found = [(x, *means) for x, entry, kind in points if (means := mean_over_seeds(entry, kind))]
+    """Means and their bars at x of (x, entry, kind), where there are any."""
+    found = [(x, *means) for x, entry, kind in points if (means := mean_and_bars(entry, kind))]
     if found:
-        x, y, bars = zip(*found, strict=True)
-        axes.errorbar(x, y, yerr=bars, capsize=2, **style)
+        x, y, below, above = zip(*found, strict=True)
+        axes.errorbar(x, y, yerr=(below, above), capsize=2, **style)
 
 
-def mean_over_seeds(entry: dict, kind: str) -> tuple[float, float] | None:
-    """Mean and half-width of the 95% CI of a loss or measure; None if a run lacks it."""
+def mean_and_bars(entry: dict, kind: str) -> tuple[float, float, float] | None:
+    """Mean over seeds of a loss or measure and how far its 95% CI reaches below and above, or of
+    few seeds their range; None if a run lacks it."""
     values = [value_of(row, kind) for row in entry["runs"]]
     if None in values:
         return None
     mean, half_width = mean_and_reach(values)
-    return mean, half_width if len(values) > 1 else 0.0
+    if len(values) < FEW:
+        return mean, mean - min(values), max(values) - mean
+    return mean, half_width, half_width
 
 
 def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
-    """The loss over tokens, mean and range over seeds; dashed, the least possible one, if known."""
+    """The loss over tokens, mean and 95% CI over seeds, of few seeds the range; dashed, the least
+    possible one, if known."""
+    style_of, kind = styles(experiment, entries), experiment.kind.removeprefix("lowest_")
     for name, entry in entries.items():
         rows = [row for row in entry["runs"] if row["tokens"]]
-        losses = list(zip(*(row["losses"][experiment.kind] for row in rows), strict=True))
-        means, low, high = ([f(values) for values in losses] for f in (statistics.mean, min, max))
-        (line,) = axes.plot(rows[0]["tokens"], means, label=title_of(name))
-        axes.fill_between(rows[0]["tokens"], low, high, color=line.get_color(), alpha=0.2)
+        of = kind if kind in rows[0]["losses"] else "training"
+        means, low, high = [], [], []
+        for values in zip(*(row["losses"][of] for row in rows), strict=True):
+            mean, half = mean_and_reach(values)
+            few = len(values) < FEW
+            means.append(mean)
+            low.append(min(values) if few else mean - half)
+            high.append(max(values) if few else mean + half)
+        tokens, style = [n / 1e6 for n in rows[0]["tokens"]], style_of[name] | {"marker": ""}
+        axes.plot(tokens, means, label=title_of(name), **style)
+        axes.fill_between(tokens, low, high, color=style["color"], alpha=0.2, linewidth=0)
     if "excess" in rows[0]["measured"]:
         least = rows[0]["losses"]["training"][-1] - rows[0]["measured"]["excess"][0]
         axes.axhline(least, linestyle="--", color="black", linewidth=0.8, label="entropy")
-    axes.set(xlabel="tokens", ylabel=f"{title_of(experiment.kind)}, nats per token")
+    axes.set(xlabel="million tokens", ylabel=f"{title_of(of)}, nats per token")
 
 
 def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
@@ -86,8 +129,9 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
         }
     else:
         lines = {n: [(x[kind], entry, kind) for kind in x] for n, entry in entries.items()}
-    for number, (label, points) in enumerate(lines.items()):  # hollow: lines may coincide
-        draw_means(axes, points, marker="osD^v<>"[number % 7], fillstyle="none", label=label)
+    style_of = styles_of(lines)
+    for label, points in lines.items():  # hollow: lines may coincide
+        draw_means(axes, points, fillstyle="none", label=label, **style_of[label])
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
     if experiment.bench:  # a tick at each value and nowhere else
         axes.set_xscale("log")
@@ -103,31 +147,47 @@ def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
     for number, (name, entry) in enumerate(entries.items()):
         shift = 0.6 * (number / max(1, len(entries) - 1) - 0.5)
         points = [(place + shift, entry, kind) for place, kind in enumerate(kinds)]
-        draw_means(axes, points, fmt="o", markersize=4, label=name)
+        style = styles(experiment, entries)[name] | {"linestyle": ""}
+        draw_means(axes, points, markersize=4, label=title_of(name), **style)
     labels = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")
     axes.set(ylabel=experiment.y_label)
 
 
+def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
+    """The first figure shown over the compared one, a point for each run config."""
+    kinds = experiment.kind, experiment.shown[0]
+    style_of = styles(experiment, entries)
+    for name in entries:
+        style = style_of[name]
+        (x, *x_bars), (y, *y_bars) = (mean_and_bars(entries[name], kind) for kind in kinds)
+        style = style | {"linestyle": "", "capsize": 2, "label": title_of(name)}
+        axes.errorbar(x, y, xerr=[[b] for b in x_bars], yerr=[[b] for b in y_bars], **style)
+    x, y = (f"{title_of(kind)}, nats per token" for kind in kinds)
+    axes.set(xlabel=x, ylabel=y)
+
+
 def draw_frontier(experiment: Experiment, axes, entries: Entries) -> None:
     """The judge's loss over entropy: a curve for each run config and setting, a point for each
     number of steps; a line at the entropy of the text."""
-    for number, (name, entry) in enumerate(entries.items()):
+    style_of = styles(experiment, entries)
+    for name, entry in entries.items():
         curves: dict[str, list] = {}
         for kind in entry["runs"][0]["measured"]:
             _, judge, setting = kind.rpartition("judge_")
             if judge:
                 kinds = f"entropy_{setting}", kind
-                point = [mean_over_seeds(entry, one)[0] for one in kinds]
+                point = [mean_and_bars(entry, one)[0] for one in kinds]
                 curves.setdefault(setting.rpartition("_")[0], []).append(point)
         for place, (setting, points) in enumerate(curves.items()):
-            style = {"color": f"C{number}", "marker": "osD^"[place % 4], "markersize": 3}
+            style = style_of[name] | {"marker": MARKERS[place % 4], "markersize": 3}
             label = f"{name}, {title_of(setting)}"
             axes.plot(*zip(*points, strict=True), label=label, **style)
-        entropy, _ = mean_over_seeds(entry, "entropy_of_text")
+        entropy = mean_and_bars(entry, "entropy_of_text")[0]
     axes.axvline(entropy, linestyle="--", color="black", linewidth=0.8, label="the text")
     axes.margins(y=0.3)  # room for the legend
     axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
 
 
-DRAWINGS = dict(curves=draw_curves, lines=draw_lines, points=draw_points, frontier=draw_frontier)
+DRAWINGS = dict(curves=draw_curves, lines=draw_lines, points=draw_points, scatter=draw_scatter)
+DRAWINGS |= dict(frontier=draw_frontier)

@@ -56,11 +56,11 @@ def finite(value: float | None) -> float | None:
 
 def of_perplexity(result: dict) -> Measured:
     """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; _mM: ensembles of M, _gG:
-    groups of G; [DATASET_]gain_ORDERS_mM: what an ensemble gains over one order, with a paired
-    error. With several datasets eval_ and gain_ are of the first."""
+    groups of G; slots4: slots:block=4; [DATASET_]gain_ORDERS_mM: what an ensemble gains over one
+    order, with a paired error. With several datasets eval_ and gain_ are of the first."""
     figures: Measured = {}
     for row in result["results"]:
-        name, size, group = row["orders"], row["ensemble"], row["group"]
+        name, size, group = row["orders"].replace(":block=", ""), row["ensemble"], row["group"]
         name += f"_m{size}" * (size > 1) + f"_g{group}" * (group > 1)
         found = {name: (row["nll"], finite(row["monte_carlo_error"]))}
         if row["gain"] is not None:

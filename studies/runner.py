@@ -26,6 +26,7 @@ from runtime.validation import Count
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
+from studies.verdicts import figure_of
 from training import config as configuration
 from training.config import Config
 from training.plan import meta_model
@@ -138,13 +139,14 @@ class Runner:
         chosen = [(recipe, one) for recipe in recipes for one in self.experiment.trained(recipe)]
         found: Found = {recipe: {} for recipe in recipes}
         try:
-            tuned_on = self.experiment.tune_on
-            shared = {
-                recipe: pool.submit(self.tune, recipe, [known[name] for name in tuned_on])
-                for recipe, known in (recipes.items() if tuned_on else ())
-            }
-            tuning = [shared.get(r) or pool.submit(self.tune, r, [one]) for r, one in chosen]
-            for (recipe, one), pairs in zip(chosen, (f.result() for f in tuning), strict=True):
+            tuning = {}
+            for recipe, one in chosen:
+                names = self.tuned_on(one)
+                if (recipe, *names) not in tuning:
+                    of = [recipes[recipe][name] for name in names]
+                    tuning[recipe, *names] = pool.submit(self.tune, recipe, of)
+            for recipe, one in chosen:
+                pairs = tuning[recipe, *self.tuned_on(one)].result()
                 tuned = best_of(one, pairs)
                 model = meta_model(self.experiment.config(recipe, one, 0, tuned))
                 found[recipe][one.name] = {
@@ -165,6 +167,10 @@ class Runner:
             pool.shutdown(cancel_futures=True)
         return found
 
+    def tuned_on(self, run_config: RunConfig) -> list[str]:
+        """The run configs on which the values of this one are tuned."""
+        return self.experiment.tune_on or [run_config.tuned_as or run_config.name]
+
     def tune(self, recipe: str, run_configs: list[RunConfig]) -> list[tuple[Values, float]]:
         """What `search` tries, by the mean over these run configs and the tuning seeds."""
 
@@ -172,8 +178,8 @@ class Runner:
             ends = []
             for one, seed in itertools.product(run_configs, self.experiment.tuning_seeds):
                 config = self.experiment.config(recipe, one, seed, tuned, self.quick)
-                losses = self.result(recipe, config, [])["losses"]
-                ends.append(losses["training"][-1] if losses else math.inf)
+                figure = figure_of(self.result(recipe, config, []), self.experiment.tune_by)
+                ends.append(figure.value if figure else math.inf)
             return statistics.mean(ends)
 
         return [] if self.quick else search(run_configs[0].tune, loss_of)

@@ -27,8 +27,9 @@ Entries = dict[str, dict]
 class Claim:
     """One figure is lower than another. A side is RUN_CONFIG, RUN_CONFIG:KIND,
     RUN_CONFIG:KIND@SHARE or a number. KIND is a loss or a measured figure, by default that of the
-    experiment, KIND-2*OTHER a combination of two figures of one run, or tokens_to_GOAL: millions of
-    tokens until the training-order loss is at most GOAL. SHARE is the share of the tokens after
+    experiment, KIND-2*OTHER a combination of two figures of one run, lowest_LOSS the lowest of all
+    evaluations, or tokens_to_GOAL: millions of tokens until the training-order loss is at most
+    GOAL. SHARE is the share of the tokens after
     which a loss is read, by default 1."""
 
     says: str
@@ -72,6 +73,8 @@ def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
     if kind.startswith("tokens_to_"):
         reached = tokens_to(float(kind.removeprefix("tokens_to_")), row, "training")
         return Figure((reached or row["tokens"][-1]) / 1e6, censored=reached is None)
+    if (lowest := kind.removeprefix("lowest_")) != kind and lowest in row["losses"]:
+        return Figure(min(row["losses"][lowest]))
     if kind not in row["losses"]:
         return None
     place = next(i for i, n in enumerate(row["tokens"]) if n >= share * row["tokens"][-1])

@@ -255,6 +255,31 @@ def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
     assert best == (1, 4) and {(2, 4), (1, 2), (1, 8)} <= set(tried) and len(tried) < 20
 
 
+def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypatch):
+    """tune_on: the mean over them; tuned_as: another run config's; by the figure of tune_by."""
+    grid = {"optim.lr": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    changes = {"a": {}, "b": {"optim.beta1": 0.5}, "c": {"optim.beta1": 0.6}}
+    configs = {n: RunConfig(n, change, grid) for n, change in changes.items()}
+    wanted = {0.9: 2.0, 0.5: 4.0, 0.6: 5.0}  # the best rate of each
+
+    def result(self, recipe, config, commands):
+        far = (config.optim.lr - wanted[config.optim.beta1]) ** 2
+        return {"seed": config.seed, "tokens": [1, 2], "losses": {"training": [-far, far]}}
+
+    monkeypatch.setattr(runner.Runner, "result", result)
+    for more, tuned in (
+        ({}, [2.0, 4.0, 5.0]),
+        ({"tune_on": ["a", "b"]}, [3.0, 3.0, 3.0]),
+        ({"as": "a"}, [2.0, 2.0, 5.0]),
+        ({"tune_by": "lowest_training"}, [5.0, 1.0, 1.0]),
+    ):
+        others = configs | {"b": dataclasses.replace(configs["b"], tuned_as=more.get("as", ""))}
+        how = {key: value for key, value in more.items() if key != "as"}
+        experiment = experiments.Experiment(name="X", recipes={"r": others}, **how)
+        found = runner.Runner(experiment, runner.Results()).train(1)["r"]
+        assert [entry["tuned"]["optim.lr"] for entry in found.values()] == tuned
+
+
 def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
     for losses, tried in (
         ([5, 4, 3, 2], [1, 2, 3]),
