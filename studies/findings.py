@@ -9,6 +9,7 @@ out/findings are not trained again, nor those with a row in results/findings/E1.
 the file to repeat them).
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -80,14 +81,17 @@ def write_page(file: Path, experiment: Experiment, found: dict, whole: bool = Tr
 
 
 def prepare_quick_text(experiment: Experiment) -> None:
-    """Replace all data by the repository's stories, in bytes, preparing them if necessary."""
+    """Keep the first recipe alone, and replace all data by the repository's stories, in bytes,
+    preparing them if necessary."""
     stories = ROOT / "data" / "stories_bytes"
     if not (stories / "meta.json").exists():
         prepare(Prepare("stories", tokenizer="bytes", out=stories))
     experiment.base["data"] = {"folder": str(stories)}
-    for run_configs in experiment.recipes.values():
-        for one in run_configs.values():
-            one.changes.pop("data.folder", None)
+    for other in list(experiment.recipes)[1:]:
+        del experiment.recipes[other]
+    for one in itertools.chain(*(recipe.values() for recipe in experiment.recipes.values())):
+        for key in ("data.folder", "data.max_tokens"):
+            one.changes.pop(key, None)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class RunOptions:
     jobs: Count = 1
     """Runs in parallel on a CPU, each with one thread."""
     quick: bool = False
-    """A few steps of every run config, untuned, to see that everything runs. Results go to
-    out/findings/quick."""
+    """A few steps of every run config of the first recipe, untuned, to see that everything runs.
+    Results go to out/findings/quick."""
 
 
 class Results:
@@ -212,7 +212,10 @@ class Runner:
             show(f"{config.name}: {loss}", flush=True)
             for command in commands if result["tokens"] else ():
                 result["measured"] |= measured_by(command)
-                if "test" in command:  # the text of the eval_ figures
+                splits = [
+                    word for option, word in itertools.pairwise(command) if option == "--split"
+                ]
+                if splits[-1:] == ["test"]:  # the text of the eval_ figures
                     result["measured"]["unigram_test"] = [unigram(config.data.folder, "test"), None]
             if any(name.startswith("judge_") for name in result["measured"]):
                 entropy = entropy_of_blocks(config.data.folder, config.model.block_size)
