@@ -8,6 +8,7 @@ then at most LEVEL. Other claims get an interval and no verdict.
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from evaluation.estimates import t_quantile
@@ -25,7 +26,8 @@ Entries = dict[str, dict]
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure is lower than another. A side is RUN_CONFIG, RUN_CONFIG:KIND,
+    """One figure is lower than another. A side is a term, or a difference A - B of two; a term is
+    RUN_CONFIG, RUN_CONFIG:KIND,
     RUN_CONFIG:KIND@SHARE or a number. KIND is a loss or a measured figure, by default that of the
     experiment, KIND-2*OTHER a combination of two figures of one run, lowest_LOSS the lowest of all
     evaluations, or tokens_to_GOAL: millions of tokens until the training-order loss is at most
@@ -97,42 +99,41 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     """A claim with its difference, higher - lower: {"says", "margin", "mean", "half_width", "p",
     "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only what
     stands in the way of one, or nothing. None if a run config is missing."""
-    sides = sides_of((claim.lower, claim.higher), kind, entries)
+    (high, *less), (low, *more) = claim.higher.split(" - "), claim.lower.split(" - ")
+    terms = [(1, side) for side in (high, *more)] + [(-1, side) for side in (low, *less)]
+    sides = sides_of([side for _, side in terms], kind, entries)
     if sides is None:
         return None
+    signed = [(sign, side) for (sign, _), side in zip(terms, sides, strict=True)]
     found = {"says": claim.says, "margin": claim.margin, "seeds": min(map(len, sides))}
-    low, high = ([figure for figure in side if figure] for side in sides)
-    if not low or not high:
+    if not all(any(side) for side in sides):
         return found | {"mean": None, "half_width": None, "p": None, "verdict": UNMEASURED}
-    names = {parts_of(side, kind)[0] for side in (claim.lower, claim.higher)}
-    if len(names) == 1:  # two figures of the same runs: a paired test
-        pairs = [(a, b) for a, b in zip(*sides, strict=True) if a and b]
-        high = [
-            Figure(b.value - a.value, math.hypot(a.shared_error, b.shared_error)) for a, b in pairs
-        ]
-        low = [Figure(0.0)] * len(high)
-    mean, half_width, p = compared(low, high, claim.margin)
+    if len({parts_of(side, kind)[0] for _, side in terms}) == 1:  # the same runs: a paired test
+        signs = [sign for sign, _ in signed]
+        signed = [(1, [combined(signs, run) for run in zip(*sides, strict=True)])]
+    mean, half_width, p = compared(signed, claim.margin)
     found |= {"mean": mean, "half_width": half_width, "p": p, "verdict": ""}
     ended = all(figure for side in sides for figure in side)
-    if not ended or any(figure.censored for figure in low):
+    if not ended or any(f and f.censored for sign, side in signed for f in side if sign < 0):
         found["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
-    elif on_the_plateau(claim, kind, entries):
+    elif any(on_the_plateau(side, kind, entries) for _, side in terms):
         found["verdict"] = PLATEAU
     return found
 
 
 def compared(
-    low: list[Figure], high: list[Figure], margin: float = 0.0
+    terms: list[tuple[int, list[Figure | None]]], margin: float = 0.0
 ) -> tuple[float, float | None, float | None]:
-    """Mean of high - low, half the width of its 95% interval, and the two-sided p value of high -
-    low + margin, by Welch's t test; a mean alone if a side is a single run. The error of samples
-    that all seeds share is not in the spread over seeds, and is added to it."""
-    values = [[figure.value for figure in side] for side in (low, high)]
-    mean = statistics.mean(values[1]) - statistics.mean(values[0])
+    """The sum of signed means, half the width of its 95% interval, and the two-sided p value of the
+    sum + margin, by Welch's t test; the sum alone if a term is of a single run. The error of
+    samples that all seeds share is not in the spread over seeds, and is added to it."""
+    signed = [(sign, [figure for figure in side if figure]) for sign, side in terms]
+    values = [[figure.value for figure in side] for _, side in signed]
+    mean = math.fsum(sign * statistics.mean(v) for (sign, _), v in zip(signed, values, strict=True))
     if min(map(len, values)) < 2:
         return mean, None, None
     parts = [statistics.variance(side) / len(side) for side in values]
-    shared = [statistics.mean(figure.shared_error for figure in side) for side in (low, high)]
+    shared = [statistics.mean(figure.shared_error for figure in side) for _, side in signed]
     error = math.sqrt(sum(parts) + math.hypot(*shared) ** 2)
     if error == 0:
         return mean, 0.0, float(mean + margin == 0)
@@ -142,6 +143,14 @@ def compared(
 
     p = 2 * float(stats.t.sf(abs(mean + margin) / error, degrees))
     return mean, t_quantile(degrees) * error, p
+
+
+def combined(signs: list[int], figures: tuple[Figure | None, ...]) -> Figure | None:
+    """The signed sum of figures of one run."""
+    if not all(figures):
+        return None
+    value = sum(sign * figure.value for sign, figure in zip(signs, figures, strict=True))
+    return Figure(value, math.hypot(*(figure.shared_error for figure in figures)))
 
 
 def with_verdicts(claims: list[dict]) -> None:
@@ -158,18 +167,17 @@ def with_verdicts(claims: list[dict]) -> None:
             claim["verdict"] = (SUPPORTED if holds else OPPOSITE) if adjusted < LEVEL else UNDECIDED
 
 
-def on_the_plateau(claim: Claim, kind: str, entries: Entries) -> bool:
+def on_the_plateau(side: str, kind: str, entries: Entries) -> bool:
     """Whether a side is a loss that in some run is near the unigram entropy of the text that it is
     of: such a run has learned frequencies only, and says nothing about the claim."""
-    for side in (claim.lower, claim.higher):
-        name, of, share = parts_of(side, kind)
-        for row in () if is_number(name) else entries[name]["runs"]:
-            tested = of.startswith("eval_")
-            measured, figure = row.get("measured", {}), figure_of(row, of, share)
-            unigram = measured.get("unigram_test" if tested else "unigram", measured.get("unigram"))
-            is_loss = tested or of in row["losses"]
-            if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
-                return True
+    name, of, share = parts_of(side, kind)
+    for row in () if is_number(name) else entries[name]["runs"]:
+        tested = of.startswith("eval_")
+        measured, figure = row.get("measured", {}), figure_of(row, of, share)
+        unigram = measured.get("unigram_test" if tested else "unigram", measured.get("unigram"))
+        is_loss = tested or of in row["losses"]
+        if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
+            return True
     return False
 
 
@@ -184,7 +192,7 @@ def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
     return {"says": ratio.says, "values": values if len(values) == len(parts) else []}
 
 
-def sides_of(sides: tuple[str, ...], kind: str, entries: Entries) -> list | None:
+def sides_of(sides: Sequence[str], kind: str, entries: Entries) -> list | None:
     """For each side a list of its figures, one a seed; None if a run config is missing."""
     split = [parts_of(side, kind) for side in sides]
     names = [name for name, *_ in split if not is_number(name)]

@@ -57,7 +57,11 @@ def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
             differences = configuration.differences(*configs)
             assert differences.keys() == {"name", "seed", "order.seed"}
             others = [experiment.config(recipe, other, 0, {}) for other in run_configs.values()]
-            same_data = next(other for other in others if other.data == configs[0].data)
+            same_data = next(
+                other
+                for other in others
+                if (other.data, other.train.steps) == (configs[0].data, configs[0].train.steps)
+            )
             assert configs[0].eval == same_data.eval
             start = {"init_from": configs[0].train.init_from}  # what a run starts from may differ
             assert configs[0].train == dataclasses.replace(same_data.train, **start)
@@ -67,6 +71,7 @@ def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
     sides += [side for ratio in experiment.ratios for side in (*ratio.of, *ratio.to)]
     if experiment.bench:
         known = set(SYSTEMS) | {f"{system}_{size}" for system in SYSTEMS for size in (1, 8)}
+    sides = [term for side in sides for term in side.split(" - ")]
     assert all(side.partition(":")[0] in known or is_number(side) for side in sides)
     assert known >= {one for measure in experiment.measures for one in measure.run_configs}
     assert experiment.figure in figures.DRAWINGS
@@ -117,6 +122,14 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
         assert found["p"] == pytest.approx(expected.pvalue) and found["verdict"] == ""
         ends = found["mean"] - found["half_width"], found["mean"] + found["half_width"]
         assert ends == pytest.approx((interval.low, interval.high)) and found["seeds"] == 4
+    entries["c"], entries["d"] = by_seed(*np.add(low, 1)), by_seed(*np.multiply(low, 2))
+    of_gaps = judged(Claim("", "b - a", "d - c"), "training", entries)
+    means = [np.mean(v) for v in (low, high[:4])]
+    assert of_gaps["mean"] == pytest.approx(2 * means[0] - (means[0] + 1) - means[1] + means[0])
+    parts = [np.var(v, ddof=1) / 4 for v in (low, low, np.multiply(low, 2), high[:4])]
+    degrees = sum(parts) ** 2 / sum(part**2 / 3 for part in parts)
+    expected = stats.t.ppf(0.975, degrees) * math.sqrt(sum(parts))
+    assert of_gaps["half_width"] == pytest.approx(expected)
     within = judged(Claim("", "b", "a", margin=0.6), "training", entries)
     shifted = stats.ttest_ind([x + 0.6 for x in low], high[:4], equal_var=False)
     assert within["p"] == pytest.approx(shifted.pvalue) and within["mean"] < 0
