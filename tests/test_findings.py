@@ -13,6 +13,7 @@ import tomllib
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
+import audit_findings
 import numpy as np
 import pytest
 import tomli_w
@@ -97,6 +98,21 @@ def test_the_pages_are_those_of_the_runs_that_are_shipped(name, monkeypatch):
         results = runner.Results(pages.RESULTS / f"{name}.runs.jsonl")
         again = runner.Runner(experiment, results).train(experiment.seeds)
         assert json.loads(json.dumps(again)) == found["recipes"]
+
+
+@pytest.mark.parametrize("name", WITH_RESULTS)
+def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(name):
+    experiment, found = pages.results_of(name)
+    audited = audit_findings.audited(name) if any(c.primary for c in experiment.claims) else {}
+    for recipe, claims in pages.judgements(experiment, found).items():
+        for claim in (claim for claim in claims if claim["primary"]):
+            mean, p = audited.pop(f"{recipe}: {claim['says']}")
+            assert claim["mean"] == pytest.approx(mean)
+            if not claim["verdict"].startswith("undecided ("):  # of which the script knows nothing
+                assert claim["p_holm"] == pytest.approx(p)
+                word = (OPPOSITE, SUPPORTED)[mean + claim["margin"] > 0]
+                assert claim["verdict"] == (word if p < 0.05 else UNDECIDED)
+    assert not audited
 
 
 def test_the_overviews_are_those_of_the_runs_that_are_shipped():

@@ -1,0 +1,122 @@
+"""Verdicts of an experiment recomputed from its JSONL and TOML files alone, with none of the
+project's code:
+
+    python tests/audit_findings.py E13
+"""
+
+import json
+import re
+import statistics
+import sys
+import tomllib
+from pathlib import Path
+
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rows_of(lines: list[str]) -> dict:
+    """{(recipe, run config, tuned values as in the folder's name): {seed: result}}; a run that was
+    measured has a row without measures, too, and the row with them counts."""
+    found: dict = {}
+    for line in lines:
+        row = json.loads(line)
+        recipe, folder = row["run"].split("/")[-2:]
+        stem, seed = re.fullmatch(r"(.*)_s(\d+)", folder).groups()
+        name, _, tuned = re.fullmatch(r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem).groups()
+        of = found.setdefault((recipe, name, tuned or ""), {})
+        if len(row["result"]["measured"]) >= len(of.get(int(seed), {"measured": ()})["measured"]):
+            of[int(seed)] = row["result"]
+    return found
+
+
+def figure(result: dict, kind: str) -> float | None:
+    if "-" in kind:
+        one, factor, other = re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind).groups()
+        return figure(result, one) - float(factor) * figure(result, other)
+    if kind in result["measured"]:
+        return result["measured"][kind][0]
+    losses, tokens = result["losses"], result["tokens"]
+    if kind.startswith("lowest_"):
+        return min(losses[kind[7:]])
+    if not kind.startswith("tokens_to_"):
+        return losses[kind][-1]
+    goal, of = float(kind[10:]), losses["training"]
+    for n, loss in enumerate(of):
+        if loss <= goal:
+            share = (of[n - 1] - goal) / (of[n - 1] - loss) if n else 0
+            return (tokens[n - 1] + share * (tokens[n] - tokens[n - 1])) / 1e6
+    return None
+
+
+def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
+    """{"RECIPE: CLAIM": (difference, p value after Holm)} of the primary claims."""
+    toml = tomllib.loads((folder / f"studies/configs/findings/{name}.toml").read_text())
+    lines = (folder / f"results/findings/{name}.runs.jsonl").read_text().splitlines()
+    rows, tuning = rows_of(lines), toml.get("tuning_seeds", [100, 101])
+    by = toml.get("tune_by", "training")
+
+    def runs_of(recipe: str, config: str) -> list[dict]:
+        tuned_on = toml.get("tune_on") or [toml["run_configs"][config].get("tuned_as") or config]
+        losses: dict[str, list] = {}
+        for (of, one, tuned), seeds in rows.items():
+            if of == recipe and one in tuned_on:
+                losses.setdefault(tuned, []).extend(
+                    figure(seeds[s], by) for s in tuning if s in seeds
+                )
+        whole = {t: v for t, v in losses.items() if len(v) == len(tuning) * len(tuned_on)}
+        best = min(whole, key=lambda tuned: statistics.mean(whole[tuned]))
+        found = rows[recipe, config, best]
+        return [found[seed] for seed in range(toml.get("seeds", 3)) if seed not in tuning]
+
+    found = {}
+    for claim in toml["claims"]:
+        for recipe in claim.get("primary", ()):
+            terms, censored = [], False
+            for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):
+                for n, term in enumerate(text.split(" - ")):
+                    config, _, kind = term.partition(":")
+                    sign_of, values, errors = sign * (-1) ** n, [], []
+                    for result in runs_of(recipe, config):
+                        value = figure(result, kind or toml["kind"])
+                        censored |= value is None and sign_of < 0
+                        values.append(result["tokens"][-1] / 1e6 if value is None else value)
+                        errors.append(error_of(result, kind or toml["kind"]))
+                    terms.append((sign_of, config, values, statistics.mean(errors)))
+            found[f"{recipe}: {claim['says']}"] = tested(terms, claim.get("margin", 0), censored)
+    ranked, least = sorted(found, key=lambda key: found[key][1]), 0.0
+    for rank, key in enumerate(ranked):
+        least = max(least, min(1.0, (len(ranked) - rank) * found[key][1]))
+        found[key] = found[key][0], least
+    return found
+
+
+def error_of(result: dict, kind: str) -> float:
+    """Monte Carlo error of a measured figure, whose samples all seeds share."""
+    one, _, rest = kind.partition("-")
+    factor, _, other = rest.partition("*")
+    errors = [result["measured"].get(key, [0, 0])[1] or 0 for key in (one, other)]
+    return (errors[0] ** 2 + (float(factor or 0) * errors[1]) ** 2) ** 0.5
+
+
+def tested(terms: list, margin: float, censored: bool) -> tuple[float, float]:
+    """The difference, and the two-sided p value of it and the margin."""
+    shared = sum(error**2 for *_, error in terms)
+    if len({config for _, config, *_ in terms}) == 1:  # the same runs: in pairs
+        runs = zip(*(values for _, _, values, _ in terms), strict=True)
+        signs = [sign for sign, *_ in terms]
+        pairs = [sum(s * v for s, v in zip(signs, run, strict=True)) for run in runs]
+        terms = [(1, "", pairs, shared**0.5)]
+    mean = sum(sign * statistics.mean(values) for sign, _, values, _ in terms)
+    if censored:
+        return mean, 1.0
+    parts = [(statistics.variance(values) / len(values), len(values)) for _, _, values, _ in terms]
+    variance = sum(part for part, _ in parts)
+    degrees = variance**2 / sum(part**2 / (n - 1) for part, n in parts)
+    return mean, 2 * stats.t.sf(abs(mean + margin) / (variance + shared) ** 0.5, degrees)
+
+
+if __name__ == "__main__":
+    for claim, (mean, p) in audited(sys.argv[1]).items():
+        print(f"{claim}: {mean:+.4f}, p {p:.3g}")
