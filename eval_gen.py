@@ -22,7 +22,7 @@ from annotated_types import Interval
 
 from checkpoints import Loaded, load
 from evaluation.judges import load_judge
-from evaluation.scoring import SampleSet, read_sample_sets, score_samples
+from evaluation.scoring import NGRAMS, Reference, SampleSet, read_sample_sets, score_samples
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
@@ -55,6 +55,7 @@ LEGEND = (
     "/ pairs; repeated: the share of 4-grams that occurred before; NFE: model calls of a sample. "
     "Seconds: to generate all samples of a row."
 )
+REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
 SIZES = "steps", "group_size", "draft"
 JUDGED = {
     "ids": "",
@@ -107,6 +108,9 @@ class Arguments(ModelOptions, OutputOptions):
     """Score the samples of these files too, or alone: those of sample.py --jsonl, or rows of
     {"text": TEXT}."""
     decoding: Annotated[Sweep, tyro.conf.arg(name="")]
+    reference: str | None = None
+    """Data set of held-out text of the same kind: also the Jensen-Shannon divergence of 1-, 2- and
+    3-grams from it, 0 to 0.693 nats, which unlike perplexity no repetition lowers."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, of which a judge can score all but one; by default the block size."""
     num_samples: Count = 64
@@ -132,6 +136,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
+    reference = a.reference and Reference(a.reference)
     judge = load_judge(a.judge, procs.device)
     models = {run: load(run, a.weights, "cpu", a.block_size, a.checkpoint) for run in a.runs}
     samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
@@ -141,7 +146,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     result["versions"] |= judge.libraries
     rows = result["rows"]
     for samples in itertools.chain(make_samples(samplers, models, a, dtype, procs), read):
-        row = score_samples(samples, judge, a.decoding.batch_size or BATCH_SIZE, procs)
+        batch_size = a.decoding.batch_size or BATCH_SIZE
+        row = score_samples(samples, judge, batch_size, procs, reference)
         rows.append(row)
         if not procs.main:
             continue
@@ -205,16 +211,17 @@ def name_of(settings: dict) -> str:
 
 def lines_of(result: dict) -> list[str]:
     """The report: judge, table, legend and notes."""
-    judge, rows, cells = result["judge"], result["rows"], []
+    judge, rows, cells, columns = result["judge"], result["rows"], [], list(COLUMNS)
+    columns += REFERENCE if result["settings"]["reference"] else []
     for row in rows:
         values = row["sampler"] | row
-        numbers = [number(values.get(key), form) for _, key, form in COLUMNS]
+        numbers = [number(values.get(key), form) for _, key, form in columns]
         cells.append([row["run"], name_of(row["sampler"]), *numbers])
     return [
         f"Judge: {judge['source']}, {judge['parameters']:,} parameters, {judge['dtype']}; it "
         f"scores {judge['scored']}; samples longer than its context, {judge['context']}, are cut.",
         "",
-        *markdown_table(["run", "sampler", *(title for title, *_ in COLUMNS)], cells, left=2),
+        *markdown_table(["run", "sampler", *(title for title, *_ in columns)], cells, left=2),
         "",
         LEGEND,
         *(f"- {note}" for note in notes(rows)),
@@ -232,6 +239,9 @@ def notes(rows: list[dict]) -> list[str]:
         if row["unscored_samples"]:
             parts += [f"{row['unscored_samples']} of them too short to be scored"]
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
+        if "js_1" in row:
+            near = ", ".join(f"{row[f'js_{n}_text']:.3f}" for n in NGRAMS)
+            lines.append(f"JS of {row['tokens']:,} tokens of other held-out text: {near}.")
     lines = list(dict.fromkeys(lines))  # the rows of a sweep share theirs
     if given := sum(row["given_tokens"] for row in rows):
         lines.append(f"{given} tokens were given, not generated; they are scored like the rest.")

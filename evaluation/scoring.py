@@ -15,14 +15,17 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from data.loader import evaluation_split, find_dataset, load_meta, read_tokens, spread
 from data.tokenizers import FILES, TOKENIZERS, get_tokenizer
 from evaluation import text_measures
 from evaluation.judges import Judge
+from evaluation.text_measures import jensen_shannon, ngrams
 from runtime.errors import UserError
 from runtime.files import read_lines
 from runtime.processes import Processes
 from runtime.validation import Amount, from_json, schema
 
+NGRAMS, CHUNK, MOST_CHUNKS = (1, 2, 3), 256, 2**13
 ADVICE = 'give an object with "text", as sample.py --jsonl writes, or {"text": TEXT}'
 
 
@@ -77,7 +80,42 @@ def _tokenizer_of(samples: list[Sample]) -> str | None:
     return next((n for n in reversed(TOKENIZERS) if all(fits(n, s) for s in samples)), None)
 
 
-def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Processes) -> dict:
+class Reference:
+    """Held-out text, to whose n-grams those of samples are compared (arXiv 2606.08417): chunks
+    spread over the split; every other one tells how near text itself comes."""
+
+    def __init__(self, name: str):
+        folder = find_dataset(name)
+        meta, self.source = load_meta(folder), str(folder)
+        self.tokenizer = meta["tokenizer"]
+        self.encode = get_tokenizer(self.tokenizer, folder=folder).encode
+        tokens = read_tokens(folder, evaluation_split(meta))
+        whole = tokens[: tokens.size // CHUNK * CHUNK].reshape(-1, CHUNK)
+        chunks = whole[spread(MOST_CHUNKS, len(whole))].tolist()
+        self.other = chunks[1::2]
+        self.counts = {n: ngrams(chunks[::2], n) for n in NGRAMS}
+
+    def divergences(self, samples: SampleSet) -> dict[str, float]:
+        """js_N: the Jensen-Shannon divergence of the samples' N-grams from those of the text, nats;
+        js_N_text: that of about as much other text, below which no samples need to come."""
+        own = samples.tokenizer == self.tokenizer
+        found = [s["tokens"] if own else self.encode(s["text"]) for s in samples.samples]
+        count = -(-sum(map(len, found)) // CHUNK)
+        text = [self.other[n] for n in spread(count, len(self.other))]
+        row = {}
+        for n, counts in self.counts.items():
+            row[f"js_{n}"] = jensen_shannon(ngrams(found, n), counts)
+            row[f"js_{n}_text"] = jensen_shannon(ngrams(text, n), counts)
+        return row
+
+
+def score_samples(
+    samples: SampleSet,
+    judge: Judge,
+    batch_size: int,
+    procs: Processes,
+    reference: Reference | None = None,
+) -> dict:
     """The scores of a set: over all samples, and of each in `per_sample`; every process scores its
     share. batch_size: as in `Judge.score`."""
     how = "text"
@@ -100,6 +138,7 @@ def score_samples(samples: SampleSet, judge: Judge, batch_size: int, procs: Proc
     results = sum(procs.gather(results), [])
 
     row = {"run": samples.name, "tokens_judged": how} | summary(results)
+    row |= reference.divergences(samples) if reference and procs.main else {}
     row |= {"seconds": samples.seconds, "tokenizer": samples.tokenizer, "sampler": samples.settings}
     return row | {"per_sample": results}
 

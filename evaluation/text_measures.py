@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -29,6 +29,27 @@ def distinct(tokens: Sequence[int], n: int) -> float:
 
 
 # ---- over samples --------------------------------------------------------------------------------
+
+
+def ngrams(samples: Iterable[Sequence[int]], n: int) -> Counter:
+    """How often each n-gram occurs within samples."""
+    found = Counter()
+    for tokens in samples:
+        found.update(zip(*(tokens[start:] for start in range(n)), strict=False))
+    return found
+
+
+def jensen_shannon(one: Counter, other: Counter) -> float:
+    """Jensen-Shannon divergence of two distributions of counts in nats, 0 to log 2; NaN if one is
+    empty."""
+    sums = one.total(), other.total()
+    if not all(sums):
+        return math.nan
+    total = 0.0
+    for key in one.keys() | other.keys():
+        p, q = one[key] / sums[0], other[key] / sums[1]
+        total += sum(share * math.log(2 * share / (p + q)) for share in (p, q) if share) / 2
+    return total
 
 
 def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[str, float]:

@@ -16,6 +16,7 @@ import eval_gen
 import sample
 from checkpoints import load as load_checkpoint
 from checkpoints import load_model, store
+from data.prepare import Prepare, prepare
 from data.tokenizers import BytesTokenizer
 from evaluation import judges, scoring
 from runtime.processes import Processes
@@ -152,6 +153,25 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report,
     assert row["tokens_judged"] == "text" and row["tokenizer"] is None and row["nfe"] is None
     assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
     assert "transformers" in result["versions"]
+
+
+def test_samples_are_compared_to_the_n_grams_of_a_reference(report, write, byte_judge, tmp_path):
+    """Pieces of the text itself are as near to it as other text is; repetition is not."""
+    source, folder = tmp_path / "text.txt", tmp_path / "text"
+    source.write_text(" ".join(np.random.default_rng(0).choice(list("aaabbc"), 40_000)))
+    options = {"split": "test", "tokenizer": "bytes", "out": folder}
+    prepare(Prepare("text", source=(source,), **options))
+    text, few = source.read_text(), ("--judge", byte_judge, "--reference", folder)
+    near = [
+        {"text": text[n : n + 200], "tokens": list(text[n : n + 200].encode())} for n in (0, 800)
+    ]
+    found = report("--samples", write(*near), *few)["rows"][0]
+    as_text = report("--samples", write(*({"text": row["text"]} for row in near)), *few)["rows"][0]
+    far = report("--samples", write({"text": "a a " * 100}), *few)["rows"][0]
+    for n in (1, 2, 3):
+        assert found[f"js_{n}"] == as_text[f"js_{n}"] < 0.05 < far[f"js_{n}"] < math.log(2)
+        assert found[f"js_{n}_text"] < 0.05
+    assert "JS-3" in (tmp_path / "result.md").read_text()
 
 
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):

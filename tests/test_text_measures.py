@@ -5,8 +5,15 @@ import math
 
 import numpy as np
 import pytest
+from scipy.spatial.distance import jensenshannon
 
-from evaluation.text_measures import corpus_perplexity, distinct, unigram_entropy
+from evaluation.text_measures import (
+    corpus_perplexity,
+    distinct,
+    jensen_shannon,
+    ngrams,
+    unigram_entropy,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +30,16 @@ def test_distinct_counts_types_among_the_n_grams():
     assert distinct([1, 2, 3, 4] * 2, 4) == pytest.approx(4 / 5)  # 1234 2341 3412 4123 1234
     for value in (unigram_entropy([]), distinct([1, 2], 3)):
         assert math.isnan(value)
+
+
+def test_divergence_of_n_grams_is_scipys_and_lies_between_0_and_log_2():
+    one, other = ngrams([[1, 2, 1, 2], [3]], 2), ngrams([[1, 2, 3]], 2)
+    assert one == {(1, 2): 2, (2, 1): 1} and other == {(1, 2): 1, (2, 3): 1}
+    expected = jensenshannon([2 / 3, 1 / 3, 0], [1 / 2, 0, 1 / 2]) ** 2
+    assert jensen_shannon(one, other) == pytest.approx(expected)
+    assert jensen_shannon(one, one) == 0
+    assert jensen_shannon(one, ngrams([[8, 9]], 2)) == pytest.approx(math.log(2))
+    assert math.isnan(jensen_shannon(one, ngrams([[8]], 2)))
 
 
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
