@@ -3,14 +3,16 @@
 # make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
+# make docs:       the site of README, docs, results and docstrings, in site/ (mkdocs.yml); its own .venv-docs.
 # make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
-# All create .venv and install pinned requirements; run again, they install nothing twice.
+# All create a .venv and install pinned requirements; run again, they install nothing twice.
 
 PYTHON ?= python3
 VENV := .venv
+DOCS_VENV := .venv-docs
 PY := $(VENV)/bin/python
 RUN := out/quickstart
 SMOKE := out/eval_smoke
@@ -20,7 +22,7 @@ CHOICE := --temperature 0.8 --top-p 0.9
 quickstart: export OMP_NUM_THREADS ?= 2
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint eval-smoke playground gpu soak fuzz clean
+.PHONY: quickstart test test-all lint docs eval-smoke playground gpu soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -57,6 +59,11 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+
+# Not --quiet, which keeps --strict from seeing warnings. The variable silences an advertisement of the theme.
+docs: $(DOCS_VENV)/.requirements
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "open site/index.html"
 
 playground: $(VENV)/.requirements-playground
 	$(PY) app.py
@@ -121,5 +128,10 @@ $(VENV)/.requirements-playground: requirements-playground.txt $(VENV)/.requireme
 	$(PY) -m pip install --quiet -r requirements-playground.txt
 	@touch $@
 
+$(DOCS_VENV)/.requirements: requirements-docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(DOCS_VENV) site

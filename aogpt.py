@@ -81,6 +81,8 @@ def load(path: str, **options: Any) -> TextModel:
 
 
 class TextModel:
+    """A model and its tokenizer, as `load` returns them."""
+
     def __init__(self, loaded: checkpoints.Loaded):
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.get_tokenizer()
         self.device, self.block_size = self.model.wte.weight.device, self.model.config.block_size
