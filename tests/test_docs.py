@@ -1,53 +1,298 @@
-"""The commands in docs/paper.md parse."""
+"""The pages of the manual: commands parse and name files that exist, many of them run, links lead
+somewhere, and the example of docs/method.md prints what the page says."""
 
+import functools
+import gzip
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
-from helpers import ROOT
+import tyro
+from helpers import ROOT, prepared, run_script
 
+import app
+import convert
 import eval_gen
+import eval_infill
 import eval_ppl
+import eval_tasks
 import sample
+import score
 from data import prepare
-from studies import bench
+from studies import bench, findings, speedrun, tasks
 from training import config as configuration
+from training import plan, plot
 
-PAGE = (ROOT / "docs" / "paper.md").read_text()
-COMMANDS = re.findall(r"`((?:python|torchrun) [^`]*)`", PAGE)
-SCRIPTS = {
-    "eval_gen.py": (eval_gen, "evaluate"),
-    "eval_ppl.py": (eval_ppl, "evaluate"),
-    "sample.py": (sample, "sample"),
-    "data/prepare.py": (prepare, "prepare"),
-    "studies.bench": (bench, "bench_decode"),
-}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BEGIN = ("python ", "torchrun ", "make ", "pip ", "source ")
+SCRIPTS = {f"{module.__name__}.py": module for module in (app, convert, eval_gen, eval_infill)}
+SCRIPTS |= {f"{module.__name__}.py": module for module in (eval_ppl, eval_tasks, sample, score)}
+SCRIPTS |= {m.__name__: m for m in (bench, findings, speedrun, tasks, plan, plot)}
+SCRIPTS["data/prepare.py"] = prepare
+OUTPUTS = ("--out", "--json", "--jsonl", "--html", "--samples", "--dest")  # files that need not be
+MADE = ("stories_bytes", "own", "books_english", "questions")  # folders under data/ that users make
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_papers_tables_parses(command, monkeypatch):
-    """And names options that go together, data sets and configs that exist."""
-    words = [word for word in shlex.split(command)[1:] if word != "-m"]
-    script, *words = words[words[0].startswith("--nproc") :]
-    if script == "train.py":
-        monkeypatch.chdir(ROOT)
-        assert configuration.from_command_line(words, "").name == words[0][8:-5]
+def commands_of(text):
+    """The command lines in the code of a page, without what is around them in a shell."""
+    found = re.findall(r"`([^`\n]+)`", text)
+    for line in text.replace("\\\n", " ").splitlines():
+        found += re.findall(r"^(?:    |\t)\s*(?:[A-Z_]+=\S+ |srun |.*\| )*(.*)", line)
+    return [shlex.split(command, comments=True) for command in found if command.startswith(BEGIN)]
+
+
+def all_commands():
+    """{the words of a command: the first page that has it}"""
+    found = {}
+    for page in PAGES:
+        for words in commands_of(page.read_text()):
+            found.setdefault(tuple(words), page.name)
+    return found
+
+
+COMMANDS = all_commands()
+CASES = [pytest.param(words, id=f"{page}: {' '.join(words)}") for words, page in COMMANDS.items()]
+
+
+def script_of(words):
+    """The words after python or torchrun and its options: the script or module, its arguments."""
+    rest = [word for word in words[1:] if word != "-m"]
+    first = next((i for i, word in enumerate(rest) if not word.startswith("--")), 0)
+    return rest[first], rest[first + 1 :]
+
+
+class Parsed(Exception):
+    """Raised with what a command line means, in place of doing it."""
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """(script, words) -> the arguments, as the script's own main reads them."""
+
+    def stop(function):
+        def raise_parsed(*values, **named):
+            raise Parsed(values[0] if values else named)
+
+        return functools.wraps(function)(raise_parsed)
+
+    cli = tyro.cli
+
+    def parse_only(wanted, *rest, **options):
+        if not isinstance(wanted, type):  # a function, which it would call
+            cli(stop(wanted), *rest, **options)
+        raise Parsed(cli(wanted, *rest, **options))
+
+    def call(script, words):
+        if script in ("train.py", "training.plan"):
+            monkeypatch.setattr(configuration, "with_source", lambda config, given: config)
+            monkeypatch.setattr(plan, "plan_run", stop(plan.plan_run))
+            if script == "train.py":
+                return configuration.from_command_line(words, "")
+        elif script == "studies.bench":
+            for name in ("bench_decode", "bench_train", "bench_gpu"):
+                monkeypatch.setattr(bench, name, stop(getattr(bench, name)))
+        else:
+            monkeypatch.setattr(tyro, "cli", parse_only)
+        monkeypatch.setattr("sys.argv", [script, *words])
+        with pytest.raises(Parsed) as parsed:
+            tyro.cli(convert.convert) if script == "convert.py" else SCRIPTS[script].main()
+        return parsed.value.args[0]
+
+    return call
+
+
+def check_files(words):
+    """Words that look like files of the repository are such, or what a user makes."""
+    tracked = {path.name for path in ROOT.iterdir()}
+    for before, word in zip(("", *words), words, strict=False):
+        first, *others = word.split("/")
+        if before in OUTPUTS or not others or first not in tracked or first == "out":
+            continue
+        made = first == "data" and others[0] in (*MADE, *prepare.DATASETS)
+        assert made or (ROOT / word).exists(), f"{word} does not exist"
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_files(words)
+    if words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+    if words[0] == "pip":
+        files = [file for option, file in zip(words, words[1:], strict=False) if option == "-r"]
+        assert all((ROOT / file).is_file() for file in files)
+    if words[0] not in ("python", "torchrun"):
         return
-    (module, name), parsed = SCRIPTS[script], []
-    monkeypatch.setattr(module, name, lambda arguments, *_: parsed.append(arguments))
-    monkeypatch.setattr("sys.argv", [script, *words])
-    module.main()
-    [arguments] = parsed
-    if script == "eval_gen.py":
-        assert len(arguments.decoding.rows()) == 5 * len(arguments.decoding.settings)
+    script, arguments = script_of(words)
+    assert (
+        (ROOT / script).is_file()
+        or (ROOT / f"{script.replace('.', '/')}.py").is_file()
+        or (script == "pytest")
+    )
+    if script == "pytest" or not arguments or "--help" in arguments:
+        return
+    if script in ("train.py", "training.plan") and arguments[0].startswith("CONFIG"):
+        arguments = ["configs/quickstart.toml", *arguments[1:]]
+    got = parse(script, arguments)
+    if script == "eval_gen.py" and got.runs:
+        assert got.decoding.rows()
     if script == "eval_ppl.py":
-        eval_ppl.check_arguments(arguments)
-        assert set(arguments.datasets) <= set(prepare.DATASETS)
+        eval_ppl.check_arguments(got)
+        names = {name for name in got.datasets if "/" not in name and not name.endswith(".txt")}
+        assert names <= set(prepare.DATASETS)
     if script == "sample.py":
-        sample.modes.with_mode_defaults(arguments.decoding)
+        sample.modes.with_mode_defaults(got.decoding)
+    if script == "data/prepare.py":
+        assert got.name in (*prepare.DATASETS, "NAME")
 
 
-def test_the_page_has_a_command_for_every_script_and_few_words():
-    used = {script for script in [*SCRIPTS, "train.py"] if any(script in c for c in COMMANDS)}
-    assert used == {*SCRIPTS, "train.py"}
-    assert len(re.sub(r"`[^`]*`", "", PAGE).split()) <= 600
+# ---- commands that run ---------------------------------------------------------------------------
+
+# Options that make a run small; the last of two counts.
+SMALL = {
+    "sample.py": ["--num-samples", "1", "--overwrite"],
+    "score.py": [],
+    "convert.py": [],
+    "training.plan": [],
+    "eval_ppl.py": ["--max-sequences", "1", "--num-orders", "2", "--block-size", "32"],
+    "eval_gen.py": ["--num-samples", "2", "--length", "16", "--judge", "RUN", "--overwrite"],
+    "data/prepare.py": ["--limit", "20"],
+}
+LEFT_OUT = {
+    "ENCODER": "no encoder at hand",
+    "score_entropy": "no SEDD at hand",
+    "raw": "the books model has averaged weights alone",
+    "openai-community/gpt2-medium": "a download",
+    "FOLDER/tokenizer.json": "of another model",
+    "--push": "an upload",
+    "SRC": "a placeholder",
+    "NAME": "a placeholder",
+    "0.7,0.95": "slow: many settings",
+    "lambada": "slow: many sets",
+    "--world-size 64": "slow",
+}
+DOWNLOADED = ("openwebtext", "ptb", "wikitext103", "text8", "tinystories", "hub")  # and the like
+
+
+def small_commands():
+    """The commands to run, in small: of those that differ in values alone the first."""
+    found = {}
+    for words in COMMANDS:
+        if words[0] not in ("python", "torchrun"):
+            continue
+        script, arguments = script_of(words)
+        if script not in SMALL or not arguments or LEFT_OUT.keys() & set(arguments):
+            continue
+        options = {word for word in arguments if word.startswith("--")}
+        more = list(SMALL[script])
+        if script == "sample.py" and not options & {"--infill", "--prompts", "--new-tokens"}:
+            more += ["--length", "24"]
+        if script == "data/prepare.py":
+            if arguments[0] in DOWNLOADED or prepare.DATASETS[arguments[0]].make:
+                continue  # those that are made of random numbers are large
+            more += ["--out", f"made{len(found)}"]
+        if script == "eval_ppl.py" and "--json" in options:
+            more.append("--overwrite")
+        mode = arguments[arguments.index("--mode") + 1] if "--mode" in arguments else ""
+        kind = arguments[0] if script == "data/prepare.py" else ""
+        text = arguments[1] if script == "score.py" else ""
+        key = script, *sorted(options), mode, kind, text
+        found.setdefault(key, ["-m"] * script.startswith("training.") + [script, *arguments, *more])
+    return list(found.values())
+
+
+def test_commands_run(tmp_path):
+    """In a folder in which their files exist, each in a process of its own (run_commands.py)."""
+    commands = small_commands()
+    used = {words[0] if words[0] != "-m" else words[1] for words in commands}
+    assert used == SMALL.keys() and len(commands) >= 30
+    write = {name: tmp_path / name for name in ("MY.txt", "my.txt", "MORE.jsonl", "samples.jsonl")}
+    for path in write.values():
+        text = "The old horse was tired, and so they gave him some water. " * 60
+        path.write_text(json.dumps({"text": text}) if path.suffix == ".jsonl" else text)
+    (tmp_path / "MY.jsonl").write_text((tmp_path / "MORE.jsonl").read_text())
+    (tmp_path / "MORE.jsonl.gz").write_bytes(gzip.compress(write["MORE.jsonl"].read_bytes()))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "length": 12}\n')
+    rows = [json.dumps({"prompt": f"{i}+1=", "text": f"{i + 1}"}) for i in range(40)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(rows))
+    options = {"tokenizer": "english", "val_fraction": 0.5}
+    data = prepared("text", tmp_path / "prepared", write["MY.txt"], **options)
+    for name in ("out", "data"):
+        (tmp_path / name).mkdir()
+    for name in ("results", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    runs = {word for words in commands for word in words if re.match("RUN$|FOLDER$|out/", word)}
+    for name in runs - {words[2] for words in commands if words[0] == "convert.py"}:
+        (tmp_path / name).symlink_to(ROOT / "results" / "books_model")
+    for name in (*prepare.DATASETS, *(f"data/{name}" for name in MADE)):
+        (tmp_path / name).symlink_to(data)
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    runner = [sys.executable, ROOT / "tests" / "run_commands.py", "commands.json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(runner, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(commands), done.stderr
+    failed = [r for r in results if r["status"] or "Traceback" in r["output"]]
+    assert not failed, json.dumps(failed, indent=1)
+    print(f"{len(results)} commands, {sum(r['seconds'] for r in results):.1f} s")
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+def without_code(text):
+    text = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.M | re.S)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(text):
+    """Of the headings of a page, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        file, _, anchor = link.partition("#")
+        if link.startswith(("https://", "http://")):
+            continue
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page.name} links to {link}"
+
+
+def test_every_page_is_on_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert all(f": {page.relative_to(ROOT)}\n" in nav for page in PAGES)
+
+
+@pytest.mark.parametrize(
+    "name, most", [("method", 1000), ("numbers", 700), ("likelihoods", 600), ("faq", 600)]
+)
+def test_pages_stay_short(name, most):
+    assert len((ROOT / "docs" / f"{name}.md").read_text().split()) <= most
+
+
+def test_the_papers_page_has_a_command_for_every_script_and_few_words():
+    text = (ROOT / "docs" / "paper.md").read_text()
+    used = {script_of(words)[0] for words in commands_of(text)}
+    scripts = {"data/prepare.py", "train.py", "sample.py", "eval_gen.py", "eval_ppl.py"}
+    assert used == scripts | {"studies.bench"}
+    assert len(re.sub(r"`[^`]*`", "", text).split()) <= 600
+
+
+def test_the_example_of_the_method_prints_what_the_page_says(tmp_path):
+    """Numbers may differ in the last place."""
+    text = (ROOT / "docs" / "method.md").read_text()
+    code, told = re.findall(r"```(?:python|text)\n(.*?)```", text, re.S)
+    (tmp_path / "example.py").write_text(code)
+    printed = run_script(tmp_path / "example.py", PYTHONPATH=str(ROOT)).stdout
+    number = r"-?\d+\.\d+"
+    assert re.sub(number, "0", printed) == re.sub(number, "0", told)
+    ours, theirs = (map(float, re.findall(number, text)) for text in (printed, told))
+    assert list(ours) == pytest.approx(list(theirs), abs=0.011)
