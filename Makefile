@@ -59,6 +59,7 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+	$(PY) tests/check_words.py
 
 # Not --quiet, which keeps --strict from seeing warnings. The variable silences an advertisement of the theme.
 docs: $(DOCS_VENV)/.requirements
