@@ -78,8 +78,8 @@ class Arguments(ModelOptions, OutputOptions):
     max_sequences: Count | None = None
     """Score only this many blocks, spread over the split."""
     batch_size: Count | None = None
-    """Sequences in a pass; by default as many as make it fast, halved where the memory runs out.
-    The results do not depend on it."""
+    """Sequences in a pass; by default enough for a fast pass, halved where the memory runs
+    out. The results do not depend on it."""
     json: Path | None = None
     """Write results, settings and versions to this file, and the table beside it as Markdown
     (.md)."""

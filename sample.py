@@ -53,7 +53,7 @@ class Arguments(ModelOptions, OutputOptions):
     [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
     A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
     candidates: Count | None = None
-    """Show only so many distinct fillings of an --infill, the best first: those after which known
+    """Show only this many distinct fillings of an --infill, the best first: those after which known
     text to the right is most probable, per token. By default 1 if a length is unknown, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.

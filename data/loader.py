@@ -141,8 +141,8 @@ def spread(count: int, total: int) -> np.ndarray:
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
     examples with prompts are shorter. Attributes: meta, tokens (all ids, memory-mapped),
-    num_blocks, of_records. verify: see `read_tokens`. max_tokens: blocks of so many tokens, spread
-    over the split, are its blocks; 0: all are. Raises FileNotFoundError or UserError."""
+    num_blocks, of_records. verify: see `read_tokens`. max_tokens: take only blocks of this many
+    tokens, spread over the split; 0: all. Raises FileNotFoundError or UserError."""
 
     def __init__(
         self, folder, split: str, block_size: int, verify: bool = False, max_tokens: int = 0

@@ -136,7 +136,7 @@ class Task(NamedTuple):
 class BatchRunner:
     """Takes the rows of an eval set through the model in batches, a share of them per process.
 
-    batch_size: rows; None: as many as make a pass fast, halved for good where memory runs out."""
+    batch_size: rows; None: enough for a fast pass, halved for good where memory runs out."""
 
     def __init__(
         self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None

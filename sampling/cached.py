@@ -75,7 +75,7 @@ def make_steps(cached, known, count, candidates, size, device, **more) -> list[S
 
 class KVCache:
     """Keys and values, of every layer a tensor (B, length + 1, their heads, D/H) each. Slot i is
-    that of input i; the last slot takes what nobody reads."""
+    that of input i; the last slot is written to and never read."""
 
     def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
         self.unused_slot = length

@@ -3,7 +3,7 @@ Plans whose steps are known are followed without waiting for the device; the mod
 `adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
-place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
+place in the prediction order, in the cache and in the buffers (B, T + 1); slot T is never read.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def run(data, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plain(run, data):
-    """A run of a model that is not told its target position."""
+    """A run of a model that is not conditioned on its target position."""
     config = tiny_config(
         data, run.parent, "plain", steps=6, order=OrderConfig("l2r"), model__target="none"
     )

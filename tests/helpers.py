@@ -179,7 +179,7 @@ def read_lines(path):
 
 
 def metrics(config, key=None):
-    """The lines of metrics.jsonl but for times; with `key`, {step: value} of those with it."""
+    """The lines of metrics.jsonl without times; with `key`, {step: value} of those with it."""
     lines = read_lines(config.run_folder / "metrics.jsonl")
     if key:
         return {line["step"]: line[key] for line in lines if key in line}
@@ -224,7 +224,7 @@ def flip_byte(path, at, mask=0xFF):
 
 @contextlib.contextmanager
 def limited_file_size(size):
-    """Inside the block, writing past so many bytes of a file fails, as on a full disk."""
+    """Inside the block, writing past `size` bytes of a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -244,7 +244,7 @@ class Hostile:
 
 
 def read_checkpoint(path):
-    """What a checkpoint holds, its tensors under "tensors", but for what depends on processes."""
+    """What a checkpoint holds, its tensors under "tensors", without what depends on processes."""
     values = store.read_values(path)
     tensors = store.read_all(path, values)
     return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {"tensors": tensors}

@@ -168,7 +168,7 @@ def compiled(config, procs):
 
 
 def killed(config, procs):
-    """Train, and be killed when the second checkpoint is written but for its name."""
+    """Train, and be killed when the second checkpoint is written and has no name yet."""
     renamed, plain = [], os.rename
 
     def rename(source, target):
@@ -220,7 +220,7 @@ def do(*jobs):
 
 
 def launch(world, *jobs):
-    """As torchrun does, but for the fork."""
+    """As torchrun does, without the fork."""
     place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": secrets.token_hex(8)}
     nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world, "max_restarts": 0}
     elastic_launch(LaunchConfig(**nodes, **place, start_method="fork"), do)(*jobs)

@@ -75,7 +75,7 @@ class _Formulas:
                 if config.target in ("shared", "per_block"):
                     table = "wtpe.weight" if config.target == "shared" else name + "wtpe.weight"
                     stream = [x + params[table][t] for x, t in zip(stream, order, strict=True)]
-                # A plain GPT is not told its target, by rotation either.
+                # A plain GPT is not conditioned on its target, by rotation either.
                 turned = own if config.target == "none" else targets
                 stream = self.block(name, stream, conditions, seen, own, turned)
         outputs = zip(self.outputs(stream, conditions), order, strict=True)

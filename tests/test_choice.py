@@ -112,7 +112,7 @@ def test_a_token_of_probability_zero_is_never_drawn(vocab, choice, path):
 
 def test_no_probability_mass_is_lost_below_float32():
     """Noise of 24 bits could never draw a token of probability 2^-30. Among many numbers are those
-    with which it is drawn: about as many as there should be have a first exponential below 2^-20,
+    with which it is drawn: about the expected number have a first exponential below 2^-20,
     and the weight decides between two of them that noise of 24 bits would not tell apart."""
     uniforms = random_uniforms(2**23, 0)
     early = 1 - fresh_uniforms(uniforms, RACES)  # E = -log of the rest, about this

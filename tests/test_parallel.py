@@ -30,7 +30,7 @@ from training.batches import micro_batches
 
 
 def do(*parts):
-    """Let so many processes do jobs of parallel_jobs.py, part by part: (number of processes,
+    """Let several processes do jobs of parallel_jobs.py, part by part: (number of processes,
     [(function, configuration)])."""
     words = []
     for world, jobs in parts:

@@ -292,7 +292,7 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
     contents = []
     model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
     nll = model(tokens, order)
-    if target == "adaln":  # only the modulation has to move for the model to tell its targets apart
+    if target == "adaln":  # only the modulation has to move for the model to depend on its targets
         logits = model.logits(tokens, order)
         assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
         assert torch.equal(model.token_log_probs(tokens, order), -nll)

@@ -67,7 +67,7 @@ def test_the_committed_notebook_is_whole_and_names_no_machine(committed):
 
 
 def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
-    """But for the numbers, which depend a little on the machine."""
+    """Except for the numbers, which depend a little on the machine."""
     for ours, theirs in zip(printed(fresh), printed(committed), strict=True):
         ours, theirs = (re.sub(r"[\d.,]+|\s+", " ", text).split() for text in (ours, theirs))
         assert ours == theirs

@@ -53,7 +53,7 @@ class DataConfig(Table):
     # share of the steps whose whole batch has a random length, uniform in 1 to block_size and
     # rounded up to an eighth of it, so that the model learns short sequences, too (LLaDA: 0.01)
     random_length_prob: Probability = 0.0
-    max_tokens: NonNegative = 0  # train on blocks of so many tokens, spread over the data; 0: all
+    max_tokens: NonNegative = 0  # train on blocks of this many tokens, spread over the data; 0: all
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Config(Table):
         return expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
-        """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the
-        largest number below it that divides the process's share of the batch. Raises UserError
+        """Sequences in a forward pass of each of `world_size` processes: train.micro_batch_size, or
+        the largest number below it that divides the process's share of the batch. Raises UserError
         where there are no equal shares."""
         share, rest = divmod(self.train.batch_size, world_size)
         uneven = f"train.batch_size ({self.train.batch_size}) must be a multiple of the"
@@ -170,7 +170,7 @@ class Config(Table):
         return max(n for n in range(1, most + 1) if share % n == 0)
 
     def with_steps(self, num_blocks: int) -> "Config":
-        """With train.epochs, of so many blocks, as train.steps."""
+        """With train.epochs, passes over `num_blocks` blocks, as train.steps."""
         t = self.train
         steps = max(1, math.ceil(t.epochs * num_blocks / t.batch_size)) if t.epochs else t.steps
         return dataclasses.replace(self, train=dataclasses.replace(t, steps=steps, epochs=0.0))

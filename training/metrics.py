@@ -194,7 +194,7 @@ class Log:
 
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
-            with contextlib.suppress(OSError):  # nobody reads it any more: training goes on
+            with contextlib.suppress(OSError):  # the terminal is gone: training goes on
                 tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
                 sys.stdout.flush()
 

@@ -99,7 +99,7 @@ def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]
 
 
 def memory_of(config: Config, model: AOGPT, world_size: int, sequences: int) -> dict[str, int]:
-    """Bytes by part, with micro-batches of so many sequences."""
+    """Bytes by part, with micro-batches of `sequences`."""
     t, m, f, fsdp = config.train, config.model, FLOAT, config.train.parallel == "fsdp"
     h = f if t.dtype == "float32" else 2  # of matrix products; every known GPU has bfloat16
     total, block, outside = count(model), count(model.blocks[0]), count(model) - count(model.blocks)

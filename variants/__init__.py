@@ -49,8 +49,8 @@ def build_model(config: ModelConfig) -> Decoder | TwoStream | Encoder:
 
 
 def set_block_size(model: AOGPT, block_size: int) -> None:
-    """Take sequences of up to so many tokens from now on; nothing says that a model is any good on
-    longer ones than it was trained on. Raises UserError for one with tables of positions."""
+    """Take sequences of up to `block_size` tokens from now on. A model may be bad at lengths that
+    it was not trained on. Raises UserError for one with tables of positions."""
     if length_is_fixed(model.config) and block_size != model.config.block_size:
         raise UserError(
             f"this model has tables of {model.config.block_size} positions and takes no other "

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Logits alive at once: on a CPU as many as are faster than all at once, on a GPU 3 GiB with copies.
+# Logits alive at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB with copies.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
