@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import CheckpointError
-from data.loader import TokenDataset, find_dataset
+from data.loader import TokenDataset, find_dataset, open_training_data
 from data.tokenizers import FILES, get_tokenizer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
@@ -62,8 +62,8 @@ def main() -> int:
 def train(config: Config, procs: Processes) -> int:
     """Start or resume the run, train until its last step or a signal, save it and say so."""
     source = find_dataset(config.data.folder)
-    how = config.data.verify, config.data.max_tokens
-    data = TokenDataset(source, "train", config.model.block_size, *how)
+    d = config.data
+    data = open_training_data(source, config.model.block_size, d.verify, d.max_tokens, d.mix)
     config = config.with_steps(data.num_blocks)
     folder, t = config.run_folder, config.train
     val_data = None

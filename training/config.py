@@ -49,6 +49,9 @@ OBJECTIVES = get_args(get_type_hints(ObjectiveConfig)["kind"])
 @dataclass(frozen=True)
 class DataConfig(Table):
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
+    # further texts of the same tokenizer, FOLDER=SHARE of the sequences each; folder has the rest,
+    # and is validated on
+    mix: tuple[str, ...] = ()
     verify: bool = False  # check the checksums of the token files before training
     # share of the steps whose whole batch has a random length, uniform in 1 to block_size and
     # rounded up to an eighth of it, so that the model learns short sequences, too (LLaDA: 0.01)

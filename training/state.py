@@ -40,7 +40,7 @@ SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be re
 TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
 COMPARED = ("order", "objective", "schedule", "eval.sequences", "eval.draws", "data.val")
 TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(
-    ("seed", "data.train", "data.max_tokens"), SHUFFLED
+    ("seed", "data.train", "data.max_tokens", "data.mix"), SHUFFLED
 )
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
 TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
