@@ -5,6 +5,7 @@ Examples:
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
     python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
     python sample.py out/quickstart --order slots:block=8 --group-size 4
+    python sample.py out/chorales --prompts data/chorales_alto --rows 1 --midi FILE --html FILE
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling import gaps, live, modes
+from sampling.midi import midi_file
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
@@ -57,7 +59,10 @@ class Arguments(ModelOptions, OutputOptions):
     text to the right is most probable, per token. By default 1 if a length is unknown, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
-    Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
+    Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}. Or the folder
+    of a prepared data set with prompts (its test split, if it has one)."""
+    rows: tuple[Count, ...] = ()
+    """Only these of the --prompts, by number; the first is 1."""
     truncate: Literal["no", "left"] = "no"
     """Prompts that are too long. no: they are left out of --prompts. left: they (without masks)
     lose their beginning, so that --new-tokens, or else half of the length, are generated."""
@@ -71,7 +76,9 @@ class Arguments(ModelOptions, OutputOptions):
     and on the page, are the model's own, before temperature, top-k and top-p. Model calls,
     token-forwards and seconds are those of all samples together."""
     html: Path | None = None
-    """Write a page that shows the samples filling in, step by step."""
+    """Write a page that shows the samples filling in, step by step; chorales as a piano roll."""
+    midi: Path | None = None
+    """Models of chorales: write the samples, one after the other, to a MIDI file."""
     live: bool = False
     """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not known
     yet, colors say how probable a token was when drawn. A key ends a replay, Ctrl-C all."""
@@ -88,6 +95,7 @@ class Request:
     kind: Literal["prompt", "infill"]
     text: str
     length: int | None = None  # in tokens, of a prompt
+    context: Context | None = None  # the tokens, where they are known
 
 
 def main() -> None:
@@ -107,19 +115,27 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
-    names = ("prompt", "infill", "prompts", "jsonl", "html")
+    names = ("prompt", "infill", "prompts", "jsonl", "html", "midi")
     given = [f"--{name}" for name in names if getattr(a, name) is not None]
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
     usual = (a.candidates or 1) if a.interactive else 4
     a = dataclasses.replace(a, num_samples=a.num_samples or usual)
-    outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
-    requests = read_requests(a)
-    if a.candidates and not a.interactive and all(r.kind == "prompt" for r in requests):
+    files = {"--jsonl": a.jsonl, "--html": a.html, "--midi": a.midi}
+    outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
+    of_data = a.prompts is not None and a.prompts.is_dir()
+    requests = [] if of_data else read_requests(a)
+    infills = of_data or a.interactive or any(r.kind == "infill" for r in requests)
+    if a.candidates and not infills:
         raise UserError("--candidates chooses among fillings: give --infill, or leave it out")
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     loaded.model.to(pick_dtype(a.dtype, procs.device))
     tokenizer = loaded.get_tokenizer()
+    if a.midi and tokenizer.pitches([]) is None:
+        raise UserError(f"--midi is for models of chorales, not of text as {a.run}: leave it out")
+    requests = requests or read_dataset(a.prompts, loaded, tokenizer)
+    if wrong := [row for row in a.rows if row > len(requests)]:
+        raise UserError(f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}")
     options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
     modes.check_mode(options, loaded.model.config)
     if not a.interactive:
@@ -172,9 +188,13 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
         if a.html:
             parts = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
             told = map(caption, records)
-            pages = [PageSample(*p, caption=c) for p, c in zip(parts, told, strict=True)]
+            rolls = [tokenizer.pitches(r["tokens"]) for r in records]
+            zipped = zip(parts, told, rolls, strict=True)
+            pages = [PageSample(*p, caption=c, roll=roll) for p, c, roll in zipped]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
+        if a.midi:
+            outputs.write(a.midi, midi_file([tokenizer.pitches(r["tokens"]) for r in records]))
         if not a.jsonl or (a.live and live.can_style()):
             print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]
@@ -246,11 +266,32 @@ def read_request(place: str, line: str) -> Request:
     return Request(place, kind, row[kind], row.get("length"))
 
 
+def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
+    """The rows of a data set with prompts, as texts whose masks are what is predicted."""
+    from evaluation.answers import open_questions  # not needed for text
+
+    questions = open_questions(str(folder), None, loaded)
+    if loaded.model.config.l2r_only:
+        questions = questions.given_first()
+    roles, requests = questions.roles, []
+    contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
+    for number, (tokens, context) in enumerate(zip(questions.tokens, contexts, strict=True), 1):
+        pieces = zip(tokenizer.pieces(tokens), context, strict=False)  # the shortest: no padding
+        text = ""
+        for masked, part in itertools.groupby(pieces, key=lambda pair: pair[1] is None):
+            part = [piece for piece, _ in part]
+            text += f"[MASK:{len(part)}]" if masked else "".join(part)
+        requests.append(Request(f"row {number}", "infill", text, context=context))
+    return requests
+
+
 def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tuple[list, list]:
     """The numbers of the requests that fit, and their contexts; those that are too long are told.
     Raises UserError where none fits."""
     found, too_long = {}, []
     for number, request in enumerate(requests):
+        if a.rows and number + 1 not in a.rows:
+            continue
         try:
             found[number] = encode(request, tokenizer, a, loaded)  # one a length
         except gaps.TooLong as error:
@@ -270,7 +311,9 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     """The tokens of a sample, None where they are to be generated, for each length that it may
     have; UserError for what the model cannot do."""
     c = loaded.model.config
-    if request.kind == "infill":
+    if request.context:
+        found = [request.context]
+    elif request.kind == "infill":
         lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
         if option := next((name for name, value in lengths.items() if value is not None), None):
             raise UserError(f"text and masks say the length; leave out {option}")
