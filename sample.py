@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -125,8 +126,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
     requests = [] if of_data else read_requests(a)
-    infills = of_data or a.interactive or any(r.kind == "infill" for r in requests)
-    if a.candidates and not infills:
+    no_gaps = not (a.interactive or of_data) and all(r.kind == "prompt" for r in requests)
+    if a.candidates and no_gaps:
         raise UserError("--candidates chooses among fillings: give --infill, or leave it out")
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     loaded.model.to(pick_dtype(a.dtype, procs.device))
@@ -182,19 +183,19 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
         records = best_fillings(model, contexts, rows, records, numbers, a)
     for record in records:
         record["prompt_index"] = numbers[record["prompt_index"]]
+    rolls = [tokenizer.pitches(record["tokens"]) for record in records]
     with outputs:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
         if a.html:
             parts = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
             told = map(caption, records)
-            rolls = [tokenizer.pitches(r["tokens"]) for r in records]
-            zipped = zip(parts, told, rolls, strict=True)
-            pages = [PageSample(*p, caption=c, roll=roll) for p, c, roll in zipped]
+            shown = zip(parts, told, rolls, strict=True)
+            pages = [PageSample(*p, caption=c, roll=roll) for p, c, roll in shown]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
         if a.midi:
-            outputs.write(a.midi, midi_file([tokenizer.pitches(r["tokens"]) for r in records]))
+            outputs.write(a.midi, midi_file(rolls))
         if not a.jsonl or (a.live and live.can_style()):
             print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]
@@ -240,7 +241,9 @@ def read_requests(a: Arguments) -> list[Request]:
         return [Request("--prompt", "prompt", a.prompt or "")]
     stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
-        raise UserError(f"--prompts {a.prompts}: give a .txt file, one prompt a line, or a .jsonl")
+        raise UserError(
+            f"--prompts {a.prompts}: give a .txt, a .jsonl, or a folder of prepared data"
+        )
     lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix != ".jsonl"
     requests = [
         Request(place, "prompt", line) if is_text else read_request(place, line)
@@ -271,16 +274,12 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
     from evaluation.answers import open_questions  # not needed for text
 
     questions = open_questions(str(folder), None, loaded)
-    if loaded.model.config.l2r_only:
-        questions = questions.given_first()
     roles, requests = questions.roles, []
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     for number, (tokens, context) in enumerate(zip(questions.tokens, contexts, strict=True), 1):
-        pieces = zip(tokenizer.pieces(tokens), context, strict=False)  # the shortest: no padding
-        text = ""
-        for masked, part in itertools.groupby(pieces, key=lambda pair: pair[1] is None):
-            part = [piece for piece, _ in part]
-            text += f"[MASK:{len(part)}]" if masked else "".join(part)
+        pairs = zip(tokenizer.pieces(tokens), context, strict=False)  # not the padding
+        text = "".join("\0" if token is None else piece for piece, token in pairs)
+        text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
         requests.append(Request(f"row {number}", "infill", text, context=context))
     return requests
 
@@ -311,13 +310,12 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     """The tokens of a sample, None where they are to be generated, for each length that it may
     have; UserError for what the model cannot do."""
     c = loaded.model.config
-    if request.context:
-        found = [request.context]
-    elif request.kind == "infill":
+    if request.kind == "infill":
         lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
         if option := next((name for name, value in lengths.items() if value is not None), None):
             raise UserError(f"text and masks say the length; leave out {option}")
-        found = gaps.contexts(request.text, tokenizer, c.block_size)
+        known = [request.context] if request.context else None
+        found = known or gaps.contexts(request.text, tokenizer, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:

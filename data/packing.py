@@ -128,10 +128,8 @@ class SplitFile:
         """Complete the file; returns its entry for meta.json."""
         for file in self._files:
             file.close()
-        if not self.has_roles:  # text without prompts and padding needs no mask
-            for path in self._paths[1:]:
-                path.unlink()
-            del self._paths[1:]
+        if not self.has_roles and self._paths[1:]:  # no prompts, no padding: no mask
+            self._paths.pop().unlink()
         if self.protocol == "sedd":
             tokens = np.fromfile(self.path, self.dtype)
             kept = kept_ranges(np.array(self.ends), self.block_size)

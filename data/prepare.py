@@ -292,8 +292,8 @@ def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
         show(f"next: python eval_ppl.py RUN --datasets {folder}")
         return
     named, name = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}, meta["name"]
-    of_tokens = {"gpt2": "own_text", "chorales": "chorales"}
-    config = named.get(name, of_tokens.get(meta["tokenizer"], "quickstart"))
+    by_tokenizer = {"gpt2": "own_text", "chorales": "chorales"}.get(meta["tokenizer"], "quickstart")
+    config = named.get(name, by_tokenizer)
     options = f" --name {name} --data.folder {folder}"
     options = "" if Path(folder).resolve() == HOME / "stories" else options
     if meta["tokenizer"] == tokenizers.HUB:

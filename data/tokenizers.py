@@ -132,14 +132,13 @@ class ChoralesTokenizer(Tokenizer):
     name, vocab_size, eot = "chorales", HIGHEST - LOWEST + 3, HIGHEST - LOWEST + 2
     names = ["r", *(f"{NOTES[p % 12]}{p // 12 - 1}" for p in range(LOWEST, HIGHEST + 1))]
     ranks = {name.encode(): i for i, name in enumerate(names)}
-    ids = {name: i for i, name in enumerate(names)}
 
     def encode_array(self, text: str) -> np.ndarray:
         words = [FLATS.get(word[:2], word[:2]) + word[2:] for word in text.split()]
-        if wrong := [word for word in words if word not in self.ids]:
+        if wrong := [word for word in words if word not in self.names]:
             advice = "write C2 to A5, such as F#4 or Bb4, or r for a rest"
             raise UserError(f"{wrong[0][:40]!r} is no note of a chorale; {advice}")
-        return np.array([self.ids[word] for word in words], np.uint16)
+        return np.array([self.ranks[word.encode()] for word in words], np.uint16)
 
     def pieces(self, ids) -> list[str]:
         names = [([*self.names, END_OF_TEXT])[i] for i in ids]
@@ -306,10 +305,8 @@ def _read_file(path: Path) -> BytePairTokenizer:
 @functools.cache
 def _get_known(name: str) -> Tokenizer:
     check_value(name, Literal[TOKENIZERS], "the tokenizer")
-    if name == "bytes":
-        return BytesTokenizer()
-    if name == "chorales":
-        return ChoralesTokenizer()
+    if name in ("bytes", "chorales"):
+        return BytesTokenizer() if name == "bytes" else ChoralesTokenizer()
     if name == "english":
         return _read_file(ENGLISH)
     import tiktoken

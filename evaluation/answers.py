@@ -135,6 +135,6 @@ def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) 
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:
         caption = "right" if record["right"] else "wrong"
-        roll = tokenizer.pitches(tokens)
+        roll = None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)  # in its order
         shown.append(PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll))
     return render(shown, told)

@@ -7,8 +7,7 @@ from data.tokenizers import VOICES
 
 TICKS = 24  # of a sixteenth
 TEMPO = 60_000_000 // 80  # microseconds of a quarter
-PROGRAM, VELOCITY = 52, 80  # choir; how loud
-BAR = 16  # sixteenths of silence after a sample
+PROGRAM, VELOCITY, BAR = 52, 80, 16  # choir; how loud; sixteenths of silence after a sample
 
 
 def midi_file(samples: list[list[int]]) -> bytes:
