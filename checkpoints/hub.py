@@ -77,6 +77,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     except ImportError:
         raise UserError("--hub needs the package tokenizers: pip install transformers") from None
 
+    if tokenizer.pitches([]) is not None:
+        raise UserError("--hub is for models of text, and this one is of chorales: leave it out")
     tokenizer.keep(folder)
     if tokenizer.name == HUB:  # stays as it is; transformers adds [MASK], as the next line here
         made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())

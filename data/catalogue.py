@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data import sources
+from data.chorales import URL, chorale_corpora
 from data.generators import generated, latin5, polya, shuffled
 from data.prompts import Examples
 from data.puzzles import TASKS, Task, puzzle_corpus
@@ -36,6 +37,8 @@ class Dataset:
     readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
     clean: Callable[[str], str] | None = None  # what was read -> text of the row
     change: Callable[[Corpus, int], Corpus] | None = None  # (documents, seed) -> documents
+    # (files, splits, voices to predict) -> documents of each split, where files hold all splits
+    divide: Callable[[Corpus, tuple[str, ...], tuple[str, ...]], dict[str, Corpus]] | None = None
     tokenizer: str = "gpt2"
     val_fraction: float | None = None  # of the documents; None: there are splits already
     protocol: str = "full"  # or "sedd", "records" (packing.py)
@@ -62,6 +65,10 @@ class Dataset:
         else:
             split = "validation" if first == "val" else first
             found = {first: sources.hub_rows(args.name, *self.hub, split, reading)}
+        if self.divide:
+            found[first].counts = reading.counts
+            splits = (args.split,) if args.split else self.splits
+            found = self.divide(found[first], splits, args.predict)
         for i, (split, corpus) in enumerate(found.items()):
             if self.clean:
                 corpus.documents = map(self.clean, corpus.documents)
@@ -111,6 +118,8 @@ PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
 PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
 EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
+CHORALES = dict(url=URL, readers={".json": sources.read_whole}, divide=chorale_corpora)
+CHORALES |= dict(tokenizer="chorales", protocol="records", block_size=128)
 SHUFFLED = dict(change=shuffled, tokenizer="bytes", val_fraction=0.05)
 
 
@@ -127,6 +136,7 @@ DATASETS: dict[str, Dataset] = {
     "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"),
     "shuffled": Dataset(source="always", **SHUFFLED),
     "records": Dataset(source="always", **EXAMPLES),
+    "chorales": Dataset(source="optional", **CHORALES),
     **{name: puzzle(task) for name, task in TASKS.items()},
     "openwebtext": Dataset(source="optional", **OWT),
     "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),

@@ -10,6 +10,7 @@ examples:
   python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
   python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
   python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
+  python data/prepare.py chorales --predict alto --out data/chorales_alto
   python data/prepare.py ptb
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
 """
@@ -51,6 +52,7 @@ BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 EVALUATION = ", ".join(name for name, dataset in DATASETS.items() if dataset.protocol == "sedd")
 NAMES = f"""stories: nine books for children, 2.7 MB, no download.
 text: your own files, given with --source.
+chorales: 382 of Bach's, in four voices (docs/data.md), downloaded, or a local copy in --source.
 shuffled: the same, in chunks of 63 characters in random order.
 records: your own prompts and answers, each in a block (docs/data.md).
 polya, latin5: made of random numbers, with a known entropy.
@@ -108,6 +110,8 @@ class Prepare:
     val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = None
     """Share of the documents that becomes validation: one of every 1/SHARE in a row, drawn; of a
     single document, its end."""
+    predict: _option(tuple[Literal[tokenizers.VOICES], ...], "VOICE ...", "all") = ()
+    """chorales: the voices to predict; the others are the prompt."""
     limit: _option(Count | None, "N", "all") = None
     """Use the first N documents only (validation share included), for a trial."""
     overwrite: bool = False
@@ -156,6 +160,7 @@ def prepare(args: Prepare) -> Path:
 def check_options(args: Prepare, dataset: Dataset) -> None:
     """Raise UserError for options that do not fit the dataset or each other."""
     name, size, source = args.name, dataset.block_size, dataset.source
+    other = size and args.tokenizer not in (None, dataset.tokenizer)
     examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
     files, share = args.val or args.test, args.val_fraction is not None
     drawn = dataset.val_fraction is not None  # the validation split
@@ -171,11 +176,12 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
         (args.skip_long and not examples, "--skip-long is for records; leave it out"),
         (args.prompt_field and name != "records", "--prompt-field is for records; leave it out"),
+        (args.predict and not dataset.divide, "--predict is for chorales; leave it out"),
         (args.split_at and (source != "always" or examples), "--split-at is for text, shuffled"),
         (args.split_at == "", "--split-at is empty; give the text between documents"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
-        (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),
+        (other, f"{name} is {dataset.tokenizer}: leave out --tokenizer"),
         (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
         (twice, f"{[*map(str, twice)]}: a file belongs to one split"),
     ]
@@ -192,6 +198,7 @@ def metadata(
     """The contents of meta.json, without splits and notes."""
     keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
     settings = {key: getattr(args, key) for key in keys.split()}  # on which the result depends
+    settings["predict"] = list(args.predict)
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -281,11 +288,12 @@ def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
     notes += [f"not comparable with the published tables: {note}" for note in meta["notes"]]
     for note in notes:
         show(note)
-    if meta["protocol"] == "sedd" or meta["split"]:
+    if meta["protocol"] == "sedd" or meta["split"] or meta["settings"]["predict"]:
         show(f"next: python eval_ppl.py RUN --datasets {folder}")
         return
     named, name = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}, meta["name"]
-    config = named.get(name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
+    by_tokenizer = {"gpt2": "own_text", "chorales": "chorales"}.get(meta["tokenizer"], "quickstart")
+    config = named.get(name, by_tokenizer)
     options = f" --name {name} --data.folder {folder}"
     options = "" if Path(folder).resolve() == HOME / "stories" else options
     if meta["tokenizer"] == tokenizers.HUB:

@@ -259,7 +259,8 @@ def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Re
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            raise UserError(f"{url}: {reason_of(error)}; {OFFLINE.format(name)}") from error
+            advice = f"get it elsewhere, then: python data/prepare.py {name} --source FILE"
+            raise UserError(f"{url}: {reason_of(error)}; {advice}") from error
         yield from read(stream, url, reading)
 
     return Corpus(documents(), [{"url": url}])

@@ -1,8 +1,9 @@
-"""Tokenizers: text <-> ids, under three names, or of a file.
+"""Tokenizers: text <-> ids, under four names, or of a file.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
+chorales notes of four voices in turn, C2 to A5, and rests: 48 ids
 
 Files, which are kept beside data, runs and exports under the names tokenizer.tiktoken, a vocabulary
 of the user's, and tokenizer.json, that of a pretrained model of `transformers`."""
@@ -23,7 +24,7 @@ from runtime.errors import UserError, reason_of
 from runtime.files import write_atomically
 from runtime.validation import check_value, expand_home, read_bounded
 
-TOKENIZERS = ("gpt2", "english", "bytes")
+TOKENIZERS = ("gpt2", "english", "bytes", "chorales")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
 HUB = "tokenizer.json"  # the same of a pretrained model
 FILES = (OWN, HUB)
@@ -32,6 +33,10 @@ END_OF_TEXT = "<|endoftext|>"
 # What ends a text in a tokenizer.json: of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
+VOICES = ("soprano", "alto", "tenor", "bass")
+LOWEST, HIGHEST = 36, 81  # MIDI pitches of a chorale
+NOTES = "C C# D D# E F F# G G# A A# B".split()
+FLATS = {"Db": "C#", "Eb": "D#", "Gb": "F#", "Ab": "G#", "Bb": "A#"}
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -103,6 +108,10 @@ class Tokenizer:
         ids = range(self.vocab_size)
         return np.array([len(self.to_bytes([i])) if i != self.eot else 0 for i in ids])
 
+    def pitches(self, ids: list[int]) -> list[int] | None:
+        """MIDI pitches of `ids`, -1 for a rest; None where they are text."""
+        return None
+
 
 class BytesTokenizer(Tokenizer):
     name, vocab_size, eot = "bytes", 257, 256
@@ -114,6 +123,35 @@ class BytesTokenizer(Tokenizer):
 
     def to_bytes(self, ids: list[int]) -> bytes:
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
+
+
+class ChoralesTokenizer(Tokenizer):
+    """Notes of the four VOICES in turn: a line of text is a sixteenth, "C5  G4  E4  C3". Id 0 is a
+    rest, r; ids from 1 are the pitches from LOWEST. Bb4 is read as A#4."""
+
+    name, vocab_size, eot = "chorales", HIGHEST - LOWEST + 3, HIGHEST - LOWEST + 2
+    names = ["r", *(f"{NOTES[p % 12]}{p // 12 - 1}" for p in range(LOWEST, HIGHEST + 1))]
+    ranks = {name.encode(): i for i, name in enumerate(names)}
+
+    def encode_array(self, text: str) -> np.ndarray:
+        words = [FLATS.get(word[:2], word[:2]) + word[2:] for word in text.split()]
+        if wrong := [word for word in words if word not in self.names]:
+            advice = "write C2 to A5, such as F#4 or Bb4, or r for a rest"
+            raise UserError(f"{wrong[0][:40]!r} is no note of a chorale; {advice}")
+        return np.array([self.ranks[word.encode()] for word in words], np.uint16)
+
+    def pieces(self, ids) -> list[str]:
+        names = [([*self.names, END_OF_TEXT])[i] for i in ids]
+        return [n + "\n" if i % 4 == 3 else n.ljust(4) for i, n in enumerate(names)]
+
+    def to_bytes(self, ids: list[int]) -> bytes:
+        return "".join(self.pieces(ids)).encode()
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.full(self.vocab_size, np.nan)  # bits per byte of text mean nothing here
+
+    def pitches(self, ids: list[int]) -> list[int]:
+        return [i - 1 + LOWEST if 0 < i < self.eot else -1 for i in ids]
 
 
 class BytePairTokenizer(Tokenizer):
@@ -267,8 +305,8 @@ def _read_file(path: Path) -> BytePairTokenizer:
 @functools.cache
 def _get_known(name: str) -> Tokenizer:
     check_value(name, Literal[TOKENIZERS], "the tokenizer")
-    if name == "bytes":
-        return BytesTokenizer()
+    if name in ("bytes", "chorales"):
+        return BytesTokenizer() if name == "bytes" else ChoralesTokenizer()
     if name == "english":
         return _read_file(ENGLISH)
     import tiktoken

@@ -130,10 +130,11 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
-    pieces, shown = loaded.get_tokenizer().pieces, []
+    tokenizer, shown = loaded.get_tokenizer(), []
     board = questions.task.board if questions.task else None
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:
         caption = "right" if record["right"] else "wrong"
-        shown.append(PageSample(pieces(tokens), step, log_probs, board, caption))
+        roll = None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)  # in its order
+        shown.append(PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll))
     return render(shown, told)

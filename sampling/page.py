@@ -21,6 +21,7 @@ class PageSample:
     board: tuple[int, int, int, int] | None = None  # a token a cell: rows and columns of a board,
     # and of the boxes that it is made of; None: lines as long as the page is wide
     caption: str = ""
+    roll: list[int] | None = None  # MIDI pitches of a piano roll, -1: a rest; four voices in turn
 
     def __post_init__(self):
         lengths = len(self.pieces), len(self.step), len(self.log_probs)
