@@ -26,7 +26,14 @@ from evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
+from runtime.outputs import (
+    OutputOptions,
+    Outputs,
+    markdown_table,
+    provenance,
+    report_files,
+    versions,
+)
 from runtime.processes import Processes, processes
 from runtime.validation import LARGEST, Count, check_values
 from sampling import modes
@@ -127,9 +134,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check_values(a)
     if not a.runs and not a.samples:
         raise UserError("nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl")
-    table = a.json and a.json.with_suffix(".md")
-    files = {"--json": a.json, "the table beside --json": table}
-    outputs = Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
+    outputs = Outputs(report_files(a.json), [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)
@@ -137,7 +142,6 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])
-    result["settings"] |= result["settings"].pop("decoding")
     result["versions"] |= judge.libraries
     rows = result["rows"]
     for samples in itertools.chain(make_samples(samplers, models, a, dtype, procs), read):
@@ -147,9 +151,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             continue
         show(f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
-        outputs.write_json(a.json, result)
         lines = ["# Generation quality", "", f"    {result['command']}", "", *lines_of(result)]
-        outputs.write_markdown(table, lines)
+        outputs.write_report(a.json, result, lines)
     with outputs:
         procs.print0("", *lines_of(result), sep="\n")
 

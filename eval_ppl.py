@@ -30,7 +30,7 @@ from orders import parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, provenance
+from runtime.outputs import OutputOptions, Outputs, provenance, report_files
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling.plans import Pace, Rule, RuleScore
@@ -102,9 +102,7 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError(
             f"two texts are called {twice!r}: score them one after the other, or rename"
         )
-    table = a.json and a.json.with_suffix(".md")
-    files = {"--json": a.json, "the table beside --json": table}
-    return Outputs(files, [a.run, a.other, *a.datasets], a.overwrite)
+    return Outputs(report_files(a.json), [a.run, a.other, *a.datasets], a.overwrite)
 
 
 # ---- what to score -------------------------------------------------------------------------------
@@ -215,8 +213,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             report["differences"], (first, second) = differences, (m.describe() for m in models)
             lines = [f"A: {first}", "", f"B: {second}", "", *comparison(differences)]
         if procs.main:  # after every task, so that a job that is killed loses none
-            outputs.write_json(a.json, report | origin)
-            outputs.write_markdown(a.json and a.json.with_suffix(".md"), lines)
+            outputs.write_report(a.json, report | origin, lines)
     if procs.main:
         with outputs:
             show("\n".join(lines))

@@ -151,7 +151,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
 def origin_of(a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings) -> dict:
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    origin["settings"] |= origin["settings"].pop("decoding") | settings
+    origin["settings"] |= settings
     return origin
 
 

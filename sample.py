@@ -156,9 +156,7 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
     cost["seconds"] = round(time.perf_counter() - started, 3)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = origin.pop("settings")
-    del settings["decoding"]  # `options` has its defaults
-    settings |= vars(options) | origin
+    settings = origin.pop("settings") | vars(options) | origin  # options: with their defaults
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
     if ranks:

@@ -33,6 +33,14 @@ class OutputOptions:
     """Replace result files that exist already."""
 
 
+TABLE = "the table beside --json"
+
+
+def report_files(json: Path | None) -> dict[str, Path | None]:
+    """The files of a report, for `Outputs`: --json, and beside it the table as Markdown (.md)."""
+    return {"--json": json, TABLE: json and json.with_suffix(".md")}
+
+
 class Outputs:
     """The files that a script is asked to write, checked before it does its work.
 
@@ -94,8 +102,10 @@ class Outputs:
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")
 
-    def write_markdown(self, path: Path | None, lines: Iterable[str]) -> None:
-        self.write(path, "\n".join(map(escaped, lines)) + "\n")
+    def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
+        """The two files of `report_files`; lines: of Markdown."""
+        self.write_json(json, value)
+        self.write(report_files(json)[TABLE], "\n".join(map(escaped, lines)) + "\n")
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
@@ -141,6 +151,7 @@ def provenance(
     """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
     settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
+    settings |= settings.pop("decoding", {})
     origin = {"command": command(), "settings": settings, "device": str(device)}
     return origin | {"processes": processes, "versions": versions()} | more
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import prepared, run_script
+from helpers import prepared
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
@@ -113,21 +113,6 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, 
     assert report.with_suffix(".md").read_text() == out
     status, _, err = script(eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15)
     assert status == 2 and "no sentence of 15 to 15 tokens" in err
-    for wrong, why in ((plain, "only continues"), (run, "leave out --last-word")):
-        more = ["--last-word"] * (wrong == run)
-        status, _, err = script(
-            eval_infill, wrong, "--data", said, "--shortest", 2, "--unknown-length", *more
-        )
-        assert status == 2 and why in err
-    words.write_text("It was late. The old man went home again. Then they all slept. " * 60)
-    said = prepared("text", tmp_path / "long", words, split="val", tokenizer="english")
-    options = ("--shortest", 6, "--longest", 9, "--unknown-length", "--num-passages", 2)
-    lengths = ("--data", said, *options, "--json", tmp_path / "lengths.json")
-    told = run_script("eval_infill.py", "results/books_model", *lengths).stdout
-    rows = json.loads((tmp_path / "lengths.json").read_text())["rows"]
-    assert [row["ranked_by"] for row in rows] == ["right", "joint", "filling", "known length"]
-    assert all(0 <= row["best"] <= row["best_three"] <= 1 for row in rows)
-    assert rows[3]["best"] == 1 and "best three" in told
 
 
 def test_last_words_are_predicted_from_what_precedes(run, plain, encoder, tmp_path, script):
