@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.command_line import show, visible
 from runtime.errors import UserError
-from runtime.files import short_name, to_json, write_atomically
+from runtime.files import to_json, write_atomically
 from runtime.validation import expand_home
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class Outputs:
         """files: by option. inputs: what the script reads; what is no existing path is ignored.
         Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
-        self.replaces = {}  # "empty" or "none": another process may be about to write it, too
         inputs = [path for path in map(expand_home, filter(None, inputs)) if os.path.exists(path)]
         options: dict[str, str] = {}
         for option, path in files.items():
@@ -72,12 +71,10 @@ class Outputs:
                 raise UserError(f"{option} {path} is a file that is read; name another file")
             if not overwrite and path.is_file() and path.stat().st_size:
                 raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
-            if not overwrite:
-                self.replaces[path] = "empty" if path.exists() else "none"
 
     def write(self, path: Path | None, content: str | bytes) -> None:
         """Write a result, whole or not at all; None is nowhere. Text that cannot be written is
-        printed. Where another process has written the file, the result goes to one beside it."""
+        printed."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
@@ -86,14 +83,7 @@ class Outputs:
             if _is_device(path):
                 path.write_bytes(data)
             else:
-                write_atomically(
-                    path, lambda file: file.write(data), self.replaces.get(path, "any")
-                )
-            self.replaces.pop(path, None)
-        except FileExistsError:
-            beside = path.with_name(f"{short_name(path.name)}.{os.getpid()}")
-            write_atomically(beside, lambda file: file.write(data))
-            self.failed[path] = f"another process has written {path}: this result is in {beside}"
+                write_atomically(path, lambda file: file.write(data))
         except OSError as error:
             self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
