@@ -190,9 +190,7 @@ class TextModel:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
         parts = read_alternatives(text)
         if math.prod(map(len, parts[1::2])) > gaps.MOST_LENGTHS:
-            raise UserError(
-                f"alternatives have at most {gaps.MOST_LENGTHS} combinations: give fewer"
-            )
+            raise UserError(f"give at most {gaps.MOST_LENGTHS} combinations of alternatives")
         whole, given, rows = [], [], []
         for words in itertools.product(*parts[1::2]):
             pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]

@@ -26,14 +26,7 @@ from evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import (
-    OutputOptions,
-    Outputs,
-    markdown_table,
-    provenance,
-    report_files,
-    versions,
-)
+from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
 from runtime.processes import Processes, processes
 from runtime.validation import LARGEST, Count, check_values
 from sampling import modes
@@ -134,7 +127,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check_values(a)
     if not a.runs and not a.samples:
         raise UserError("nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl")
-    outputs = Outputs(report_files(a.json), [*a.runs, *a.samples, a.judge], a.overwrite)
+    outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     judge = load_judge(a.judge, procs.device)

@@ -27,7 +27,7 @@ from evaluation.text_measures import mean_and_reach
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, report_files
+from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from runtime.validation import Count, check_values
 from sampling import modes
 from sampling.modes import DecodingOptions
@@ -64,7 +64,7 @@ def main() -> None:
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
     rouge([])  # a missing package shows before the work
-    outputs = Outputs(report_files(a.json), [*a.runs, a.data], a.overwrite)
+    outputs = Outputs.of_report(a.json, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
     rows = []
@@ -131,9 +131,8 @@ def table_of(rows: list[dict]) -> list[str]:
     for row in rows:
         mean, half = mean_and_reach(row["nll"])
         scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
-        cells.append(
-            [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"± {half:.4f}", *scores]
-        )
+        what = [row["run"], row["given"], row["mode"]]
+        cells.append([*what, f"{mean:.4f}", f"± {half:.4f}", *scores])
     return [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
 
 

@@ -30,7 +30,7 @@ from orders import parse_order, parse_settings
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, provenance, report_files
+from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling.plans import Pace, Rule, RuleScore
@@ -99,10 +99,8 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError("nothing to score: give RUN first, then --datasets and names, or --text")
     names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"two texts are called {twice!r}: score them one after the other, or rename"
-        )
-    return Outputs(report_files(a.json), [a.run, a.other, *a.datasets], a.overwrite)
+        raise UserError(f"two texts are called {twice!r}: score one after the other, or rename")
+    return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
 # ---- what to score -------------------------------------------------------------------------------

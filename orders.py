@@ -179,11 +179,8 @@ def read_orders(file: str, length: int) -> np.ndarray:
 def parse_order(text: str, option: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means, such as slots:block=8."""
     known = ORDER_SETTINGS.get(text.partition(":")[0], ())
-    example, types = (
-        f"{known[0]}=1" if known else "",
-        {k: type(getattr(OrderConfig, k)) for k in known},
-    )
-    kind, values = parse_settings(text, types, example, option)
+    types = {key: type(getattr(OrderConfig, key)) for key in known}
+    kind, values = parse_settings(text, types, "".join(f"{key}=1" for key in known[:1]), option)
     try:
         return OrderConfig(kind, **values)
     except UserError as error:

@@ -140,16 +140,13 @@ def push_folder(folder: Path, repo: str) -> str:
     new; its address. Raises UserError."""
     import huggingface_hub
 
-    again = (
-        f"{folder} is written, but not uploaded; to try again: hf upload --private {repo} {folder}"
-    )
+    again = f"{folder} is written, not uploaded; to try again: hf upload --private {repo} {folder}"
     if huggingface_hub.get_token() is None:
         raise UserError(f"no credentials: log in with `hf auth login`, or set HF_TOKEN; {again}")
     try:
         address = huggingface_hub.create_repo(repo, private=True, exist_ok=True)
-        huggingface_hub.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Add an AO-GPT model"
-        )
+        what = {"folder_path": folder, "commit_message": "Add an AO-GPT model"}
+        huggingface_hub.upload_folder(repo_id=repo, **what)
     except Exception as error:  # no credentials, no network, no access, no such name
         raise UserError(f"{reason_of(error)}; {again}") from error
     return str(address)

@@ -21,15 +21,7 @@ from data.tokenizers import HUB, OWN, RECORDED, Tokenizer, get_tokenizer
 from model import AOGPT, ModelConfig
 from runtime.errors import UserError, reason_of
 from runtime.files import sha256_file
-from runtime.validation import (
-    Count,
-    FileName,
-    NonNegative,
-    expand_home,
-    from_values,
-    read_json,
-    schema,
-)
+from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
 from variants import build_model, set_block_size
 
 EXPORT_FORMAT = "aogpt-export-2"
@@ -202,7 +194,8 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
 def read_shards(index: Path) -> dict:
     """The tensors of the files that an index names."""
     contents: dict = {}
-    for name in sorted(set(read_json(index, Index, "get it again")["weight_map"].values())):
+    files = read_json(index, dict[str, dict[str, Any]], "get it again").get("weight_map", {})
+    for name in sorted(set(map(str, files.values()))):  # by tensor
         contents |= read_file(index.with_name(name))
     return contents
 
@@ -216,8 +209,6 @@ def read_file(path: Path) -> dict:
             return load_file(path)
         if is_zip := magic.startswith(b"PK"):  # of torch.save; torch.load checks no checksums
             with zipfile.ZipFile(path) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise CheckpointError(f"{path} is compressed, unlike files of torch.save")
                 if name := archive.testzip():
                     raise CheckpointError(f"{path} is damaged (checksum of {name}); get it again")
         # weights_only: otherwise a pickle can call any function of Python
@@ -237,13 +228,6 @@ def read_file(path: Path) -> dict:
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}")
     return contents
-
-
-@schema
-class Index(TypedDict):
-    """The contents of the index of weights in several files."""
-
-    weight_map: dict[str, FileName]  # by tensor
 
 
 @schema
@@ -277,8 +261,6 @@ def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
             raise UserError(f"{name} is {tuple(value.shape)} in the file, {shape} in the model")
         if not value.is_floating_point() or value.layout != torch.strided:
             raise UserError(f"{name} holds {value.dtype} ({value.layout}), not plain numbers")
-        if value.nbytes > value.untyped_storage().nbytes():
-            raise UserError(f"{name} is {shape}, more than the file holds")
         # a copy: the file, which is mapped into memory, may change
         value = value.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if not store.is_finite(value):

@@ -5,22 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from checkpoints import store
 from checkpoints.load import Loaded
 from runtime.outputs import commit
 from runtime.validation import read_json
 from variants import parameter_counts
 
-# Keys of a run's configuration.
-SETTINGS = """model.n_layer model.n_head model.n_embd model.block_size model.attention model.target
-model.position order.kind order.l2r_prob objective.kind objective.group schedule train.steps
-train.batch_size train.init_from optim.kind optim.lr optim.muon_lr optim.schedule optim.warmup_steps
-optim.weight_decay optim.ema_decay seed""".split()
-USED_IF = {  # the key and value that others depend on
-    "order.l2r_prob": ("order.kind", "mixture"),
-    "objective.group": ("objective.kind", "groupwise"),
-    "optim.muon_lr": ("optim.kind", "muon"),
-}
+TABLES = ("model", "order", "objective", "optim")  # of a run's configuration, which the card shows
 ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
 ORDERS |= {"own": "the run's own orders, in its groups"}
 
@@ -126,16 +119,15 @@ def _data(data: dict) -> str:
 
 
 def _recipe(state: dict) -> str:
-    config, rows = state["config"], ["| setting | value |", "|---|---|"]
-    tables = {key: table for key, table in config.items() if isinstance(table, dict)}
-    values = config | {f"{key}.{k}": v for key, table in tables.items() for k, v in table.items()}
-    for key in SETTINGS:
-        kind, used = USED_IF.get(key, ("", None)), values.get(key) not in (None, "", [])
-        if used and values.get(kind[0]) == kind[1]:
-            rows.append(f"| {key} | {values[key]} |")
-    if state.get("tokens"):
-        rows.append(f"| tokens trained on | {state['tokens']:,} |")
-    return "## Training\n\n" + "\n".join([*rows, f"| PyTorch | {state['torch']} |"])
+    config, tokens = state["config"], state.get("tokens")
+    shown = {key: config[key] for key in ("seed", "schedule") if config.get(key)}
+    shown |= {table: dict(config[table]) for table in TABLES}
+    shown["train"] = {key: config["train"][key] for key in ("steps", "batch_size", "init_from")}
+    shown["model"] = {key: value for key, value in shown["model"].items() if value is not None}
+    seen = f"{tokens:,} tokens, with " if tokens else ""
+    return (
+        f"## Training\n\nOn {seen}PyTorch {state['torch']}:\n\n```toml\n{tomli_w.dumps(shown)}```"
+    )
 
 
 def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
@@ -160,9 +152,7 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
 
 def _limits(loaded: Loaded) -> str:
     c = loaded.model.config
-    limits = [
-        "A base model: it continues texts like those of its training; it cannot follow requests."
-    ]
+    limits = ["A base model: it continues texts like those of its training, not instructions."]
     limits += ["Do not rely on it for facts. It was not made safe for users."]
     limits += [f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."]
     if c.l2r_only:

@@ -73,9 +73,7 @@ def read(
     table = tensors.get("wte.weight", torch.zeros(config.vocab_size, config.n_embd))
     first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
     if tokenizer.vocab_size > len(table):
-        raise UserError(
-            f"tokenizer.json has {tokenizer.vocab_size} ids, its table {len(table)} rows"
-        )
+        raise UserError(f"tokenizer.json has {tokenizer.vocab_size} ids, the table {len(table)}")
     # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads it.
     tensors["start"] = table[first].clone()
     left = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
@@ -155,9 +153,7 @@ def rope_of(settings: dict) -> tuple[float, tuple[float, float, float, int] | No
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise UserError(
-            f"its rotary positions are scaled by {kind!r}; supported are none and llama3"
-        )
+        raise UserError(f"rotary positions are scaled by {kind!r}; supported: none and llama3")
     names = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     if missing := [name for name in names if name not in rope]:
         raise UserError(f"its rotary scaling lacks {missing[0]}")

@@ -33,14 +33,6 @@ class OutputOptions:
     """Replace result files that exist already."""
 
 
-TABLE = "the table beside --json"
-
-
-def report_files(json: Path | None) -> dict[str, Path | None]:
-    """The files of a report, for `Outputs`: --json, and beside it the table as Markdown (.md)."""
-    return {"--json": json, TABLE: json and json.with_suffix(".md")}
-
-
 class Outputs:
     """The files that a script is asked to write, checked before it does its work.
 
@@ -72,6 +64,12 @@ class Outputs:
             if not overwrite and path.is_file() and path.stat().st_size:
                 raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
 
+    @classmethod
+    def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> Outputs:
+        """The file --json, and beside it the table as Markdown (.md): `write_report`."""
+        files = {"--json": json, "the table beside --json": json and json.with_suffix(".md")}
+        return cls(files, inputs, overwrite)
+
     def write(self, path: Path | None, content: str | bytes) -> None:
         """Write a result, whole or not at all; None is nowhere. Text that cannot be written is
         printed."""
@@ -93,9 +91,9 @@ class Outputs:
         self.write(path, to_json(value, indent=2) + "\n")
 
     def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
-        """The two files of `report_files`; lines: of Markdown."""
+        """The files of `of_report`; lines: of the table."""
         self.write_json(json, value)
-        self.write(report_files(json)[TABLE], "\n".join(map(escaped, lines)) + "\n")
+        self.write(json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n")
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))

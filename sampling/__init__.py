@@ -18,7 +18,3 @@ from sampling.plans import (
 )
 from sampling.simple import simple_generate
 from sampling.token_choice import TokenChoice
-
-__all__ = ["Engine", "Generation", "Plan", "TokenChoice", "adaptive_plan", "generate"]
-__all__ += ["group_sizes", "l2r_plan", "mdm_plan", "random_plan"]
-__all__ += ["simple_generate", "speculative_plan", "stack_plans"]

@@ -166,9 +166,8 @@ def groups_of(
 def check_tokens(model: AOGPT, tokens: Tensor, other: Tensor) -> None:
     """Raise UserError if tokens and what comes with them (orders, masks) do not fit the model."""
     if tokens.shape != other.shape or tokens.dim() != 2:
-        raise UserError(
-            f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be (batch, length)"
-        )
+        found = f"tokens {tuple(tokens.shape)} and {tuple(other.shape)}"
+        raise UserError(f"{found} must both be (batch, length)")
     T, limit, V = tokens.shape[1], model.config.block_size, model.config.vocab_size
     if not 1 <= T <= limit:
         raise UserError(f"{T} tokens a sequence; this model takes 1 to {limit}")
