@@ -42,7 +42,6 @@ FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
 NONE_YET = ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
 ADVICE = "use another checkpoint of the run"
-TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
@@ -248,30 +247,24 @@ def read_newest(
 ) -> tuple[Path, Any] | None:
     """The newest checkpoint that can be read, and read(path); None if the run has none. Damaged
     ones are passed over with a warning. procs: the processes of the job that owns the run, which
-    all must call and get the same one; without, a job may be replacing checkpoints: one that is
-    gone is looked for again. which: see `candidates`. Raises CheckpointError if all are damaged."""
+    all must call and get the same one. which: see `candidates`. Raises CheckpointError if all are
+    damaged."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
-    for attempt in range(1 if procs else TRIES):
-        paths = candidates(run_folder, which)
-        if any(others != paths for others in gather(paths)):
-            what = f"the processes see different checkpoints in {run_folder}"
-            raise UserError(f"{what}; put --out on a shared disk")
-        for path in reversed(paths):
-            try:
-                found, problem = read(path), None
-            except CheckpointError as error:
-                problem = str(error)
-            problems = [text for text in gather(problem) if text]  # of any process
-            if not problems:
-                return path, found
-            if not procs and attempt < TRIES - 1 and not path.is_dir():
-                break
-            if main and which == "last":
-                told = f"warning: {problems[0]}; trying the one before it"
-                show(visible(told, one_line=True), file=sys.stderr)
-        else:  # an empty list can be one that was made while the only checkpoint was replaced
-            if paths or not (Path(run_folder) / "checkpoints").is_dir():
-                break
+    paths = candidates(run_folder, which)
+    if any(others != paths for others in gather(paths)):
+        what = f"the processes see different checkpoints in {run_folder}"
+        raise UserError(f"{what}; put --out on a shared disk")
+    for path in reversed(paths):
+        try:
+            found, problem = read(path), None
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [text for text in gather(problem) if text]  # of any process
+        if not problems:
+            return path, found
+        if main and which == "last":
+            told = f"warning: {problems[0]}; trying the one before it"
+            show(visible(told, one_line=True), file=sys.stderr)
     if paths:
         advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
         what = f"none of the {len(paths)} checkpoints in {run_folder} can be read"

@@ -25,9 +25,8 @@ from sampling.adaptive import adapt, reorder
 from sampling.cached import KVCache, Step, decoding_copy
 from sampling.compiled import GraphRunner, few_shapes, many_shapes
 from sampling.plans import Plan, group_sizes, l2r_plan, stack_plans
-from sampling.repetition import known_text, without_repeats
 from sampling.speculation import speculate
-from sampling.token_choice import TokenChoice, choose_tokens
+from sampling.token_choice import TokenChoice, choose_tokens, known_text, without_repeats
 from variants import head_chunk, log_linear_noise
 
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
