@@ -24,7 +24,7 @@ from torch import Tensor
 import checkpoints
 from evaluation.estimates import Estimate
 from evaluation.eval_sets import comparable, open_text
-from evaluation.likelihood import AlongOrders, BatchRunner, Task, difference, losses_of
+from evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
 from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -188,7 +188,10 @@ class TextModel:
 
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
-        parts = read_alternatives(text)
+        parts = ALTERNATIVES.split(text)  # text and alternatives, in turn
+        if len(parts) == 1:
+            raise UserError("there are no alternatives; write [this|that]")
+        parts[1::2] = [part.split("|") for part in parts[1::2]]
         if math.prod(map(len, parts[1::2])) > gaps.MOST_LENGTHS:
             raise UserError(f"give at most {gaps.MOST_LENGTHS} combinations of alternatives")
         whole, given, rows = [], [], []
@@ -221,7 +224,7 @@ class TextModel:
         for model, loaded in zip((self, other), models, strict=True):
             model._check_plain(orders.kind == "l2r")
             elbo = loaded.model.config.is_encoder and orders.kind == "random"
-            tasks.append(Task(loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
+            tasks.append(Task(loaded, eval_set, order, Scorer(orders, joint=elbo)))
         return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
 
     def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
@@ -236,11 +239,3 @@ class TextModel:
     def log_prob(self, ids: list[int]) -> float:
         """log p of the tokens of a whole text, left to right, nats."""
         return math.fsum(self._along(torch.tensor([ids]), torch.arange(len(ids))[None]))
-
-
-def read_alternatives(text: str) -> list[str | list[str]]:
-    """Text and alternatives, in turn. A bracket without "|" is text."""
-    parts = ALTERNATIVES.split(text)
-    if len(parts) == 1:
-        raise UserError("there are no alternatives; write [this|that]")
-    return [part.split("|") if number % 2 else part for number, part in enumerate(parts)]

@@ -183,9 +183,6 @@ def make_samples(
         yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
 
 
-# ---- reported ------------------------------------------------------------------------------------
-
-
 def number(value, form: str) -> str:
     known = isinstance(value, int | float) and not math.isnan(value)
     return format(value, form) if known else "-"

@@ -37,8 +37,6 @@ from sampling.plans import Pace, Rule, RuleScore
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
-# ---- options -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
@@ -103,9 +101,6 @@ def check_arguments(a: Arguments) -> Outputs:
     return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
-# ---- what to score -------------------------------------------------------------------------------
-
-
 def scorers_of(
     a: Arguments, configs: list[ModelConfig], block_size: int
 ) -> dict[str, list[Scorer]]:
@@ -139,19 +134,19 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> 
     if text == "score_entropy":
         if not config.noise:
             raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
-        return likelihood.ScoreEntropy()
+        return Scorer(joint=True)
     rule = parse_rule(text, a.group) if text.partition(":")[0] in get_args(RuleScore) else None
     orders = None if rule else parse_order(text, "--orders")
     if config.l2r_only and (rule or orders.kind != "l2r"):
         raise UserError(f"this model is a plain GPT and has no {text!r} order; give --orders l2r")
     if rule:
-        return likelihood.OwnOrder(rule, a.group)
+        return Scorer(rule=rule, group=a.group)
     orders.check_length(block_size)
     uniform = orders.kind == "random"
     sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
     elbo = uniform and config.is_encoder and a.group == 1
     weighted = a.bound == "iw" and not orders.is_fixed and not elbo
-    return likelihood.AlongOrders(orders, a.group, sizes, weighted, joint=elbo)
+    return Scorer(orders, None, a.group, sizes, weighted, joint=elbo)
 
 
 def parse_rule(text: str, group: int) -> Rule:
@@ -163,9 +158,6 @@ def parse_rule(text: str, group: int) -> Rule:
     if values and group > 1:
         raise UserError(f"--orders {text}: leave out --group, or write most={group} here")
     return Rule(score, Pace(**values) if values else None, block)
-
-
-# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:

@@ -180,8 +180,8 @@ def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
 
 
 def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """Denoising score entropy of each sequence per token, (B,), differentiable (SEDD, equation 8,
-    absorbing graph).
+    """Denoising score entropy, differentiable, (B, T), 0 at unmasked positions; its mean is per
+    token (SEDD, equation 8, absorbing graph).
 
     With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of token y at a
     masked position is log s_y = o_y - log expm1(sigma) - log N, and its target is the ratio
@@ -190,11 +190,6 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
         sum_y s_y - r log s_x + r (log r - 1)
 
     which is 0 where s is the true ratio of a token that is certain."""
-    return _score_entropy_terms(model, tokens, masks, vocab).mean(dim=1)
-
-
-def _score_entropy_terms(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """The terms of `score_entropy`, (B, T), 0 at unmasked positions."""
     sigma = masks.sigma.to(torch.get_default_dtype())
     # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
     normaliser, output = model(tokens, masks.masked, sigma, masks.lengths).double()
@@ -212,7 +207,7 @@ def token_score_entropy(
     (`token_nll` takes SEDD's outputs as probabilities instead: the scores, normalised.)"""
     masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1], kind="score_entropy")
     masks = masks.to(tokens.device)
-    return _score_entropy_terms(model, tokens, masks, model.config.mask_token)
+    return score_entropy(model, tokens, masks, model.config.mask_token)
 
 
 def token_nll(

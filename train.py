@@ -197,7 +197,8 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             return groupwise_loss(model, batch.tokens, batch.order, *settings)
         case "score_entropy":
             vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
-            return score_entropy(model, batch.tokens, batch.masks, vocab_size).mean()
+            losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
+            return losses.mean(dim=1).mean()
         case "lambda_dce" | "k_dce" | "t_dce":  # which draw their masks differently
             return masked_nll(model, batch.tokens, batch.masks).mean()
 

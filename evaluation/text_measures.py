@@ -11,8 +11,6 @@ import torch
 
 from evaluation.estimates import t_quantile
 
-# ---- of one sample -------------------------------------------------------------------------------
-
 
 def unigram_entropy(tokens: Sequence[int]) -> float:
     """Entropy of the histogram of a sample's tokens, in nats."""
@@ -26,9 +24,6 @@ def distinct(tokens: Sequence[int], n: int) -> float:
     """distinct-n: different n-grams / n-grams of a sample."""
     ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
-
-
-# ---- over samples --------------------------------------------------------------------------------
 
 
 def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[str, float]:

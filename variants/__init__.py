@@ -41,8 +41,6 @@ def set_block_size(model: AOGPT, block_size: int) -> None:
     model.make_angles(model.head.weight.device)
 
 
-# ---- checks of a configuration, for users --------------------------------------------------------
-
 BOUNDS = {"dropout": BelowOne} | {
     name: Annotated[int, Interval(ge=1, le=largest)]
     for name, largest in (

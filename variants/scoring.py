@@ -101,9 +101,6 @@ def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
     return allowed & ((torch.arange(allowed.shape[-1], device=allowed.device) > 0) | (last == 0))
 
 
-# ---- groups: steps that are predicted at once ----------------------------------------------------
-
-
 @torch.no_grad()
 def group_log_probs(
     model: AOGPT,
@@ -158,9 +155,6 @@ def groups_of(
     for start in range(0, T - int(prompt_lengths.min()), group):
         known = (prompt_lengths + start).clamp(max=T)
         yield known, (steps >= known[:, None]) & (steps < known[:, None] + group)
-
-
-# ---- checks --------------------------------------------------------------------------------------
 
 
 def check_tokens(model: AOGPT, tokens: Tensor, other: Tensor) -> None:
