@@ -1,7 +1,5 @@
 """Convert any supported weights to this project's format: python convert.py SRC DST"""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import asdict

@@ -6,8 +6,6 @@ repeats itself is easy to predict.
     python eval_gen.py --samples samples.jsonl --judge gpt2-large
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -8,8 +8,6 @@ The likelihood of the sentence is measured given both sides, and given only what
 samples are compared with it by ROUGE. A plain GPT can only continue.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from dataclasses import dataclass

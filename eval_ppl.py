@@ -9,8 +9,6 @@ the context. Two models, A and B, are compared on the same text, paired by seque
         --orders l2r random --ensemble 1 8 64 --json FILE
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,8 +13,6 @@ The YAML file of a task is a program: by the harness's design it can name Python
 (!function) and holds templates that are run (Jinja). Give only files that you would run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ Examples:
     python sample.py out/quickstart --order slots:block=8 --group-size 4
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

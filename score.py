@@ -8,8 +8,6 @@
 Log-probabilities are natural logarithms. Text as long as you like, and data sets: eval_ppl.py.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ tokenizer.json       the tokenizer, with [MASK]; beside it tokenizer_config.json
 README.md            a model card: checkpoints/model_card.py
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

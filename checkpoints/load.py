@@ -1,7 +1,5 @@
 """Load a model from a run folder, a checkpoint, an export of convert.py or released weights."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import zipfile

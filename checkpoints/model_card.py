@@ -1,7 +1,5 @@
 """The README.md of an exported folder: what the model is, how it was trained, how to use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ From left to right our model computes what theirs does; with target "rotary" and
 the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token is not scored.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@
 The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a kill leaves a
 whole checkpoint or none. No format here holds code."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@ length, a block, and no end-of-text. An example is made from a *key*, such as th
 Sudoku. Splits are assigned by hashing a canonical form of the key, so no puzzle or trivial variant
 of it is in two splits."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -1,8 +1,6 @@
 """Where documents come from: files of the user's, published files, the Hugging Face hub. Rows of
 .jsonl and .parquet files are read one at a time; text files are held whole."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import gzip

@@ -20,8 +20,6 @@ As written, one sequence takes T M passes. `cheap_gains` estimates L_M - L_1 wit
 B sequences, T positions, M members, S ensemble sizes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

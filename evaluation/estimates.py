@@ -6,8 +6,6 @@ documents as clusters. Monte Carlo error: the part from which orders, masks or c
 for *these texts*, which falls with their number. N sequences, D Monte Carlo samples.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ The harness is the package lm_eval: pip install -r requirements-harness.txt.
 Shapes: B rows of a batch, T positions, D width, N scored tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ of another tokenizer reach it as text. Without a start token (GPT-2) it scores a
 first. Samples longer than its context are cut into windows, each scored like a sample.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 

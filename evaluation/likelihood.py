@@ -4,8 +4,6 @@ orders (or an encoder's masks) of every sequence once.
 N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ To add a measure of a sample's token ids: a function in `text_measures`, a name 
 in `COLUMNS` of eval_gen.py. One that needs the text: `score_samples`; of a whole set: `summary`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Measures of generated text that need no model, and averages over samples of those that do. What
 does not exist is NaN. How to add one: scoring.py."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

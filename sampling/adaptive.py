@@ -3,8 +3,6 @@
 `engine` is an `Engine`, whose docstring has the shapes.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -26,8 +26,6 @@ cached; a sampling step (`Step`) is one pass, which may unmask many places.
 Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ per token, given all that is before it. The filling's own probability falls with
 Shapes: N fillings, T positions of the longest.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

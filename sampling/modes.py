@@ -3,8 +3,6 @@
 Shapes: B samples, T positions of the longest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ last token of an order leaves the joint along that order as it is.
 Shapes: B samples, T positions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Literal

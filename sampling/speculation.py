@@ -5,8 +5,6 @@ model. Samples have the same distribution as one-token-at-a-time decoding.
 the model, so every round waits once for it; what is counted is on the host.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -6,8 +6,6 @@ is hashed from the uniform number (`draw`). Shapes: N rows, each a position to d
 samples of T positions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

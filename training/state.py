@@ -1,7 +1,5 @@
 """The state of a run: new, or resumed from its newest checkpoint; and saving it."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -1,7 +1,5 @@
 """Every system as one of three classes: `build_model(config)`, which checks the configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, get_type_hints
 

@@ -1,8 +1,6 @@
 """The encoder: full attention over a partly masked sequence, which predicts the masked tokens; the
 masked diffusion models that the paper compares with (RADD, SEDD), on AO-GPT's own blocks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

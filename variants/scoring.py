@@ -1,7 +1,5 @@
 """Log-probabilities of known sequences: along an order, of masked tokens, in groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 """Two streams with the same weights (XLNet, A3): the content stream sees its own tokens; the query
 stream knows its target position only, reads the content stream, and predicts."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
