@@ -6,12 +6,11 @@ repeats itself is easy to predict.
     python eval_gen.py --samples samples.jsonl --judge gpt2-large
 """
 
-import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -75,7 +74,7 @@ class Sweep(DecodingOptions):
     """Pairs of temperature and top-p, as in 0.9,0.95."""
 
     def rows(self) -> list[DecodingOptions]:
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(DecodingOptions)}
+        shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
         if self.settings and (self.temperature, self.top_p) != (1, 1):
             raise UserError("--settings holds temperature and top-p: leave out the options")
         # A mode has one of the three sizes; `with_mode_defaults` refuses the others.

@@ -8,9 +8,8 @@ The likelihood of the sentence is measured given both sides, and given only what
 samples are compared with it by ROUGE. A plain GPT can only continue.
 """
 
-import dataclasses
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -102,7 +101,7 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
         nll = torch.cat([middle_nll(model, part, both) for part in parts]).tolist()
         ways = ["l2r", "random", "adaptive"] if both else ["l2r"]
         for mode in [a.decoding.mode] if a.decoding.mode else ways:
-            options = modes.with_mode_defaults(dataclasses.replace(a.decoding, mode=mode))
+            options = modes.with_mode_defaults(replace(a.decoding, mode=mode))
             modes.check_mode(options, model.config)
             row = {"run": run, "given": side, "mode": mode, "nll": nll}
             rows.append(row | rouge(fill_in(loaded, passages, both, options, a.seed)))

@@ -13,8 +13,7 @@ The YAML file of a task is a program: by the harness's design it can name Python
 (!function) and holds templates that are run (Jinja). Give only files that you would run.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +124,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
             temperature = questions.task.temperature if questions.task else 0.0
         if mode is None and a.decoding.order is None:
             mode = "l2r" if config.l2r_only else "confidence"
-        options = dataclasses.replace(a.decoding, temperature=temperature, mode=mode)
+        options = replace(a.decoding, temperature=temperature, mode=mode)
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
@@ -163,7 +162,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
-    settings = {f.name: getattr(a, f.name) for f in dataclasses.fields(harness.Settings)}
+    settings = {f.name: getattr(a, f.name) for f in fields(harness.Settings)}
     temperature = 1.0 if a.decoding.temperature is None else a.decoding.temperature
     settings |= vars(a.decoding) | {"temperature": temperature}
     model = harness.HarnessModel(a.run, procs, **settings)

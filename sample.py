@@ -7,13 +7,12 @@ Examples:
     python sample.py out/quickstart --order slots:block=8 --group-size 4
 """
 
-import dataclasses
 import itertools
 import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -110,7 +109,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
     usual = (a.candidates or 1) if a.interactive else 4
-    a = dataclasses.replace(a, num_samples=a.num_samples or usual)
+    a = replace(a, num_samples=a.num_samples or usual)
     outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
     requests = read_requests(a)
     if a.candidates and not a.interactive and all(r.kind == "prompt" for r in requests):
@@ -129,7 +128,7 @@ def sample(a: Arguments, procs: Processes) -> None:
             length, new, kind = None, None, "infill"
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
-        changed = dataclasses.replace(a, seed=seed, length=length, new_tokens=new)
+        changed = replace(a, seed=seed, length=length, new_tokens=new)
         request = Request("this line", kind, line)
         fill(changed, [request], options, loaded, tokenizer, outputs, procs)
 
@@ -195,7 +194,7 @@ def best_fillings(model, contexts, rows, records, numbers: list[int], a: Argumen
             continue
         given, texts = [contexts[i // count] for i in group], [rows[i] for i in group]
         found = gaps.best_fillings(model, given, texts, a.candidates or 1)
-        kept += [records[group[i]] | {"scores": dataclasses.asdict(scores)} for i, scores in found]
+        kept += [records[group[i]] | {"scores": asdict(scores)} for i, scores in found]
     return kept
 
 

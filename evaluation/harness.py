@@ -11,14 +11,13 @@ Shapes: B rows of a batch, T positions, D width, N scored tokens.
 """
 
 import copy
-import dataclasses
 import functools
 import hashlib
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -96,7 +95,7 @@ class HarnessModel(TemplateLM):
     ):
         require_lm_eval()
         super().__init__()
-        names = {field.name for field in dataclasses.fields(Settings)}
+        names = {field.name for field in fields(Settings)}
         self.settings = a = Settings(**{k: v for k, v in options.items() if k in names})
         check_values(a, name=str)
         decoding = DecodingOptions(**{k: v for k, v in options.items() if k not in names})
@@ -113,7 +112,7 @@ class HarnessModel(TemplateLM):
         order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
         self.order, mode = decoding.order or order, decoding.mode or mode
         order = decoding.order if mode in ("order", "speculative") else None
-        decoding = dataclasses.replace(decoding, mode=mode, order=order)
+        decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
         self.counts = Counter()  # of requests: all, with a token across, with a context cut short

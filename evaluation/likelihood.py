@@ -4,10 +4,9 @@ orders (or an encoder's masks) of every sequence once.
 N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws").
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -73,7 +72,7 @@ def decoding_nll(
     given = None if roles is None else roles.given[:, : int(length.max())]
     plan = l2r_plan(B, length, given, group)  # equals are taken from left to right
     pace = rule.pace or (Pace(most=group) if rule.block else None)
-    plan = dataclasses.replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
+    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     texts = tokens[:, : plan.order.shape[1]].cpu()
     got = generate(model, plan, texts, forced=texts)
     nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)
@@ -222,4 +221,4 @@ def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = 
     relative = share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
     variance = (weights / scored).square() * relative
     error = float(variance.sum().sqrt()) / len(nll)
-    return dataclasses.replace(found, monte_carlo_error=error)
+    return replace(found, monte_carlo_error=error)

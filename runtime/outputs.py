@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import platform
@@ -11,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +136,7 @@ def provenance(
     arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
 ) -> dict:
     """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
-    settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
     settings |= settings.pop("decoding", {})
     origin = {"command": command(), "settings": settings, "device": str(device)}

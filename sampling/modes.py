@@ -3,9 +3,8 @@
 Shapes: B samples, T positions of the longest.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
@@ -48,7 +47,7 @@ MODE_OPTIONS = {
     "draft_by": ("model", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
-TOKEN_CHOICE = [field.name for field in dataclasses.fields(TokenChoice)]
+TOKEN_CHOICE = [field.name for field in fields(TokenChoice)]
 REFINING = {"refine_share": 0.1, "refine_by": "drawn"}  # defaults of what goes with `refine`
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
@@ -124,11 +123,11 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
     options without meaning in it, and for values that exclude each other."""
     if options.mode is None:
         mode = "order" if options.order is not None else "l2r" if l2r_only else "mdm"
-        options = dataclasses.replace(options, mode=mode)
+        options = replace(options, mode=mode)
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
             raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
-        options = dataclasses.replace(options, mode="adaptive", unmask_by=options.mode)
+        options = replace(options, mode="adaptive", unmask_by=options.mode)
     defaults = {}
     for name, (default, modes) in MODE_OPTIONS.items():
         value = getattr(options, name)
@@ -145,7 +144,7 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
             raise UserError(f"{flag(name)} has no meaning without --refine: give it, such as 4")
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
-    o = dataclasses.replace(options, **defaults)
+    o = replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
             raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
@@ -170,7 +169,7 @@ def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> Dec
     counts = {context.count(None) for context in contexts}
     if options.steps or options.mode not in MODE_OPTIONS["steps"][1] or len(counts) > 1:
         return options
-    return dataclasses.replace(options, steps=counts.pop())
+    return replace(options, steps=counts.pop())
 
 
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:

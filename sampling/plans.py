@@ -10,9 +10,8 @@ would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its o
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -110,7 +109,7 @@ class Plan:
 
     def __getitem__(self, rows: slice) -> Plan:
         of_rows = {name: getattr(self, name)[rows] for name in ("order", "step", "length")}
-        return dataclasses.replace(self, **of_rows)
+        return replace(self, **of_rows)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -206,7 +205,7 @@ def adaptive_plan(
     as LLaDA, arXiv 2502.09992)."""
     if threshold is None and entropy_bound is None and block is None:
         plan = random_plan(batch_size, length, generator, given, group)
-        return plan if by == "random" else dataclasses.replace(plan, unmask_by=by)
+        return plan if by == "random" else replace(plan, unmask_by=by)
     if by == "random":
         raise UserError("threshold, entropy_bound and block need a score to choose by")
     samples = _Samples(batch_size, length, given)
@@ -215,7 +214,7 @@ def adaptive_plan(
     order, index = samples.order_by(number + samples.uniforms(generator))
     plan = samples.plan(order, index, torch.zeros_like(order))
     pace = Pace(threshold, entropy_bound, group)
-    return dataclasses.replace(plan, unmask_by=by, pace=pace, block=block)
+    return replace(plan, unmask_by=by, pace=pace, block=block)
 
 
 def speculative_plan(
@@ -234,7 +233,7 @@ def speculative_plan(
         plan = l2r_plan(batch_size, length, given, draft)
     else:
         plan = random_plan(batch_size, length, generator, given, draft)
-    return dataclasses.replace(plan, draft=draft, draft_by=draft_by)
+    return replace(plan, draft=draft, draft_by=draft_by)
 
 
 def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
@@ -248,7 +247,7 @@ def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
         steps.append(torch.cat([plan.step, torch.full_like(extra, -1)], dim=1))
     lengths = torch.cat([plan.length for plan in plans])
     stacked = {"order": torch.cat(orders), "step": torch.cat(steps), "length": lengths}
-    return dataclasses.replace(plans[0], **stacked)
+    return replace(plans[0], **stacked)
 
 
 def group_sizes(plan: Plan) -> Tensor:

@@ -6,9 +6,8 @@ is hashed from the uniform number (`draw`). Shapes: N rows, each a position to d
 samples of T positions.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import torch
@@ -67,7 +66,7 @@ class TokenChoice:
     @property
     def is_exact(self) -> bool:
         """Whether tokens follow the model's own distribution."""
-        return all(getattr(self, f.name) == f.default for f in dataclasses.fields(TokenChoice))
+        return all(getattr(self, f.name) == f.default for f in fields(TokenChoice))
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:

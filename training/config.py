@@ -4,12 +4,11 @@ Types say what a value may be, `Config` checks what several keys must be togethe
 fields are shown by `train.py --help`.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
 
@@ -172,7 +171,7 @@ class Config(Table):
         """With train.epochs, of so many blocks, as train.steps."""
         t = self.train
         steps = max(1, math.ceil(t.epochs * num_blocks / t.batch_size)) if t.epochs else t.steps
-        return dataclasses.replace(self, train=dataclasses.replace(t, steps=steps, epochs=0.0))
+        return replace(self, train=replace(t, steps=steps, epochs=0.0))
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Orders and group size in force at a step."""
@@ -180,7 +179,7 @@ class Config(Table):
         if not started:
             return self.order, self.objective.group
         last = started[-1]
-        return dataclasses.replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
+        return replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -215,7 +214,7 @@ class Config(Table):
         none = "an encoder has no order: set order.kind to 'random', no [[schedule]]"
         refuse(m.is_encoder and ordered, none)
         for stage in (self.order, *self.schedule) if not m.is_encoder else ():
-            orders = dataclasses.replace(self.order, kind=stage.kind)  # checks its settings
+            orders = replace(self.order, kind=stage.kind)  # checks its settings
             orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
             changes |= stage.kind == "mixture" and (stage.l2r_prob < 1 or orders.mixed == "slots")
@@ -271,7 +270,7 @@ def with_source(config: Config, given: set[str]) -> Config:
     own = config.run_folder / "config.toml"
     source = load_toml(own).model if own.is_file() else config_of(config.train.init_from)
     given = {key.removeprefix("model.") for key in given}
-    return dataclasses.replace(config, model=with_shape_of(source, config.model, given))
+    return replace(config, model=with_shape_of(source, config.model, given))
 
 
 def check_options(words: list[str]) -> tuple[list[str], set[str]]:
@@ -294,14 +293,14 @@ def check_options(words: list[str]) -> tuple[list[str], set[str]]:
 
 def to_toml(config: Config) -> str:
     """A TOML document that `load_toml` reads back to an equal Config."""
-    values = dataclasses.asdict(config)
+    values = asdict(config)
     model = values["model"].items()  # TOML has no None: such a key is left out
     return tomli_w.dumps(values | {"model": {k: v for k, v in model if v is not None}})
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
     """{dotted key: (old value, new value)} of the values that differ."""
-    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    before, after = asdict(old), asdict(new)
     pairs = {}
     for key, value in after.items():
         inner = isinstance(value, dict)

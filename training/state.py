@@ -110,7 +110,7 @@ def history_in(folder: Path) -> str | None:
     if not held or (folder / store.NONE_YET).exists():
         return None
     what = f"{folder} holds the {held[0]} of another run, but no checkpoint"
-    return f"{what}: mount its disk, move {folder} away, or choose another --name"
+    return f"{what}: mount its disk, choose another --name, or move {folder} away to start anew"
 
 
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:

@@ -87,7 +87,7 @@ def check_config(c: ModelConfig) -> None:
         wanted = "give factor >= 1, low, a higher high, length"
         raise UserError(f"model.rope_scaling is {c.rope_scaling}; {wanted}")
     if not c.is_encoder and c.target == "rotary" and not c.rotates:
-        raise UserError("model.target = 'rotary' needs rotary positions: set model.position, too")
+        raise UserError("model.target = 'rotary' rotates queries: set model.position to 'rotary'")
 
 
 def length_is_fixed(c: ModelConfig) -> bool:
