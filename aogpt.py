@@ -10,8 +10,6 @@
 `.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -74,7 +72,7 @@ class Alternative:
     given_both_sides: float | None  # log p of the alternatives given the rest; None: a plain GPT
 
 
-def load(path: str, **options: Any) -> TextModel:
+def load(path: str, **options: Any) -> "TextModel":
     """A model with text in and out. options: weights, device, block_size, checkpoint, of
     `checkpoints.load`, which says what paths there are."""
     return TextModel(checkpoints.load(path, **options))
@@ -210,7 +208,7 @@ class TextModel:
         return sorted(map(Alternative, whole, totals, weights, both), key=lambda r: -r.log_prob)
 
     def compare(
-        self, other: TextModel, text: str, order: str = "l2r", seed: int = 0, draws: int = 2
+        self, other: "TextModel", text: str, order: str = "l2r", seed: int = 0, draws: int = 2
     ) -> Estimate:
         """The loss of this model minus that of another of the same tokenizer on a text, nats per
         token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random

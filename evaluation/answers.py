@@ -3,8 +3,6 @@
 N rows of T tokens.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time
@@ -38,11 +36,11 @@ class Questions:
     roles: Roles
     task: Task | None  # says which answers are right; None: only the row's own is
 
-    def first(self, count: int) -> Questions:
+    def first(self, count: int) -> "Questions":
         roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
         return replace(self, tokens=self.tokens[:count], roles=roles)
 
-    def given_first(self) -> Questions:
+    def given_first(self) -> "Questions":
         """With the prompt at the beginning, for a model that can only continue a text."""
         order = self.roles.first_given(torch.arange(self.tokens.shape[1]).expand_as(self.tokens))
         rows = self.tokens, self.roles.predicted, self.roles.given

@@ -1,8 +1,6 @@
 """Infilling: how well a model predicts, and fills, the middle sentence of a passage, or its last
 word. N passages of T tokens; the middle of each goes from `start` to `end`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ class Passages:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, rows: slice) -> Passages:
+    def __getitem__(self, rows: slice) -> "Passages":
         return Passages(self.tokens[rows], self.start[rows], self.end[rows])
 
     def known(self, both_sides: bool) -> Tensor:

@@ -1,7 +1,5 @@
 """Files written whole or not at all, locks, checksums, and rows of JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib
@@ -88,7 +86,7 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
+def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
     """Hold the lock of a folder, which is made if missing, for a job: all processes must call."""
     from filelock import FileLock, Timeout
 

@@ -1,7 +1,5 @@
 """What a script reports: result files that replace nothing unasked, tables, pictures, versions."""
 
-from __future__ import annotations
-
 import io
 import os
 import platform
@@ -64,7 +62,7 @@ class Outputs:
                 raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
 
     @classmethod
-    def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> Outputs:
+    def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> "Outputs":
         """The file --json, and beside it the table as Markdown (.md): `write_report`."""
         files = {"--json": json, "the table beside --json": json and json.with_suffix(".md")}
         return cls(files, inputs, overwrite)
@@ -97,7 +95,7 @@ class Outputs:
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> "Outputs":
         return self
 
     def __exit__(self, kind, *error) -> None:
@@ -133,7 +131,7 @@ def command() -> str:
 
 
 def provenance(
-    arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
+    arguments: Any, dtype: "torch.dtype", device: "torch.device", processes: int = 1, **more
 ) -> dict:
     """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
     settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}

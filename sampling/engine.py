@@ -6,8 +6,6 @@ Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabul
 place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -53,7 +51,7 @@ class Generation:
         return len(self.tokens)
 
     @staticmethod
-    def joined(parts: list[Generation]) -> Generation:
+    def joined(parts: list["Generation"]) -> "Generation":
         """Samples that were generated in parts, as one."""
         values = zip(*(vars(part).values() for part in parts), strict=True)
         return Generation(*(torch.cat(v) if torch.is_tensor(v[0]) else sum(v) for v in values))

@@ -8,8 +8,6 @@ Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; giv
 would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its own alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -107,7 +105,7 @@ class Plan:
         if (self.pace or self.block) and (self.unmask_by == "order" or not self.pace):
             raise UserError("a plan has a pace, and blocks with it, where the model chooses")
 
-    def __getitem__(self, rows: slice) -> Plan:
+    def __getitem__(self, rows: slice) -> "Plan":
         of_rows = {name: getattr(self, name)[rows] for name in ("order", "step", "length")}
         return replace(self, **of_rows)
 
