@@ -41,9 +41,6 @@ BOOKS = "results/books_model"
 EXAMPLE = "The old horse was tired,[MASK:7] and so they gave him[MASK:2-4] water."
 
 
-# ---- without a page ------------------------------------------------------------------------------
-
-
 class Fill:
     """A text whose blanks are filled in one by one: with one rule, temperature and seed throughout,
     as in the first sample of sample.py."""
@@ -203,9 +200,6 @@ def gap_lengths(context: Context) -> list[int]:
 @functools.lru_cache(maxsize=4)
 def load(path: str) -> aogpt.TextModel:
     return aogpt.load(path, device=pick_device("auto"))
-
-
-# ---- the page ------------------------------------------------------------------------------------
 
 
 def view(fill: Fill, selected: int | None = None) -> dict:

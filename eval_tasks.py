@@ -106,9 +106,6 @@ def is_prepared(task: str) -> bool:
     return meta.get("protocol") == "records" or Path(task).is_dir()
 
 
-# ---- prepared data -------------------------------------------------------------------------------
-
-
 def answer_prompts(a: Arguments, procs: Processes) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
@@ -150,9 +147,6 @@ def origin_of(a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
     origin["settings"] |= settings
     return origin
-
-
-# ---- lm-evaluation-harness -----------------------------------------------------------------------
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:

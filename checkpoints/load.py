@@ -22,6 +22,7 @@ from runtime.files import sha256_file
 from runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
 from variants import build_model, set_block_size
 
+Weights = Literal["ema", "raw"]  # averaged or last
 EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 SUPPORTED = (
@@ -56,11 +57,7 @@ class Loaded:
 
 
 def load(
-    path: str | Path,
-    weights: Literal["ema", "raw"] = "ema",
-    device="cpu",
-    block_size: int | None = None,
-    checkpoint: str = "last",
+    path: str | Path, weights: Weights = "ema", device="cpu", block_size=None, checkpoint="last"
 ) -> Loaded:
     """Load a model in eval mode. Raises CheckpointError.
 
@@ -110,7 +107,7 @@ def config_of(path: str | Path) -> ModelConfig:
     return load(path).model.config
 
 
-def load_model(path: str | Path, weights: Literal["ema", "raw"] = "ema", device="cpu") -> AOGPT:
+def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> AOGPT:
     """The model of `load`."""
     return load(path, weights, device).model
 
@@ -234,7 +231,7 @@ class Export(TypedDict):
 
     model: ModelConfig
     step: NonNegative
-    weights: Literal["ema", "raw"]
+    weights: Weights
     tokenizer: str
     tokenizer_sha256: NotRequired[str | None]
     vocab_size: Count

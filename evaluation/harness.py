@@ -129,8 +129,6 @@ class HarnessModel(TemplateLM):
         if self.decoding.refine:
             raise UserError("--refine is not for tasks of the harness: leave it out")
 
-    # ---- what the harness asks of a model --------------------------------------------------------
-
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eot
@@ -236,8 +234,6 @@ class HarnessModel(TemplateLM):
         self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
         return context[new - self.block_size :]
 
-    # ---- scoring ---------------------------------------------------------------------------------
-
     def scoring_pass(self, context: list[int], continuation: list[int], draw: int) -> ScoringPass:
         """Pass `draw` over a request, by the definitions above."""
         a, c, n = self.settings, len(context), len(continuation)
@@ -298,8 +294,6 @@ class HarnessModel(TemplateLM):
         log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
         hits = logits[:, : self.loaded.vocab_size].argmax(dim=-1) == targets
         return torch.stack([log_probs, hits.to(log_probs.dtype)], dim=1)
-
-    # ---- generation ------------------------------------------------------------------------------
 
     def generation_settings(self, gen_kwargs: dict) -> tuple[TokenChoice, int, tuple[str, ...]]:
         """How to draw, tokens at most, and strings that end the answer."""

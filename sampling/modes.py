@@ -296,16 +296,11 @@ def generate_distributed(
 
 
 def generate_rows(
-    model: AOGPT,
-    contexts: list[Context],
-    options: DecodingOptions,
-    vocab_size: int,
-    seed: int,
-    num_samples: int = 1,
+    model: AOGPT, contexts: list[Context], options: DecodingOptions, vocab_size: int, seed, count=1
 ) -> list[list[int]]:
-    """The tokens of `num_samples` samples in a row for each context, made by this process alone.
+    """The tokens of `count` samples in a row for each context, made by this process alone.
     options: with the mode's defaults."""
-    planned = plan_samples(options, contexts, seed, num_samples)
+    planned = plan_samples(options, contexts, seed, count)
     alone = Processes(0, 1, model.wte.weight.device)
     samples = generate_distributed(model, planned, options, vocab_size, alone)
     return [tokens for tokens, *_ in samples.rows()]

@@ -224,9 +224,6 @@ def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Ten
     return (weights.log().to(dtype) + noise).argmax(dim=-1)
 
 
-# ---- against repetition --------------------------------------------------------------------------
-
-
 def known_text(tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
     """Tokens by position (B, T), -1 where not known. tokens, order: (B, T + 1) by slot, the last of
     which is not used; known: (B,) slots."""

@@ -26,13 +26,7 @@ class Muon(torch.optim.Optimizer):
     found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self,
-        matrices: list,
-        fused: list,
-        sizes: list[int],
-        lr: float,
-        weight_decay: float,
-        momentum: float,
+        self, matrices: list, fused: list, sizes: list[int], lr: float, weight_decay, momentum
     ):
         """matrices: weights (rows, columns). fused: weights of queries, keys and values, whose rows
         are in this order and `sizes` in number."""

@@ -31,11 +31,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         self.noise = NoiseEmbedding(c.cond_dim) if c.noise else None
 
     def forward(
-        self,
-        tokens: Tensor,
-        masked: Tensor,
-        sigma: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, masked: Tensor, sigma: Tensor | None = None, lengths=None
     ) -> Tensor:
         """-log p(true token | unmasked tokens) at masked positions, (B, T), nats, in sequence
         order; 0 elsewhere. With noise, whose outputs are scores, (2, B, T): see `head_loss`.
@@ -120,7 +116,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         order: Tensor,
         known: Tensor,
         steps: Tensor | None = None,
-        lengths: Tensor | None = None,
+        lengths=None,
     ) -> Tensor:
         """As `Scoring.parallel_log_probs`; steps BoolTensor (B, T): 0 at all others."""
         step_of = inverse_permutation(order)
