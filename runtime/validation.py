@@ -25,7 +25,6 @@ NonNegative = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
 Ratio = Probability  # the same numbers, where nothing is random
-Seconds = Annotated[float, Interval(gt=0, le=1e6)]  # of a timeout
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a dropout rate
 FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))]

@@ -93,8 +93,6 @@ def generate(
 
     Raises UserError for what does not fit together, without memory, and for output not finite."""
     (B, T), device = plan.order.shape, model.wte.weight.device
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; give at least 1, or None for all")
     choice = settings.get("choice") or TokenChoice()
     inputs = check_inputs(model, plan, choice, tokens, uniforms, generator, forced)
     halve = batch_size is None if halve is None else halve
@@ -133,7 +131,6 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
-        (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
         (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, f"speculation draws exactly; {exact}"),
@@ -213,8 +210,6 @@ class Engine:
         tokens). compile: torch.compile the blocks; worth its minutes for many samples. kernels: on
         a GPU, Triton kernels and, compiled, CUDA graphs. end_token: a sample in which it and all
         before it are known is generated no further, where its plan fixes the steps."""
-        if vocab_size is not None and vocab_size < 1:
-            raise UserError(f"vocab_size is {vocab_size}; give at least 1, or None for all")
         self.B, self.T, self.vocab_size = batch_size, length, vocab_size
         self.end_token = end_token
         self.choice, self.compiled = choice or TokenChoice(), compile

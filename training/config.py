@@ -19,26 +19,9 @@ from checkpoints.load import config_of
 from model import ModelConfig
 from objectives import DECODER_OBJECTIVES, ObjectiveConfig
 from orders import FIXED, OrderConfig, OrderKind
+from runtime import validation
 from runtime.errors import UserError
-from runtime.validation import (
-    Amount,
-    BelowOne,
-    Count,
-    NonNegative,
-    Probability,
-    Ratio,
-    Seconds,
-    Seed,
-    Table,
-    check_values,
-    expand_home,
-    flag,
-    from_values,
-    keys_of,
-    nearest_key,
-    number,
-    read_toml,
-)
+from runtime.validation import Amount, BelowOne, Count, NonNegative, Probability, Ratio, Seed, Table
 from training.warm_start import with_shape_of
 from variants import check_config
 
@@ -97,7 +80,9 @@ class TrainConfig(Table):
     # exchange gradients after every micro-batch, not once a step: more traffic, but under fsdp no
     # process holds the gradients of all weights
     reduce_every_micro_batch: bool = False
-    timeout: Seconds = 1800.0  # seconds to wait for other processes; longer than a checkpoint
+    timeout: Annotated[float, Interval(gt=0, le=1e6)] = (
+        1800.0  # seconds to wait for other processes; longer than a checkpoint
+    )
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
     deterministic: bool = False  # the same bits in every run on a GPU, too, with slower operations
     log_interval: Count = 10  # steps between rows of metrics.jsonl
@@ -134,7 +119,7 @@ class StageConfig(Table):
     group: Count = 1  # steps in a group (objective.kind = "groupwise" only)
 
     def __post_init__(self):
-        check_values(self, name="schedule.{}".format)
+        validation.check_values(self, name="schedule.{}".format)
 
 
 @dataclass(frozen=True)
@@ -155,7 +140,7 @@ class Config(Table):
 
     @property
     def run_folder(self) -> Path:
-        return expand_home(self.out) / self.name
+        return validation.expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in a forward pass of each of so many processes: train.micro_batch_size, or the
@@ -182,9 +167,9 @@ class Config(Table):
         return replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
 
     def __post_init__(self):
-        check_values(self, name=str)
+        validation.check_values(self, name=str)
         for table in ("data", "optim", "train", "eval", "checkpoint", "wandb"):
-            check_values(getattr(self, table), name=f"{table}.{{}}".format)
+            validation.check_values(getattr(self, table), name=f"{table}.{{}}".format)
         check_config(self.model)
         o, t, steps = self.optim, self.train, [stage.step for stage in self.schedule]
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
@@ -231,15 +216,15 @@ def refuse(wrong: object, message: str) -> None:
 
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and OSError."""
-    values = read_toml(Path(path))
+    values = validation.read_toml(Path(path))
     train = values.get("train")
     both = isinstance(train, dict) and "steps" in train and train.get("epochs")
     refuse(both, f"{path} has train.steps and train.epochs: leave one of them out")
-    return from_values(values, Config, str(path))
+    return validation.from_values(values, Config, str(path))
 
 
 def from_dict(values: dict, source: str) -> Config:
-    return from_values(values, Config, source)
+    return validation.from_values(values, Config, source)
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:
@@ -260,7 +245,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     # indented, as tyro joins lines that begin with a letter
     names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
     config = tyro.cli(Config, default=default, args=overrides, **names)
-    given |= {f"model.{key}" for key in read_toml(Path(path)).get("model", {})}
+    given |= {f"model.{key}" for key in validation.read_toml(Path(path)).get("model", {})}
     return with_source(config, given) if config.train.init_from else config
 
 
@@ -276,17 +261,20 @@ def with_source(config: Config, given: set[str]) -> Config:
 def check_options(words: list[str]) -> tuple[list[str], set[str]]:
     """The words of a command line, with whole numbers like 1e3 written out, and the keys that they
     set. Raises UserError for a key that does not exist."""
-    keys, given, result, whole = keys_of(Config), set(), [], False
+    keys, given, result, whole = validation.keys_of(Config), set(), [], False
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if option not in ("", "--help"):
             key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
             key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
-            refuse(key not in keys, f"unknown option {option}{nearest_key(key, Config, flag)}")
+            refuse(
+                key not in keys,
+                f"unknown option {option}{validation.nearest_key(key, Config, validation.flag)}",
+            )
             whole = int in (keys[key], *get_args(keys[key]))
             given.add(key)
         if whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
-            value = f"{number(value)}"
+            value = f"{validation.number(value)}"
         result.append(option + equals + value)
     return result, given
 
