@@ -97,8 +97,7 @@ def load(
 
 
 def config_of(path: str | Path) -> ModelConfig:
-    """The configuration of the model that `load` reads. Of a pretrained decoder neither its weights
-    are read nor downloaded."""
+    """The configuration of the model that `load` reads; without weights of a pretrained decoder."""
     folder = expand_home(path) if expand_home(path).exists() else download(str(path), ())
     if (place := folder / "config.json").is_file():
         settings = read_json(place, dict[str, Any], "get it again")

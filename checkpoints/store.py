@@ -244,9 +244,8 @@ def read_newest(
     which: str = "last",
 ) -> tuple[Path, Any] | None:
     """The newest checkpoint that can be read, and read(path); None if the run has none. Damaged
-    ones are passed over with a warning. procs: the processes of the job that owns the run, which
-    all must call and get the same one. which: see `candidates`. Raises CheckpointError if all are
-    damaged."""
+    ones are passed over with a warning, CheckpointError if all are. procs: the processes of the job
+    that owns the run, which all must call and get the same one. which: see `candidates`."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
     paths = candidates(run_folder, which)
     if any(others != paths for others in gather(paths)):

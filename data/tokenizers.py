@@ -39,9 +39,8 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 class Tokenizer:
     """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name, vocab_size,
-    eot, encode_array(text), (n,) of `dtype`, for which "<|endoftext|>" is plain text,
-    to_bytes(ids), with that text for end-of-text, and, except HubTokenizer, ranks (ids by the bytes
-    of a token)."""
+    eot, encode_array(text), (n,) of `dtype`, to which "<|endoftext|>" is plain text, to_bytes(ids)
+    with that text for end-of-text, and, except HubTokenizer, ranks (ids by a token's bytes)."""
 
     adds_space = False  # before a text
 
@@ -224,8 +223,7 @@ def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[
 
 def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
     """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken or tokenizer.json, or OWN
-    or HUB in `folder` or up to two folders above it. Raises UserError if its vocabulary has another
-    sha256."""
+    or HUB in `folder` or up to two folders above it. Raises UserError for another sha256."""
     if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))

@@ -114,9 +114,8 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
 
 
 def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float | None:
-    """The mean of the task's limit over the rows of a plan; None where there is none, or where the
-    model chooses the sizes of groups, not every token is drawn from its distribution, or some are
-    redrawn."""
+    """The mean of the task's limit over the rows of a plan; None where there is none, where the
+    model chooses the sizes of groups, or tokens are not drawn once from its distribution."""
     exact = options.choice.is_exact and not options.refine
     if task is None or task.limit is None or plan.pace or not exact:
         return None

@@ -209,8 +209,7 @@ class HarnessModel(TemplateLM):
         return [(math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The text after each context; gen_kwargs: until, max_gen_toks, do_sample, temperature,
-        top_p, top_k."""
+        """The text after each context; gen_kwargs: see `generation_settings`."""
         groups, copies = defaultdict(list), Counter()
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
@@ -254,8 +253,7 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
-        """For each pass: its weighted sum of log-probabilities, and whether every scored token is
-        the most probable one."""
+        """Each pass: its weighted sum of log-probabilities, and whether all tokens are likeliest."""
         length = torch.tensor([len(p.tokens) for p in passes])
         first = torch.tensor([p.first for p in passes])
         steps = torch.arange(int(length.max()))
@@ -277,8 +275,7 @@ class HarnessModel(TemplateLM):
         return [(p.weight * float(values.sum()), bool(hit.all())) for p, values, hit in parts]
 
     def _encoder_hidden(self, tokens, order, scored, length) -> Tensor:
-        """Hidden states (B, T, D) in the steps of `order`; scored ones are masked, padding is not
-        seen."""
+        """Hidden states (B, T, D) by step; scored ones are masked, padding is not seen."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
         sigma = log_linear_noise(masked.sum(dim=1) / length.double()) if config.noise else None

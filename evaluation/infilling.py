@@ -78,8 +78,7 @@ def find_last_words(
 
 
 def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
-    """The place of the last token from which on a document reads as white space and a word; 0
-    where there is none."""
+    """The last token from which on a document reads as white space and a word; 0: there is none."""
     for start in range(len(document) - 1, 0, -1):
         text = tokenizer.decode(document[start:])
         if text[:1].isspace() and text.strip():

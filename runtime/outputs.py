@@ -68,8 +68,7 @@ class Outputs:
         return cls(files, inputs, overwrite)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result, whole or not at all; None is nowhere. Text that cannot be written is
-        printed."""
+        """Write a result, whole or not at all; None: nowhere. Where that fails, text is printed."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.

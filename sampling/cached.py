@@ -172,8 +172,7 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
-    """Logits (n, V); on a GPU the sums of a bfloat16 product are not rounded to 8 bits, too few for
-    an exact draw."""
+    """Logits (n, V); on a GPU not rounded to the 8 bits of bfloat16, too few for an exact draw."""
     head = model.head
     if not (x.is_cuda and head.weight.dtype == torch.bfloat16):
         return model.head_logits(x)
@@ -226,8 +225,7 @@ class PackedMLP(nn.Module):
 
 
 def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
-    """The model, sharing all parameters, with compiled blocks or, in float32 on a CPU, with packed
-    layers."""
+    """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers."""
     model, weight = copy.deepcopy(model, {id(p): p for p in model.parameters()}), model.wte.weight
     # What would be computed in every pass.
     if model.angles is not None:

@@ -385,8 +385,7 @@ class Engine:
         return self.forced[row, self.order[row, slot]]
 
     def draw(self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor) -> None:
-        """Draw and store the tokens of the slots, given `known` (B,) of each row, or store those
-        that are forced."""
+        """Draw the tokens of the slots, given `known` (B,) of each row, or store forced ones."""
         text = None
         if self.choice.avoids_repeats and self.forced is None:
             text = known_text(self.tokens, self.order, known)

@@ -173,8 +173,7 @@ def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> Dec
 
 
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
-    """Raise UserError if a model of this shape cannot generate so. options: with the mode's
-    defaults."""
+    """Raise UserError if a model cannot generate so. options: with the mode's defaults."""
     needs = "needs a model that is conditioned on the target position"
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"

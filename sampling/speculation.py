@@ -39,8 +39,7 @@ def speculate(engine, plan: Plan, tally) -> None:
 
 
 def draft(engine, tally, cached: Tensor, known: Tensor, size: Tensor) -> Tensor:
-    """Draw the next `size` slots of each row in parallel; the distributions (sum of size, V) that
-    they were drawn from."""
+    """Draw the next `size` slots of each row in parallel; their distributions (sum of size, V)."""
     logits, row, slot = predict_slots(engine, tally, cached, known, known, size)
     probs = probabilities(logits, engine.choice)
     engine.store(row, slot, draw(probs, engine.uniforms_at(row, slot)), logits)

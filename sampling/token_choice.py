@@ -213,8 +213,7 @@ def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The index of the largest log weight plus Gumbel noise, both rounded to `dtype`, as are the
-    noise's uniforms."""
+    """The index of the largest log weight plus Gumbel noise, all rounded to `dtype`."""
     salt = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
     bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]  # what torch.rand draws in these types
     noise = (fresh_uniforms(uniforms[:, None], salt) * 2**bits).floor() * 2.0**-bits

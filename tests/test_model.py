@@ -20,7 +20,6 @@ from reference import (
     seeded,
 )
 
-import orders
 import sampling
 from model import ModelConfig, PermutationGather
 from runtime.errors import UserError

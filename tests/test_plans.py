@@ -13,7 +13,6 @@ from sampling import (
     group_sizes,
     l2r_plan,
     mdm_plan,
-    random_plan,
     speculative_plan,
     stack_plans,
 )

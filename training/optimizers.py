@@ -1,5 +1,4 @@
-"""AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest; averages of
-the weights."""
+"""AdamW, or Muon for the matrices of the blocks and AdamW for the rest; averages of weights."""
 
 import contextlib
 import math

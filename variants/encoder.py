@@ -86,8 +86,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
     def masked_log_probs(
         self, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
-        """As `Scoring.masked_log_probs`. With noise, its level is that of the time that equals the
-        share of masked tokens."""
+        """As `Scoring.masked_log_probs`. The time of noise is the share of masked tokens."""
         check_mask(self, tokens, masked)
         if lengths is not None:  # padding is not predicted
             positions = torch.arange(masked.shape[1], device=masked.device)
@@ -157,8 +156,7 @@ class NoiseEmbedding(nn.Module):
 
 
 def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
-    """Noise level sigma(t) = -log(1 - (1 - eps) t), at which a token is masked with probability
-    (1 - eps) t (SEDD)."""
+    """Noise level sigma(t) = -log(1 - (1 - eps) t): tokens are masked at rate (1 - eps) t."""
     return -torch.log1p(-(1 - eps) * t)
 
 
