@@ -7,8 +7,7 @@
     print(model.rank("The [cat|dog|tax] barked.")[0].text)
     print(model.blanks("The cat[MASK] home.")[0])
 
-`.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded.
-"""
+`.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded."""
 
 import itertools
 import math

@@ -3,8 +3,7 @@
     python app.py
     python app.py out/quickstart --port 7861
 
-It needs gradio: run `make playground`, or pip install -r requirements-playground.txt.
-"""
+It needs gradio: run `make playground`, or pip install -r requirements-playground.txt."""
 
 import functools
 import itertools

@@ -3,8 +3,7 @@ repeats itself is easy to predict.
 
     python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
-    python eval_gen.py --samples samples.jsonl --judge gpt2-large
-"""
+    python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
 
 import itertools
 import math

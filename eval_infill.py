@@ -5,8 +5,7 @@
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
 The likelihood of the sentence is measured given both sides, and given only what is before it; and
-samples are compared with it by ROUGE. A plain GPT can only continue.
-"""
+samples are compared with it by ROUGE. A plain GPT can only continue."""
 
 import statistics
 from dataclasses import dataclass, replace

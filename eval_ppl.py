@@ -6,8 +6,7 @@ the context. Two models, A and B, are compared on the same text, paired by seque
     python eval_ppl.py A B --datasets stories my.txt
     python eval_ppl.py RUN --datasets data/own --orders l2r random fixed_blockwise:block=32,seed=1
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
-        --orders l2r random --ensemble 1 8 64 --json FILE
-"""
+        --orders l2r random --ensemble 1 8 64 --json FILE"""
 
 import itertools
 from dataclasses import dataclass

@@ -10,8 +10,7 @@ A task is the name or the folder of prepared data (data/prepare.py sudoku6, ... 
 a task of the harness, which needs: pip install -r requirements-harness.txt.
 
 The YAML file of a task is a program: by the harness's design it can name Python functions to call
-(!function) and holds templates that are run (Jinja). Give only files that you would run.
-"""
+(!function) and holds templates that are run (Jinja). Give only files that you would run."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

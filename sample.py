@@ -4,8 +4,7 @@ Examples:
     python sample.py out/quickstart --mode mdm --steps 64
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
     python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
-    python sample.py out/quickstart --order slots:block=8 --group-size 4
-"""
+    python sample.py out/quickstart --order slots:block=8 --group-size 4"""
 
 import itertools
 import json

@@ -18,8 +18,7 @@ Options override keys of the config file. Those that people change most:
 
 The same command resumes the run, with the same result as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
-python -m training.plan (memory and time), python -m training.plot (curves)
-"""
+python -m training.plan (memory and time), python -m training.plot (curves)"""
 
 import math
 import sys

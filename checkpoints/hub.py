@@ -4,8 +4,7 @@ config.json          settings, and where transformers finds the code
 model.safetensors    weights
 modeling_aogpt.py    the sources of the model, then sampling/hub_model.py, in one file
 tokenizer.json       the tokenizer, with [MASK]; beside it tokenizer_config.json
-README.md            a model card: checkpoints/model_card.py
-"""
+README.md            a model card: checkpoints/model_card.py"""
 
 import ast
 import re

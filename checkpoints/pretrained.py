@@ -3,8 +3,7 @@ their layout (SmolLM2, ...), under our names.
 
 From left to right our model computes what theirs does; with target "rotary" and query_at
 "before_target" the same weights predict in any order. A begin-of-text token is our [None]; where
-the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token is not scored.
-"""
+the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token is not scored."""
 
 from typing import Any
 

@@ -11,8 +11,7 @@ examples:
   python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
   python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
   python data/prepare.py ptb
-  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
-"""
+  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512"""
 
 import os
 import signal

@@ -1,7 +1,6 @@
 """Prompts of a prepared data set answered by a model, and how many answers are right: exact match.
 
-N rows of T tokens.
-"""
+N rows of T tokens."""
 
 import functools
 import math

@@ -17,8 +17,7 @@ As written, one sequence takes T M passes. `cheap_gains` estimates L_M - L_1 wit
    expectation L_M - L_1, and varies far less. L_1 comes from ordinary causal passes
    (results/order_ensembles.md).
 
-B sequences, T positions, M members, S ensemble sizes.
-"""
+B sequences, T positions, M members, S ensemble sizes."""
 
 from typing import NamedTuple
 

@@ -7,8 +7,7 @@ Importing this module registers the model under the name "aogpt"; eval_tasks.py 
 
 The harness is the package lm_eval: pip install -r requirements-harness.txt.
 
-Shapes: B rows of a batch, T positions, D width, N scored tokens.
-"""
+Shapes: B rows of a batch, T positions, D width, N scored tokens."""
 
 import copy
 import functools
@@ -253,7 +252,7 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
-        """Each pass: its weighted sum of log-probabilities, and whether all tokens are likeliest."""
+        """A pass: the weighted sum of log-probabilities, and whether all tokens are likeliest."""
         length = torch.tensor([len(p.tokens) for p in passes])
         first = torch.tensor([p.first for p in passes])
         steps = torch.arange(int(length.max()))

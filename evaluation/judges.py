@@ -2,8 +2,7 @@
 
 A judge is one of `transformers` (GPT-2 Large is the field's) or a decoder of this project. Samples
 of another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens but the
-first. Samples longer than its context are cut into windows, each scored like a sample.
-"""
+first. Samples longer than its context are cut into windows, each scored like a sample."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 and engine.py.
 
     from sampling import generate, mdm_plan
-    samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))
-"""
+    samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))"""
 
 from sampling.engine import Engine, Generation, generate
 from sampling.plans import (

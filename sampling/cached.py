@@ -23,8 +23,7 @@ the last target (cached = 4, known = 5, count = 2):
 Words: place i is an index in the order, step i of model.py; slot i is where the key of input i is
 cached; a sampling step (`Step`) is one pass, which may unmask many places.
 
-Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row.
-"""
+Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row."""
 
 import copy
 from dataclasses import dataclass
@@ -187,8 +186,7 @@ def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
 
         row      0     0     0     1     1
         column   0     1     2     0     0
-        valid    True  True  True  True  False
-    """
+        valid    True  True  True  True  False"""
     ends = counts.cumsum(0)
     starts = ends - counts
     index = torch.arange(total, device=counts.device)

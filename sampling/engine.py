@@ -3,8 +3,7 @@ Plans whose steps are known are followed without waiting for the device; the mod
 `adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
-place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T.
-"""
+place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T."""
 
 import contextlib
 import importlib.util
@@ -72,7 +71,6 @@ def generate(
     uniforms: Tensor | None = None,
     forced: Tensor | None = None,
     batch_size: int | None = None,
-    halve: bool | None = None,
     progress: Callable[[int], None] | None = None,
     **settings,
 ) -> Generation:
@@ -85,8 +83,7 @@ def generate(
         uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on
             row b alone, up to rounding.
         forced: LongTensor (B, T): take these tokens instead of drawing any, for log-probabilities.
-        batch_size: samples in flight at once; by default all.
-        halve: whether to halve the batch while memory runs out; by default if batch_size is None.
+        batch_size: samples in flight at once, halved while memory runs out; by default all.
         progress: called after every step with the number of positions it unmasked, below 0 where a
             smaller batch begins again.
         settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
@@ -95,7 +92,6 @@ def generate(
     (B, T), device = plan.order.shape, model.wte.weight.device
     choice = settings.get("choice") or TokenChoice()
     inputs = check_inputs(model, plan, choice, tokens, uniforms, generator, forced)
-    halve = batch_size is None if halve is None else halve
     size, generated = min(B, batch_size or B), 0
 
     def count(positions: int) -> None:
@@ -113,12 +109,9 @@ def generate(
         # Out of the except clause, whose frames keep tensors alive.
         devices.release_memory(device)
         count(-generated)  # take back what was reported; `generated` is 0 again
-        if not halve or size == 1:
-            advice = f"take a batch size of {size // 2} or less"
-            if size == 1:
-                advice = "not even one sample fits: take shorter samples or more steps"
-            tried = f"a batch of {size} samples of {T} tokens on {device}"
-            raise UserError(f"memory ran out with {tried}: {advice}")
+        if size == 1:
+            tried = f"memory ran out with one sample of {T} tokens on {device}"
+            raise UserError(f"{tried}: take shorter samples or more steps")
         size //= 2
 
 

@@ -4,8 +4,7 @@
 of different lengths are ranked by what they make of the known text after them: its log-probability
 per token, given all that is before it. The filling's own probability falls with every token.
 
-Shapes: N fillings, T positions of the longest.
-"""
+Shapes: N fillings, T positions of the longest."""
 
 import itertools
 import math

@@ -5,8 +5,7 @@
     ids = tokenizer("The cat[MASK][MASK][MASK] home.", return_tensors="pt").input_ids
     print(tokenizer.decode(model.generate(ids)[0]))
 
-Shapes: B sequences, T positions, V vocabulary.
-"""
+Shapes: B sequences, T positions, V vocabulary."""
 
 from __future__ import annotations
 

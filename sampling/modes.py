@@ -1,7 +1,6 @@
 """The modes of generation as scripts offer them: options, plans, and samples from a seed alone.
 
-Shapes: B samples, T positions of the longest.
-"""
+Shapes: B samples, T positions of the longest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -103,7 +102,7 @@ class DecodingOptions(TokenChoice):
     others: those that are least likely given all others; a model call a token and round.
     random: at random (Gibbs sampling)."""
     batch_size: Count | None = None
-    """Samples in flight at once; by default 16, or fewer where memory runs out.
+    """Samples in flight at once, fewer where memory runs out; by default 16.
     In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
@@ -276,21 +275,20 @@ def generate_distributed(
     share, part = procs.share(len(planned.plan)), None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
     settings = {"choice": options.choice, "vocab_size": vocab_size}
+    settings |= {"batch_size": options.batch_size or BATCH_SIZE}
     settings |= {"compile": options.compile, "kernels": options.kernels}
-    if options.refine:
-        end_token = None  # what follows it may change
-    batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
     if options.refine:
+        end_token = None  # what follows it may change
         total += options.refine * int(redrawn(plan.generated(), options.refine_share).sum())
     shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
     with tqdm(total=total, **shown) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
-            part = generate(model, plan, tokens, **random, **batch, **settings, end_token=end_token)
+            part = generate(model, plan, tokens, **random, **settings, end_token=end_token)
             if options.refine:
                 how = options.refine, options.refine_share, options.refine_by
-                part = refine(model, part, uniforms, *how, bar.update, **batch, **settings)
+                part = refine(model, part, uniforms, *how, bar.update, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
 
 

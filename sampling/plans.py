@@ -5,8 +5,7 @@ of generating is a plan; with given positions it is prompting or infilling.
 Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
 Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
 (B, T) of positions that are context, or None; generator a CPU generator, or the numbers that it
-would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its own alone.
-"""
+would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its own alone."""
 
 import math
 from dataclasses import dataclass, replace
@@ -244,8 +243,7 @@ def group_sizes(plan: Plan) -> Tensor:
 
         step     -1  0  0  3  5  5
         starts       x     x  x
-        group     0  1  1  2  3  3     sizes 2, 1, 2
-    """
+        group     0  1  1  2  3  3     sizes 2, 1, 2"""
     generated = plan.generated()
     before = torch.full_like(plan.step[:, :1], -1)
     starts = (plan.step.diff(dim=1, prepend=before) > 0) & generated

@@ -5,8 +5,7 @@ random order, each from the model's distribution given all that is known then. A
 kept tokens in the order in which they became known; those redrawn become its last. So redrawing the
 last token of an order leaves the joint along that order as it is.
 
-Shapes: B samples, T positions.
-"""
+Shapes: B samples, T positions."""
 
 import dataclasses
 from collections.abc import Callable

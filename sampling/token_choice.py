@@ -3,8 +3,7 @@
 A categorical draw must not lose probability mass: Gumbel noise of float32 cannot reach improbable
 tokens and silently lowers the temperature (Zheng et al. 2024). By default the noise has 53 bits: it
 is hashed from the uniform number (`draw`). Shapes: N rows, each a position to draw, V vocabulary; B
-samples of T positions.
-"""
+samples of T positions."""
 
 import math
 from dataclasses import dataclass, fields

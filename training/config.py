@@ -1,8 +1,7 @@
 """Configuration: nested dataclasses, read from a TOML file, overridden on the command line.
 
 Types say what a value may be, `Config` checks what several keys must be together, and comments on
-fields are shown by `train.py --help`.
-"""
+fields are shown by `train.py --help`."""
 
 import itertools
 import math

@@ -1,8 +1,7 @@
 """Muon: momentum whose update is made orthogonal, for the matrices of the blocks.
 
 Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.optim.Muon, it treats
-queries, keys and values as three matrices, skips steps on the device, and divides the work.
-"""
+queries, keys and values as three matrices, skips steps on the device, and divides the work."""
 
 import torch
 import torch.distributed as dist

@@ -114,8 +114,7 @@ def group_log_probs(
     Args:
         prompt_lengths: (B,) steps before the first group; the result means nothing there.
         lengths: (B,) of an encoder's rows that are shorter than T; their orders end with the
-            positions that they do not have.
-    """
+            positions that they do not have."""
     config = model.config
     if group == 1 and not config.is_encoder:
         return model.token_log_probs(tokens, order)

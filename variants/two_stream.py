@@ -99,8 +99,7 @@ class TwoStream(ChunkedHead, Scoring, AOGPT):
             2             group 1       0 1 2            0 1 2
             3             group 2       0 1 2 3          0 1 2      (input 4 would hold step 3's)
 
-        Without group_attention input 1 sees 0 1.
-        """
+        Without group_attention input 1 sees 0 1."""
         inputs = torch.arange(group_start.shape[1], device=group_start.device)
         group = F.pad(group_start[:, :-1], (1, 0), value=-1)  # of an input's token, by its start
         if not self.config.group_attention:
