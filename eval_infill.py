@@ -116,9 +116,7 @@ def fill_in(
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
     rows = modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
     decode = loaded.get_tokenizer().decode
-    spans = zip(rows, passages.start.tolist(), passages.end.tolist(), strict=True)
-    samples = [row[start:end] for row, start, end in spans]
-    pairs = zip(samples, passages.middle(passages.tokens), strict=True)
+    pairs = zip(passages.middle(rows), passages.middle(passages.tokens.tolist()), strict=True)
     return [(decode(sample), decode(true)) for sample, true in pairs]
 
 

@@ -190,7 +190,7 @@ def read_shards(index: Path) -> dict:
     contents: dict = {}
     files = read_json(index, dict[str, dict[str, Any]], "get it again").get("weight_map", {})
     for name in sorted(set(map(str, files.values()))):  # by tensor
-        contents |= read_file(index.with_name(name))
+        contents |= read_file(index.parent / name)
     return contents
 
 
@@ -210,13 +210,9 @@ def read_file(path: Path) -> dict:
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # torch raises many kinds for damaged and foreign files
-        if name := re.search(r"GLOBAL (\S+)", str(error)):
-            reason = f"it is refused, because loading it would run code ({name[1]})"
-        elif isinstance(error, pickle.UnpicklingError):
+        reason = f"truncated, or not a file of weights ({' '.join(str(error).split())[:100]})"
+        if isinstance(error, pickle.UnpicklingError):
             reason = "it is refused: a pickle of more than tensors and plain values can run code"
-        else:
-            first_sentence = " ".join(str(error).split()).split(". ")[0]
-            reason = f"truncated, or not a file of weights ({first_sentence})"
         what = f"{path} cannot be read as a checkpoint"
         raise CheckpointError(f"{what}: {reason}; {SUPPORTED}") from error
     if not isinstance(contents, dict):

@@ -124,13 +124,8 @@ class BytePairTokenizer(Tokenizer):
         self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
-        text = without_lone_surrogates(text)
-        encode = functools.partial(self.encoding.encode_to_numpy, disallowed_special=())
-        try:
-            return encode(text).astype(np.uint16)
-        except ValueError:  # a million spaces in a row overflow the regular expression's stack
-            parts = re.split(r"(\s{100000})(?=\s)", text)
-            return np.concatenate([encode(part) for part in parts]).astype(np.uint16)
+        ids = self.encoding.encode_to_numpy(without_lone_surrogates(text), disallowed_special=())
+        return ids.astype(np.uint16)
 
 
 class HubTokenizer(Tokenizer):

@@ -37,9 +37,9 @@ class Passages:
         before = positions < self.start[:, None]
         return before | (positions >= self.end[:, None]) if both_sides else before
 
-    def middle(self, tokens: Tensor) -> list[list[int]]:
-        """The middle of each row of tokens, (N, T)."""
-        spans = zip(tokens.tolist(), self.start.tolist(), self.end.tolist(), strict=True)
+    def middle(self, rows: list[list[int]]) -> list[list[int]]:
+        """The middle of each of N rows of tokens."""
+        spans = zip(rows, self.start.tolist(), self.end.tolist(), strict=True)
         return [row[start:end] for row, start, end in spans]
 
 

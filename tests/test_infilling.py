@@ -21,10 +21,10 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     block = torch.tensor([list(text.encode())])
     tokenizer = get_tokenizer("bytes")
     found = find_passages(block, tokenizer, 10, 30)
-    (middle,) = found.middle(found.tokens)
+    (middle,) = found.middle(found.tokens.tolist())
     assert tokenizer.decode(middle) == " The cat sat on it."
     # of another length it is another
-    (middle,) = find_passages(block, tokenizer, 20, 30).middle(block)
+    (middle,) = find_passages(block, tokenizer, 20, 30).middle(block.tolist())
     assert tokenizer.decode(middle) == " Then they all went home."
     assert len(find_passages(block, tokenizer, 40, 50)) == 0
     known = found.known(both_sides=True)[0]
@@ -40,7 +40,7 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     row = [t for text in documents for t in [*tokenizer.encode(text), tokenizer.eot]]
     row += tokenizer.encode("never ended")
     found = find_last_words(row, tokenizer, 10, 20)
-    words = [tokenizer.decode(ids) for ids in found.middle(found.tokens)]
+    words = [tokenizer.decode(ids) for ids in found.middle(found.tokens.tolist())]
     assert words == [" cat", " mat ", " late"] and found.tokens.shape == (3, 20)
     contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
     for ids, start, text in zip(found.tokens, found.start, contexts, strict=True):
