@@ -108,8 +108,7 @@ class Arguments(ModelOptions, OutputOptions):
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
     json: Path | None = None
-    """Write all results, also those of every sample, with settings, judge and versions to this
-    file, and the table beside it as Markdown (.md)."""
+    """Write all results, also of every sample, to this file, and the table beside it (.md)."""
 
 
 def main() -> None:

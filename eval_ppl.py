@@ -76,8 +76,7 @@ class Arguments(ModelOptions, OutputOptions):
     """Sequences in a pass; by default as many as make it fast, halved where the memory runs out.
     The results do not depend on it."""
     json: Path | None = None
-    """Write results, settings and versions to this file, and the table beside it as Markdown
-    (.md)."""
+    """Write results, settings and versions to this file, and the table beside it (.md)."""
 
 
 def check_arguments(a: Arguments) -> Outputs:

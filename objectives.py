@@ -19,6 +19,7 @@ from runtime.randomness import ORDERS, SCORED_MASKS, SCORED_ORDERS, philox_bits,
 from runtime.validation import Count, Probability, Table, check_values
 from variants import group_log_probs, group_starts, log_linear_noise
 
+Kind = Literal["ar", "ao_ar", "groupwise", "lambda_dce", "k_dce", "t_dce", "score_entropy"]
 DECODER_OBJECTIVES = ("ar", "ao_ar", "groupwise")
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 NEVER = 2.0  # in place of a random number, for positions that are never masked
@@ -32,9 +33,7 @@ class ObjectiveConfig(Table):
     # of steps from the groups before it). Encoders (RADD): lambda_dce (random mask rate,
     # stratified over the batch), k_dce (random number of masked tokens), t_dce (time on the
     # log-linear noise schedule); score_entropy (SEDD).
-    kind: Literal["ar", "ao_ar", "groupwise", "lambda_dce", "k_dce", "t_dce", "score_entropy"] = (
-        "ao_ar"
-    )
+    kind: Kind = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
     # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
@@ -79,9 +78,6 @@ class Masks:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
         lengths = None if self.lengths is None else function(self.lengths)
         return Masks(function(self.masked), function(self.weight), function(self.sigma), lengths)
-
-    def to(self, device) -> "Masks":
-        return self.map(lambda tensor: tensor.to(device))
 
 
 def masks_at(
@@ -206,7 +202,7 @@ def token_score_entropy(
     integral of score entropy over time: terms (B, T), float64, in sequence order, whose mean it is.
     (`token_nll` takes SEDD's outputs as probabilities instead: the scores, normalised.)"""
     masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1], kind="score_entropy")
-    masks = masks.to(tokens.device)
+    masks = masks.map(lambda tensor: tensor.to(tokens.device))
     return score_entropy(model, tokens, masks, model.config.mask_token)
 
 
@@ -233,7 +229,8 @@ def token_nll(
     the prompt, which comes first in every order."""
     length, device, more = tokens.shape[1], tokens.device, {}
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(seed, draw, rows, total, length, roles).to(device)
+        masks = evaluation_masks(seed, draw, rows, total, length, roles)
+        masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = model.masked_log_probs(tokens, masks.masked, masks.lengths).double()
         nll = -masks.weight[:, None] * log_probs
     else:

@@ -218,9 +218,6 @@ class Roles:
         """LongTensor (B,), tokens of each row that are no padding."""
         return (self.predicted | self.given).sum(dim=1)
 
-    def to(self, device) -> "Roles":
-        return Roles(self.predicted.to(device), self.given.to(device))
-
     def first_given(self, order: Tensor) -> Tensor:
         """The orders (B, T) with the prompt first, ascending; then `order`; then padding."""
         T = order.shape[1]

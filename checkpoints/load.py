@@ -187,11 +187,9 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
 
 def read_shards(index: Path) -> dict:
     """The tensors of the files that an index names."""
-    contents: dict = {}
     files = read_json(index, dict[str, dict[str, Any]], "get it again").get("weight_map", {})
-    for name in sorted(set(map(str, files.values()))):  # by tensor
-        contents |= read_file(index.parent / name)
-    return contents
+    parts = [read_file(index.parent / str(name)) for name in set(files.values())]
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def read_file(path: Path) -> dict:

@@ -67,9 +67,8 @@ def _data(data: dict) -> str:
         numbers = (split.get(key) for key in ("tokens", "documents"))
         cells = " | ".join("" if number is None else f"{number:,}" for number in numbers)
         rows.append(f"| {name} | {cells} |")
-    name = f"Data set `{data['name']}`. " if data.get("name") else ""
-    packing = f"Packing: {data['packing']}. " if data.get("packing") else ""
-    return f"## Data\n\n{name}{packing}".strip() + "\n\n" + "\n".join(rows)
+    name = f"Data set `{data['name']}`.\n\n" if data.get("name") else ""
+    return f"## Data\n\n{name}" + "\n".join(rows)
 
 
 def _recipe(state: dict) -> str:
@@ -79,9 +78,8 @@ def _recipe(state: dict) -> str:
     shown["train"] = {key: config["train"][key] for key in ("steps", "batch_size", "init_from")}
     shown["model"] = {key: value for key, value in shown["model"].items() if value is not None}
     seen = f"{tokens:,} tokens, with " if tokens else ""
-    return (
-        f"## Training\n\nOn {seen}PyTorch {state['torch']}:\n\n```toml\n{tomli_w.dumps(shown)}```"
-    )
+    how = f"On {seen}PyTorch {state['torch']}:"
+    return f"## Training\n\n{how}\n\n```toml\n{tomli_w.dumps(shown)}```"
 
 
 def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:

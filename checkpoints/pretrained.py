@@ -122,16 +122,15 @@ def refuse_what_differs(settings: dict) -> None:
     mistral = name.startswith("Mistral")  # whose default is a window
     window = of("sliding_window", 4096 if mistral else None)
     window = window if of("use_sliding_window", mistral) else None
+    rotated = of("partial_rotary_factor", 1.0)
+    rotated = rope_settings(settings).get("partial_rotary_factor", rotated)
+    layers = of("layer_types") or []
     found = {
         "quantised weights (quantization_config)": of("quantization_config"),
-        f"a sliding window of {window} tokens": window
-        or "sliding_attention" in (of("layer_types") or []),
+        f"a sliding window of {window} tokens": window or "sliding_attention" in layers,
         f"the activation {of('hidden_act')}": of("hidden_act", "silu") != "silu",
         "layers without positions (no_rope_layers)": of("no_rope_layers"),
-        "partly rotated heads (partial_rotary_factor)": rope_settings(settings).get(
-            "partial_rotary_factor", of("partial_rotary_factor", 1.0)
-        )
-        != 1.0,
+        "partly rotated heads (partial_rotary_factor)": rotated != 1.0,
     }
     if odd := [what for what, is_there in found.items() if is_there]:
         raise UserError(f"it has {odd[0]}, which our model does not")

@@ -238,10 +238,7 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
 
 
 def read_newest(
-    run_folder: Path,
-    read: Callable[[Path], Any] = read_values,
-    procs: Processes | None = None,
-    which: str = "last",
+    run_folder: Path, read: Callable = read_values, procs: Processes | None = None, which="last"
 ) -> tuple[Path, Any] | None:
     """The newest checkpoint that can be read, and read(path); None if the run has none. Damaged
     ones are passed over with a warning, CheckpointError if all are. procs: the processes of the job

@@ -269,8 +269,7 @@ def _get_known(name: str) -> Tokenizer:
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
     except Exception as error:  # of requests, an OSError, a wrong hash: one remedy for all
-        raise UserError(
-            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)}). Without a "
-            "network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
-            "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4, or use --tokenizer bytes"
-        ) from error
+        what = f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)})"
+        place = "a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
+        advice = f"set TIKTOKEN_CACHE_DIR to {place}, or use --tokenizer bytes"
+        raise UserError(f"{what}. Without a network, {advice}") from error

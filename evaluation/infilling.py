@@ -89,10 +89,7 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 @torch.no_grad()
 def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """-log p of the middle, token after token, given what is known: (N,) float64, nats per token.
-    With both sides the order is: what is before, what is after, then the middle from left to right.
-    Raises UserError where a model can continue a text only and both sides are asked for."""
-    if model.config.l2r_only and both_sides:
-        raise UserError("this model has no target positions and knows what is before only")
+    With both sides (not a plain GPT's) the order is: what is before, after, then the middle."""
     tokens, device = passages.tokens, model.wte.weight.device
     known, T = passages.known(both_sides), tokens.shape[1]
     length, positions = passages.end - passages.start, torch.arange(T)

@@ -23,8 +23,7 @@ LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
-Probability = Annotated[float, Interval(ge=0, le=1)]
-Ratio = Probability  # the same numbers, where nothing is random
+Probability = Annotated[float, Interval(ge=0, le=1)]  # or a share
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a dropout rate
 FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))]

@@ -195,9 +195,6 @@ def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     return row, (index - starts[row]) * valid, valid
 
 
-# ---- the copy of a model that decoding runs ------------------------------------------------------
-
-
 class PackedLinear(nn.Module):
     """A linear layer for inference on a CPU: for few rows 2 to 4 times as fast."""
 

@@ -346,8 +346,6 @@ class Engine:
         first_end = position.where(is_end, self.T).amin(dim=1)
         return first_end < position.where(unknown, self.T).amin(dim=1)
 
-    # ---- tokens ----------------------------------------------------------------------------------
-
     def take_step(self, step: Step) -> None:
         """Predict and unmask: tensor code whose shapes follow from the numbers of the step."""
         hidden, index = self.predict(step)

@@ -311,11 +311,7 @@ def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
 
 
 def sample_records(
-    samples: Generation,
-    tokenizer: Tokenizer,
-    prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
-    until_end: bool = False,
-    stop: Sequence[str] = (),
+    samples: Generation, tokenizer: Tokenizer, prompts=(("prompt", ""),), until_end=False, stop=()
 ) -> list[dict]:
     """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
     step -1: given; log_probs: nats; order: the positions in the order in which they became known.

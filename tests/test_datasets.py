@@ -384,7 +384,6 @@ FILES = {
         ("text", "good.txt", {"skip_long": True}, "--skip-long is for records"),
         ("text", "good.txt", {"prompt_field": "q"}, "--prompt-field is for records"),
         ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, shuffled"),
-        ("text", "good.txt", {"split_at": ""}, "--split-at is empty"),
         ("text", "*.csv", {}, "csv: there is no file of a known kind"),
         ("lambada", "good.jsonl", {"split": "val"}, "--split of lambada is 'val'.*one of 'test'"),
     ],

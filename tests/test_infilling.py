@@ -54,12 +54,9 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
 @pytest.mark.parametrize("system", [*DECODERS, *ENCODERS])
 def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system, both):
     """Each token given what is known and the tokens of the middle before it (SEDD in float32)."""
+    both = both and system != "GPT-2"  # which can only continue
     model, tokens = make_system(system, 2), random_tokens(TOKENS, 4, T, seed=1)
     passages = Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
-    if system == "GPT-2" and both:
-        with pytest.raises(ValueError, match="knows what is before only"):
-            middle_nll(model, passages, both)
-        return
     got = middle_nll(model, passages, both)
     for b in range(4):
         start, end = int(passages.start[b]), int(passages.end[b])

@@ -9,22 +9,20 @@ import re
 import textwrap
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_args
 
 import tomli_w
 from annotated_types import Ge, Interval
 
 from checkpoints.load import config_of
 from model import ModelConfig
-from objectives import DECODER_OBJECTIVES, ObjectiveConfig
+from objectives import DECODER_OBJECTIVES, Kind, ObjectiveConfig
 from orders import FIXED, OrderConfig, OrderKind
 from runtime import validation
 from runtime.errors import UserError
-from runtime.validation import Amount, BelowOne, Count, NonNegative, Probability, Ratio, Seed, Table
+from runtime.validation import Amount, BelowOne, Count, NonNegative, Probability, Seed, Table
 from training.warm_start import with_shape_of
 from variants import check_config
-
-OBJECTIVES = get_args(get_type_hints(ObjectiveConfig)["kind"])
 
 
 @dataclass(frozen=True)
@@ -39,18 +37,20 @@ class DataConfig(Table):
 @dataclass(frozen=True)
 class OptimConfig(Table):
     lr: Amount = 6e-4  # peak learning rate
-    min_lr_ratio: Ratio = 0.1  # the rate ends at lr * min_lr_ratio
+    min_lr_ratio: Probability = 0.1  # the rate ends at lr * min_lr_ratio
     # how the rate decays after its warm-up; wsd: only in the last decay_share of the steps
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    decay_share: Ratio = 0.2  # of wsd, whose rate falls linearly; 0: it never falls
+    decay_share: Probability = 0.2  # of wsd, whose rate falls linearly; 0: it never falls
     warmup_steps: NonNegative = 2000  # steps of linear warm-up
     decay_steps: NonNegative = 0  # step at which the decay ends; 0: the last of the run
     beta1: BelowOne = 0.9  # of AdamW
     beta2: BelowOne = 0.95  # of AdamW
     weight_decay: Amount = 0.05  # on matrices only
     grad_clip: Annotated[float, Ge(0)] = 1.0  # largest gradient norm; 0 switches clipping off
-    ema_decay: Ratio = 0.9999  # of averaged weights; at step t at most (1 + t) / (10 + t)
-    more_ema_decays: tuple[Ratio, ...] = ()  # of further averages, whose losses are logged, too
+    ema_decay: Probability = 0.9999  # of averaged weights; at step t at most (1 + t) / (10 + t)
+    more_ema_decays: tuple[
+        Probability, ...
+    ] = ()  # of further averages, whose losses are logged, too
     kind: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of blocks, with AdamW for others
     muon_lr: Amount = 0.02  # Muon's peak learning rate; not comparable with lr
     muon_momentum: BelowOne = 0.95  # of Muon
@@ -184,7 +184,7 @@ class Config(Table):
         refuse(falling, "schedule: steps must rise from one [[schedule]] table to the next")
 
         kind, m = self.objective.kind, self.model
-        fitting = [k for k in OBJECTIVES if m.is_encoder != (k in DECODER_OBJECTIVES)]
+        fitting = [k for k in get_args(Kind) if m.is_encoder != (k in DECODER_OBJECTIVES)]
         system = "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
         unfit = f"objective.kind = {kind!r} does not fit {system}; give one of {fitting}"
         refuse(kind not in fitting, unfit)

@@ -39,18 +39,11 @@ def set_block_size(model: AOGPT, block_size: int) -> None:
     model.make_angles(model.head.weight.device)
 
 
-BOUNDS = {"dropout": BelowOne} | {
-    name: Annotated[int, Interval(ge=1, le=largest)]
-    for name, largest in (
-        ("vocab_size", 2**24),
-        ("block_size", 2**20),
-        ("n_layer", 10_000),
-        ("n_head", 2**12),
-        ("n_embd", 2**17),
-        ("cond_dim", 2**17),
-    )
-}
+LARGEST = {"vocab_size": 2**24, "block_size": 2**20, "n_layer": 10_000, "n_head": 2**12}
+LARGEST |= {"n_embd": 2**17, "cond_dim": 2**17}
+BOUNDS = {name: Annotated[int, Interval(ge=1, le=most)] for name, most in LARGEST.items()}
 BOUNDS |= {
+    "dropout": BelowOne,
     "n_kv_head": BOUNDS["n_head"] | None,
     "head_width": BOUNDS["n_embd"] | None,
     "mlp_width": Annotated[int, Interval(ge=1, le=2**20)] | None,

@@ -101,12 +101,7 @@ def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
 
 @torch.no_grad()
 def group_log_probs(
-    model: AOGPT,
-    tokens: Tensor,
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
-    lengths: Tensor | None = None,
+    model: AOGPT, tokens: Tensor, order: Tensor, group: int, prompt_lengths=None, lengths=None
 ) -> Tensor:
     """As `token_log_probs`, but the `group` steps of a group are predicted at once from the groups
     before it: what decoding in such groups draws from. A pass for each group; two streams need one.

@@ -13,13 +13,7 @@ from variants.scoring import Scoring, check_permutations, check_tokens, without_
 class TwoStreamPass(Pass):
     """What inputs and queries see: all inputs up to their own step, or what two masks allow."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor,
-        allowed: Tensor | None = None,
-        query_allowed: Tensor | None = None,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor, allowed=None, query_allowed=None):
         super().__init__(config, targets)
         self.allowed, self.query_allowed = allowed, query_allowed  # (B, 1, T, T)
         self.target_angles: tuple[Tensor, Tensor] | None = None
