@@ -135,7 +135,7 @@ class TransformersJudge(Judge):
         except Exception as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             what = f"--judge {name} could not be loaded: {type(error).__name__}: {reason}"
-            model = "a causal language model's folder or Hugging Face id, as gpt2-large"
+            model = "a causal language model's folder or Hugging Face id (needs the network once)"
             advice = f"Give a run of this project; or, with pip install transformers, {model}"
             raise UserError(f"{what}. {advice}") from error
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
