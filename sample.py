@@ -5,19 +5,15 @@ Examples:
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
     python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
     python sample.py out/quickstart --order slots:block=8 --group-size 4
-    python sample.py out/chorales --prompts data/chorales_alto --rows 1 --midi FILE --html FILE
-"""
+    python sample.py out/chorales --prompts data/chorales_alto --rows 1 --midi FILE --html FILE"""
 
-from __future__ import annotations
-
-import dataclasses
 import itertools
 import json
 import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -121,7 +117,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
     usual = (a.candidates or 1) if a.interactive else 4
-    a = dataclasses.replace(a, num_samples=a.num_samples or usual)
+    a = replace(a, num_samples=a.num_samples or usual)
     files = {"--jsonl": a.jsonl, "--html": a.html, "--midi": a.midi}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
@@ -148,7 +144,7 @@ def sample(a: Arguments, procs: Processes) -> None:
             length, new, kind = None, None, "infill"
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
-        changed = dataclasses.replace(a, seed=seed, length=length, new_tokens=new)
+        changed = replace(a, seed=seed, length=length, new_tokens=new)
         request = Request("this line", kind, line)
         fill(changed, [request], options, loaded, tokenizer, outputs, procs)
 
@@ -173,9 +169,7 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
     cost["seconds"] = round(time.perf_counter() - started, 3)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = origin.pop("settings")
-    del settings["decoding"]  # `options` has its defaults
-    settings |= vars(options) | origin
+    settings = origin.pop("settings") | vars(options) | origin  # options: with their defaults
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
     if ranks:
@@ -220,7 +214,7 @@ def best_fillings(model, contexts, rows, records, numbers: list[int], a: Argumen
             continue
         given, texts = [contexts[i // count] for i in group], [rows[i] for i in group]
         found = gaps.best_fillings(model, given, texts, a.candidates or 1)
-        kept += [records[group[i]] | {"scores": dataclasses.asdict(scores)} for i, scores in found]
+        kept += [records[group[i]] | {"scores": asdict(scores)} for i, scores in found]
     return kept
 
 

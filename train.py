@@ -18,8 +18,7 @@ Options override keys of the config file. Those that people change most:
 
 The same command resumes the run, with the same result as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
-python -m training.plan (memory and time), python -m training.plot (curves)
-"""
+python -m training.plan (memory and time), python -m training.plot (curves)"""
 
 import math
 import sys
@@ -198,7 +197,8 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             return groupwise_loss(model, batch.tokens, batch.order, *settings)
         case "score_entropy":
             vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
-            return score_entropy(model, batch.tokens, batch.masks, vocab_size).mean()
+            losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
+            return losses.mean(dim=1).mean()
         case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # which draw their masks differently
             return masked_nll(model, batch.tokens, batch.masks).mean()
 

@@ -1,8 +1,6 @@
 """The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The evaluation
 sets are those of the published zero-shot perplexities (the SEDD protocol), with their splits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +45,7 @@ class Dataset:
     block_size: int | None = None  # of examples that all have one length
     field: str = "text"  # of a row, with the text
 
-    def corpora(self, args: Prepare) -> dict[str, Corpus]:
+    def corpora(self, args: "Prepare") -> dict[str, Corpus]:
         """The documents of each split, not read yet."""
         numbers = dict(zip(self.splits, self.numbers, strict=False))
         if self.make:

@@ -12,8 +12,7 @@ examples:
   python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
   python data/prepare.py chorales --predict alto --out data/chorales_alto
   python data/prepare.py ptb
-  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
-"""
+  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512"""
 
 import os
 import signal
@@ -43,9 +42,8 @@ from runtime.files import staging, write_json
 from runtime.validation import Count, check_value, check_values, read_toml
 
 HOME = Path(__file__).resolve().parent
-FILES = {"meta.json", *tokenizers.FILES} | {
-    f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")
-}
+FILES = {f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")}
+FILES |= {"meta.json", *tokenizers.FILES}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
@@ -85,11 +83,9 @@ class Prepare:
     """text, shuffled, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """The same: files of the test split."""
-    tokenizer: _option(
-        str | None, "gpt2|english|bytes|FILE.tiktoken|tokenizer.json", "depends on NAME"
-    ) = None
+    tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, bytes as they are, or a vocabulary of
-    yours, which is copied into the folder."""
+    yours, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
@@ -178,7 +174,6 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (args.prompt_field and name != "records", "--prompt-field is for records; leave it out"),
         (args.predict and not dataset.divide, "--predict is for chorales; leave it out"),
         (args.split_at and (source != "always" or examples), "--split-at is for text, shuffled"),
-        (args.split_at == "", "--split-at is empty; give the text between documents"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
         (other, f"{name} is {dataset.tokenizer}: leave out --tokenizer"),

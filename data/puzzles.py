@@ -1,9 +1,6 @@
 """Puzzles on which the order of prediction matters, or does not. All examples of a puzzle have one
-length, a block, and no end-of-text. An example is made from a *key*, such as the solution of a
-Sudoku. Splits are assigned by hashing a canonical form of the key, so no puzzle or trivial variant
-of it is in two splits."""
-
-from __future__ import annotations
+length, a block, and no end-of-text. An example is made from a *key*, such as a solved Sudoku.
+Splits are assigned by a hash of its canonical form: no puzzle or trivial variant is in two."""
 
 import functools
 import hashlib

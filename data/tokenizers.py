@@ -44,9 +44,8 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 class Tokenizer:
     """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name, vocab_size,
-    eot, encode_array(text), (n,) of `dtype`, for which "<|endoftext|>" is plain text,
-    to_bytes(ids), with that text for end-of-text, and, except HubTokenizer, ranks (ids by the bytes
-    of a token)."""
+    eot, encode_array(text), (n,) of `dtype`, to which "<|endoftext|>" is plain text, to_bytes(ids)
+    with that text for end-of-text, and, except HubTokenizer, ranks (ids by a token's bytes)."""
 
     adds_space = False  # before a text
 
@@ -163,13 +162,8 @@ class BytePairTokenizer(Tokenizer):
         self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
-        text = without_lone_surrogates(text)
-        encode = functools.partial(self.encoding.encode_to_numpy, disallowed_special=())
-        try:
-            return encode(text).astype(np.uint16)
-        except ValueError:  # a million spaces in a row overflow the regular expression's stack
-            parts = re.split(r"(\s{100000})(?=\s)", text)
-            return np.concatenate([encode(part) for part in parts]).astype(np.uint16)
+        ids = self.encoding.encode_to_numpy(without_lone_surrogates(text), disallowed_special=())
+        return ids.astype(np.uint16)
 
 
 class HubTokenizer(Tokenizer):
@@ -262,8 +256,7 @@ def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[
 
 def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
     """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken or tokenizer.json, or OWN
-    or HUB in `folder` or up to two folders above it. Raises UserError if its vocabulary has another
-    sha256."""
+    or HUB in `folder` or up to two folders above it. Raises UserError for another sha256."""
     if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
@@ -314,8 +307,7 @@ def _get_known(name: str) -> Tokenizer:
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
     except Exception as error:  # of requests, an OSError, a wrong hash: one remedy for all
-        raise UserError(
-            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)}). Without a "
-            "network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
-            "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4, or use --tokenizer bytes"
-        ) from error
+        what = f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)})"
+        place = "a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
+        advice = f"set TIKTOKEN_CACHE_DIR to {place}, or use --tokenizer bytes"
+        raise UserError(f"{what}. Without a network, {advice}") from error

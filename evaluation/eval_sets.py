@@ -1,7 +1,5 @@
 """Text as something to score: N rows of a set, B in a batch, T tokens in a block."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass, replace

@@ -28,8 +28,7 @@ class ChunkedHead:
         return F.cross_entropy(self.head_logits(x), targets, reduction="none")
 
     def in_chunks(self, function: Callable, x: Tensor, targets: Tensor) -> Tensor:
-        """function(x (n, D), targets (n,)) of all B T tokens; chunks are computed again in the
-        backward pass."""
+        """function(x (n, D), targets (n,)) of all B T tokens; the backward pass repeats chunks."""
         x, targets = x.flatten(0, 1), targets.flatten()
         n = head_chunk(self.config.vocab_size, x.device.type)
         if torch.compiler.is_compiling() or len(x) <= n:  # compiled, the softmax is fused anyway
