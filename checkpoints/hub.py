@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkpoints.load import Loaded
 from checkpoints.model_card import model_card
-from data.tokenizers import END_OF_TEXT, GPT2_WORDS, HUB, Tokenizer
+from data.tokenizers import ALPHABET, END_OF_TEXT, GPT2_WORDS, HUB, Tokenizer
 from runtime.errors import UserError, reason_of
 from runtime.files import write_json, write_text
 
@@ -75,8 +75,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     except ImportError:
         raise UserError("--hub needs a package: pip install transformers") from None
 
-    if tokenizer.pitches([]) is not None:
-        raise UserError("--hub is for models of text, and this one is of chorales: leave it out")
+    if tokenizer.pitches([]) is not None or tokenizer.name.startswith(ALPHABET):
+        what = "--hub is for models of text, and this one is of notes or letters of an alphabet"
+        raise UserError(f"{what}: leave it out")
     tokenizer.keep(folder)
     if tokenizer.name == HUB:  # stays as it is; transformers adds [MASK], as the next line here
         made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())

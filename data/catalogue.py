@@ -1,10 +1,11 @@
 """The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The evaluation
 sets are those of the published zero-shot perplexities (the SEDD protocol), with their splits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from data import sources
@@ -13,6 +14,7 @@ from data.generators import generated, latin5, polya, shuffled
 from data.prompts import Examples
 from data.puzzles import TASKS, Task, puzzle_corpus
 from data.sources import ROW_FILES, TEXT_FILES, Corpus, Reader, Reading, local_files, read_lines
+from data.tokenizers import ALPHABET
 
 if TYPE_CHECKING:
     from data.prepare import Prepare
@@ -62,7 +64,8 @@ class Dataset:
             found = {first: sources.downloaded_file(args.name, url, self.readers, reading)}
         else:
             split = "validation" if first == "val" else first
-            found = {first: sources.hub_rows(args.name, *self.hub, split, reading)}
+            hub = self.hub or (args.repository, args.config)
+            found = {first: sources.hub_rows(args.name, *hub, split, reading)}
         if self.divide:
             found[first].counts = reading.counts
             splits = (args.split,) if args.split else self.splits
@@ -114,7 +117,14 @@ LM1B = dict(
 AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
 PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
 PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
+TEXT8 = dict(
+    url="http://mattmahoney.net/dc/text8.zip",
+    readers={".zip": sources.read_zipped},
+    tokenizer=f"{ALPHABET} {ascii_lowercase}",
+)
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
+STORIES_OF_MODELS = dict(hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01)
+FINEWEB = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
 CHORALES = dict(url=URL, readers={".json": sources.read_whole}, divide=chorale_corpora)
 CHORALES |= dict(tokenizer="chorales", protocol="records", block_size=128)
@@ -127,6 +137,18 @@ def puzzle(task: Task) -> Dataset:
     return Dataset(numbers, make=make, **options)
 
 
+def text8_splits(corpus: Corpus, splits: tuple, predicted: tuple) -> dict[str, Corpus]:
+    """The published ones: 90, 5 and 5 million characters."""
+
+    text = cache(lambda: "".join(corpus.documents))
+
+    def part(split: str) -> Iterator[str]:
+        start, end = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}[split]
+        yield text()[start * len(text()) // 100 : end * len(text()) // 100]
+
+    return {split: Corpus(part(split), corpus.description) for split in splits}
+
+
 DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
     "text": Dataset(source="always", val_fraction=0.05),
@@ -136,7 +158,11 @@ DATASETS: dict[str, Dataset] = {
     "records": Dataset(source="always", **EXAMPLES),
     "chorales": Dataset(source="optional", **CHORALES),
     **{name: puzzle(task) for name, task in TASKS.items()},
+    "hub": Dataset(val_fraction=0.005),
     "openwebtext": Dataset(source="optional", **OWT),
+    "fineweb_edu": Dataset(source="optional", **OWT | {"hub": FINEWEB}),
+    "tinystories": Dataset(source="optional", **STORIES_OF_MODELS),
+    "text8": Dataset(source="optional", divide=text8_splits, **TEXT8),
     "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
     "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),
     "ptb": evaluation_set(42_068, 3_370, 3_761, **PTB),

@@ -55,7 +55,9 @@ shuffled: the same, in chunks of 63 characters in random order.
 records: your own prompts and answers, each in a block (docs/data.md).
 polya, latin5: made of random numbers, with a known entropy.
 {", ".join(TASKS)}: puzzles.
-openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
+hub REPOSITORY: any text on the Hugging Face hub.
+openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or local copies.
+text8: 100 million characters of Wikipedia, in the published splits.
 {EVALUATION}: evaluation sets of the published zero-shot perplexities, detokenised; downloaded, or
 local copies in --source."""
 
@@ -71,6 +73,10 @@ class Prepare:
     """The command line of this script."""
 
     name: Annotated[str, tyro.conf.arg(help=NAMES)]
+    repository: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[REPOSITORY]")] = ""
+    """hub: OWNER/NAME, or a folder of such files; --field says what holds the text."""
+    config: _option(str | None, "NAME", "the only one") = None
+    """hub: the configuration of the repository."""
     out: _option(Path | None, "DIR", "data/NAME in the project") = None
     """Folder to write."""
     source: _option(tuple[Path, ...], "FILE ...", "none") = ()
@@ -86,6 +92,8 @@ class Prepare:
     tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, bytes as they are, or a vocabulary of
     yours, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
+    alphabet: _option(str | None, "LETTERS", "none") = None
+    """Instead of a tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
@@ -126,10 +134,13 @@ def prepare(args: Prepare) -> Path:
     """Prepare a dataset, unless its folder holds it already. Errors leave the folder as it was."""
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
-    dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
+    folder = Path(args.repository).name or args.name
+    dataset, target = DATASETS[args.name], (args.out or HOME / folder).resolve()
     given = {"source": args.source, "val": args.val, "test": args.test}
     args = replace(args, **{s: found_files(p, dataset.readers) for s, p in given.items()})
     check_options(args, dataset)
+    if args.alphabet:
+        args = replace(args, tokenizer=tokenizers.ALPHABET + args.alphabet)
     keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
     chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
     if chosen["protocol"] != "full":
@@ -160,12 +171,17 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
     files, share = args.val or args.test, args.val_fraction is not None
     drawn = dataset.val_fraction is not None  # the validation split
+    of_hub = name == "hub"
     twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
     mistakes = [
         (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
         (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
         (args.split and source == "never" and not drawn, f"{name} has splits of its own"),
         (share and not drawn, f"{name} has splits of its own: leave out --val-fraction"),
+        (of_hub and not args.repository, "hub needs a repository: prepare.py hub OWNER/NAME"),
+        (args.repository and not of_hub, f"{name} takes no repository; leave it out"),
+        (args.config and not of_hub, f"{name} takes no --config; leave it out"),
+        (args.alphabet and (args.tokenizer or size), "--alphabet is in place of a tokenizer"),
         (files and source != "always", f"{name} takes no --val or --test files"),
         (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -144,6 +145,15 @@ def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     reading.counts["Windows line ends are converted"] += text.count("\r\n")
     if text:
         yield text.replace("\r\n", "\n")
+
+
+def read_zipped(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+    """The only file of a .zip as one document."""
+    try:
+        with zipfile.ZipFile(stream) as archive, archive.open(*archive.namelist()) as file:
+            yield from read_whole(file, name, reading)
+    except (zipfile.BadZipFile, TypeError) as error:  # TypeError: not one file
+        raise UserError(f"{name}: no .zip of one file ({reason_of(error)}); get it again") from None
 
 
 def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:

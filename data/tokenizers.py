@@ -4,6 +4,7 @@ gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 chorales notes of four voices in turn, C2 to A5, and rests: 48 ids
+alphabet:ACDE... the characters of a string, in its order, and end-of-text
 
 Files, which are kept beside data, runs and exports under the names tokenizer.tiktoken, a vocabulary
 of the user's, and tokenizer.json, that of a pretrained model of `transformers`."""
@@ -29,6 +30,7 @@ OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its 
 HUB = "tokenizer.json"  # the same of a pretrained model
 FILES = (OWN, HUB)
 RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
+ALPHABET = "alphabet:"  # and its characters: a name
 END_OF_TEXT = "<|endoftext|>"
 # What ends a text in a tokenizer.json: of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
@@ -122,6 +124,31 @@ class BytesTokenizer(Tokenizer):
 
     def to_bytes(self, ids: list[int]) -> bytes:
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
+
+
+class AlphabetTokenizer(Tokenizer):
+    """Characters, such as amino acids; text with another one is an error."""
+
+    def __init__(self, letters: str):
+        if twice := sorted({letter for letter in letters if letters.count(letter) > 1}):
+            raise UserError(f"--alphabet has {twice[0]!r} twice; give each character once")
+        self.letters, self.name, self.eot = letters, ALPHABET + letters, len(letters)
+        self.vocab_size = self.eot + 1
+        self.ranks = {letter.encode(): i for i, letter in enumerate(letters)}
+
+    def encode_array(self, text: str) -> np.ndarray:
+        codes, known = (
+            np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in (text, self.letters)
+        )
+        order = known.argsort()
+        places = np.searchsorted(known[order], codes).clip(max=self.eot - 1)
+        if (wrong := known[order][places] != codes).any():
+            found = f"{chr(codes[wrong][0])!r} is not in the alphabet {self.letters!r}"
+            raise UserError(f"{found}; add it, or leave such text out")
+        return order[places].astype(self.dtype)
+
+    def to_bytes(self, ids: list[int]) -> bytes:
+        return "".join([*self.letters, END_OF_TEXT][i] for i in ids).encode()
 
 
 class ChoralesTokenizer(Tokenizer):
@@ -255,12 +282,15 @@ def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[
 
 
 def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken or tokenizer.json, or OWN
-    or HUB in `folder` or up to two folders above it. Raises UserError for another sha256."""
+    """The tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path FILE.tiktoken or
+    tokenizer.json, or OWN or HUB in `folder` or up to two folders above it. Raises UserError for
+    another sha256."""
     if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
-    if name.endswith(".tiktoken"):
+    if name.startswith(ALPHABET):
+        tokenizer = AlphabetTokenizer(name.removeprefix(ALPHABET))
+    elif name.endswith(".tiktoken"):
         tokenizer = _read_file(expand_home(name))
     elif name.endswith(".json"):
         tokenizer = HubTokenizer(expand_home(name))
