@@ -24,6 +24,8 @@ COMPARED = {  # a system and its decoder, chosen beforehand
     "encoder, most confident first": ("encoder", "confidence"),
 }
 
+EASY = 0.95  # right answers of every system: such a task is in the details only
+
 Entries = dict[str, dict]
 
 
@@ -61,11 +63,12 @@ def task_table(entries: Entries) -> list[str]:
 
 
 def summary_table(results: dict[str, Entries]) -> list[str]:
-    """A line for every task: how often each system is right."""
-    lines = [
-        [task, *(exact_cell(entries[name], by) for name, by in COMPARED.values() if name in entries)]
-        for task, entries in results.items()
-    ]
+    """How often each system is right, on the tasks where one is wrong more than now and then."""
+    lines = []
+    for task, entries in results.items():
+        compared = [(entries[name], by) for name, by in COMPARED.values()]
+        if min(mean_of(entry, by, "exact_match") for entry, by in compared) < EASY:
+            lines.append([task, *(exact_cell(entry, by) for entry, by in compared)])
     return markdown_table(["task", *COMPARED], lines)
 
 

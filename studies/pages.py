@@ -159,12 +159,13 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
 
 def main_table(experiment: Experiment, found: dict) -> list[str]:
     """Figures of each run config under each recipe: the compared one and, as far as there is room
-    in four columns, others."""
-    recipes = reported(experiment, found)
-    kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))
-    columns = [(recipe, kind) for recipe in recipes for kind in kinds[: 4 // len(recipes)]]
-    lines = []
-    for name in dict.fromkeys(name for entries in recipes.values() for name in entries):
+    in four columns and for some 18 numbers, others."""
+    recipes, lines = reported(experiment, found), []
+    names = list(dict.fromkeys(name for entries in recipes.values() for name in entries))
+    room = max(1, min(4, 18 // len(names)) // len(recipes))
+    kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))[:room]
+    columns = [(recipe, kind) for recipe in recipes for kind in kinds]
+    for name in names:
         cells = [
             mean_cell([value_of(row, kind) for row in recipes[recipe][name]["runs"]])
             if name in recipes[recipe]

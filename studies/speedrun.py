@@ -1,14 +1,14 @@
 """How few tokens does an any-order model need? Train run configs of a benchmark.
 
-    python -m studies.speedrun bytes                              # the leaderboard, of what there is
+    python -m studies.speedrun bytes                              # the leaderboard again
     python -m studies.speedrun bytes paper fast --jobs 2          # train, resumed if interrupted
     python -m studies.speedrun bytes paper fast --repetitions 3   # measure their speed, in turn
 
 A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order validation loss;
 it fixes data, block size and evaluation. Run configs are tuned alike: the benchmark's tuning seeds
 are trained with values under `tune`, and the lowest final loss decides.
-Results are in results/speedrun: BENCHMARK.json, the leaderboard in BENCHMARK.details.md, single runs
-in BENCHMARK.runs.jsonl.
+Results are in results/speedrun: BENCHMARK.json, the leaderboard in BENCHMARK.details.md, single
+runs in BENCHMARK.runs.jsonl.
 """
 
 import itertools
@@ -227,7 +227,7 @@ def ingredients(known: dict[str, dict]) -> list[str]:
     for name, entry in sorted(known.items()):
         if name.startswith("fast-") and tokens_of(entry) == tokens_of(known["fast"]):
             losses = losses_of(entry)
-            differences = [losses[seed] - fast[seed] for seed in sorted(fast.keys() & losses.keys())]
+            differences = [losses[seed] - fast[seed] for seed in losses if seed in fast]
             lines.append([name, mean_cell(differences, "+.3f"), entry["description"]])
     return ["", *markdown_table(["one change", "loss minus fast's", "description"], lines)]
 

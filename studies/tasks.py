@@ -3,7 +3,7 @@
     python -m studies.tasks --jobs 2                 # train what is missing of all tasks, decode
     python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.json and so on
     python -m studies.tasks star --quick             # does it run? A few steps of every system
-    python -m studies.tasks page                     # pages in results/tasks, of all that has results
+    python -m studies.tasks page                     # the pages again, of all that has results
 
 Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A missing dataset is
 made first. Finished runs are not trained again, nor those with a row in
