@@ -48,12 +48,13 @@ def title_of(kind: str) -> str:
 
 
 def reported(experiment: Experiment, found: dict) -> dict[str, dict[str, dict]]:
-    """The run configs of each recipe without the runs of seeds that the rates were tuned on."""
+    """The run configs of each recipe without the runs of seeds that the rates were tuned on, if
+    there are others: one seed with --quick is not tuned."""
     tuned_on = experiment.tuning_seeds
 
     def kept(entry: dict) -> dict:
         runs = [row for row in entry["runs"] if row.get("seed") not in tuned_on]
-        return entry | {"runs": runs}
+        return entry | {"runs": runs or entry["runs"]}
 
     return {
         recipe: {name: kept(entry) for name, entry in entries.items()}

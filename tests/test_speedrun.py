@@ -64,7 +64,7 @@ def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(name, mon
 def made_up(losses, tokens=100, tuned=2):
     entry = {"tuned": {"optim.lr": tuned}, "at_boundary": False, "commit": "c", "description": ""}
     runs = [{"training": [loss], "random": [loss]} for loss in losses]
-    row = {"tokens": [tokens], "measured": {}}
+    row = {"tokens": [tokens], "measured": {}, "tokens_per_second": 10}
     return entry | {"runs": [row | {"seed": n, "losses": v} for n, v in enumerate(runs)]}
 
 
