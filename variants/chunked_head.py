@@ -18,7 +18,7 @@ def head_chunk(vocab_size: int, device: str) -> int:
 
 class ChunkedHead:
     """Replaces the head of `AOGPT`. Faster than torch's linear_cross_entropy where both were
-    measured (results/loss_head.md)."""
+    measured (results/speed.md)."""
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy, (B, T, D), (B, T) -> (B, T), nats."""
